@@ -1,0 +1,39 @@
+.DEFAULT_GOAL := help
+
+VENV  := .venv
+PY    := $(VENV)/bin/python
+STAMP := $(VENV)/.setup-stamp
+
+.PHONY: help setup test demo bench-core problems clean
+
+help: ## List the targets.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: $(STAMP) ## Make .venv and install onefold there, editable, with the development tools.
+
+$(STAMP): pyproject.toml
+	@py=$$(command -v python3.11 || command -v python3) || { echo "Python 3.11 or later is needed" >&2; exit 1; }; \
+	"$$py" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or later is needed; $$py is older" >&2; exit 1; }; \
+	echo "$$py -m venv $(VENV)"; "$$py" -m venv $(VENV)
+	$(PY) -m pip install --disable-pip-version-check --quiet -e '.[dev]'
+	@touch $@
+
+test: setup ## Check style and types, then run the tests.
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/mypy
+	$(PY) -m pytest -q
+
+demo: setup ## Run the demonstration.
+	$(PY) examples/demo.py
+
+bench-core: setup ## Run the core benchmark.
+	$(PY) benchmarks/core.py
+
+problems: setup ## Run the problems benchmark.
+	$(PY) benchmarks/problems.py
+
+clean: ## Remove .venv, caches and build products.
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name '*.egg-info' -type d -prune -exec rm -rf {} +

@@ -1,0 +1,377 @@
+"""What a model's cache is made of, and the one factory that makes it.
+
+- `Anatomy.of(model)` builds (and never evaluates) forwards of 3, 1 and 2 tokens: it costs next to nothing,
+  even for a model that fills the machine, and tells every layer's kind, shapes and types.
+- It then builds the same forwards with handles. A model that cannot take them, because it does arithmetic on its
+  keys before attention, is `contiguous`: it gets one buffer.
+- Every live cache in Onefold is made by `Anatomy.make`: a bound (`max_kv_size`) given once is everywhere.
+- What is not understood is not cached: `reason` says why.
+
+Knows nothing of trees, leases or budgets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from onefold.cache import stock
+from onefold.cache.attention import attention
+from onefold.cache.kinds.base import Pulse
+from onefold.cache.kinds.chunked import ChunkedLayer
+from onefold.cache.kinds.composite import CompositeLayer
+from onefold.cache.kinds.full import Bound, PlainCodec, SegmentedLayer
+from onefold.cache.kinds.quantized import AffineCodec
+from onefold.cache.kinds.recurrent import RecurrentLayer
+from onefold.cache.kinds.rotating import RotatingLayer
+from onefold.cache.ledger import Ledger
+from onefold.cache.rows import RowsLayer
+from onefold.cache.segment import ArraySpec, LayerSpec, Store, Track
+from onefold.cache.stock import SLICEABLE, Kind
+from onefold.errors import ConfigError
+
+_BUILD_ERRORS = (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError, NotImplementedError)
+"""What a model's own code raises when it is handed something it cannot work with."""
+
+_TRIAL = (3, 1, 2)
+
+
+@dataclass(frozen=True)
+class KvFormat:
+    """How KV is kept: 16 (as the model makes it), 8 or 4 bits (affine, mlx-lm's own)."""
+
+    bits: int = 16
+
+    @classmethod
+    def parse(cls, kv: str | int) -> KvFormat:
+        text = str(kv).strip()
+        if text not in ("16", "8", "4"):
+            raise ConfigError(f"kv must be '16', '8' or '4', got {kv!r}")
+        return cls(int(text))
+
+    def codec(self, k: ArraySpec, v: ArraySpec) -> PlainCodec | AffineCodec:
+        if self.bits < 16:
+            for group in (64, 32):
+                if k.dim % group == 0 and v.dim % group == 0:
+                    return AffineCodec(self.bits, group)
+        return PlainCodec()
+
+
+@dataclass
+class Leaf:
+    """One cache object that holds state: a layer, or a member of a composite layer."""
+
+    kind: Kind
+    path: tuple[int, ...]
+    used: bool = True
+    spec: LayerSpec | None = None
+    index: int = -1  # among the sliceable ones
+    codec: Any = None
+    size: int = 0  # slots of a recurrent layer
+    window: tuple[int, int] = (0, 0)  # max_size and keep, or chunk_size
+    token_bytes: int = 0
+    state_bytes: int = 0
+    plain: tuple[ArraySpec, ArraySpec] | None = None
+
+
+@dataclass
+class Anatomy:
+    """The shape of one model's cache. `reason` is empty if it can be reused."""
+
+    leaves: list[Leaf]
+    n_layers: int
+    reason: str = ""
+    contiguous: bool = False
+    ragged: bool = False
+    bound: Bound | None = None
+    widest: int = 0
+    vocab: int = 0
+    heads: int = 1
+    itemsize: int = 4
+    recurrent_counts: bool = True
+    """Whether the recurrent layers say how many tokens passed."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def sliceable(self) -> list[Leaf]:
+        return [leaf for leaf in self.leaves if leaf.kind in SLICEABLE and leaf.used]
+
+    @property
+    def specs(self) -> list[LayerSpec]:
+        return [leaf.spec for leaf in self.sliceable if leaf.spec is not None]
+
+    @property
+    def recurrent(self) -> bool:
+        return any(leaf.kind is Kind.RECURRENT and leaf.used for leaf in self.leaves)
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether resuming needs a checkpoint."""
+        return any(leaf.kind not in SLICEABLE and leaf.used for leaf in self.leaves)
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        counted: dict[str, int] = {}
+        for leaf in self.leaves:
+            counted[leaf.kind.value] = counted.get(leaf.kind.value, 0) + 1
+        return counted
+
+    @classmethod
+    def of(cls, model: nn.Module, *, kv: KvFormat | None = None, bound: Bound | None = None) -> Anatomy:
+        return _survey(model, kv or KvFormat(), bound)
+
+    def make(
+        self,
+        track: Track,
+        pulse: Pulse | None = None,
+        *,
+        first_index: int = 0,
+        always_handles: bool = False,
+    ) -> tuple[list[Any], list[Any]]:
+        """The factory: layers as mlx-lm wants them, and the leaves that hold state, flat."""
+        made: list[Any] = []
+        flat: dict[tuple[int, ...], Any] = {}
+        for leaf in self.leaves:
+            flat[leaf.path] = self._make_leaf(leaf, track, pulse, first_index, always_handles)
+        for i in range(self.n_layers):
+            made.append(_nest(flat, (i,)))
+        return made, [flat[leaf.path] for leaf in self.leaves if leaf.used]
+
+    def _make_leaf(
+        self, leaf: Leaf, track: Track, pulse: Pulse | None, first_index: int, always_handles: bool
+    ) -> Any:
+        if leaf.kind in SLICEABLE:
+            index = first_index + max(0, leaf.index)
+            return SegmentedLayer(
+                track, index, leaf.codec, pulse=pulse, bound=self.bound, always_handles=always_handles
+            )
+        if leaf.kind is Kind.ROTATING:
+            return RotatingLayer(*leaf.window, pulse=pulse)
+        if leaf.kind is Kind.CHUNKED:
+            return ChunkedLayer(leaf.window[0], pulse=pulse)
+        return RecurrentLayer(leaf.size, pulse=pulse)
+
+    # -- bytes ---------------------------------------------------------------------------
+
+    def scratch_bytes(self, n_tokens: int, total_tokens: int) -> int:
+        """An upper estimate of one forward's activations and attention scratch."""
+        per_token = self.widest * self.itemsize * 8
+        scores = 3 * self.heads * n_tokens * total_tokens * 4
+        logits = 3 * n_tokens * self.vocab * max(4, self.itemsize)
+        return n_tokens * per_token + scores + logits + (1 << 16)
+
+    def point_bytes(self, offset: int, n_tokens: int) -> int:
+        """What windows and recurrent states may occupy after a forward of `n_tokens` at `offset`."""
+        total = 0
+        for leaf in self.leaves:
+            if not leaf.used or leaf.kind in SLICEABLE:
+                continue
+            if leaf.kind is Kind.RECURRENT:
+                total += leaf.state_bytes
+            elif leaf.kind is Kind.ROTATING:
+                total += ring_entries(leaf.window[0], offset, n_tokens) * leaf.token_bytes
+            else:
+                entries = min(offset, leaf.window[0] + 256) + math.ceil(n_tokens / 256) * 256 + 256
+                total += entries * leaf.token_bytes
+        return total
+
+
+    def ring_bytes(self, offset: int, n_tokens: int) -> int:
+        """What bounded layers may occupy once they have become rings."""
+        if self.bound is None:
+            return 0
+        entries = ring_entries(self.bound.max_size, offset, n_tokens)
+        return entries * sum(leaf.token_bytes for leaf in self.sliceable)
+
+
+def ring_entries(max_size: int, offset: int, n_tokens: int) -> int:
+    """The most entries that a ring's buffer can have after a forward."""
+    if n_tokens > 1:
+        return min(offset, max_size + n_tokens) + n_tokens
+    return max(max_size, min(offset, 2 * max_size)) if offset + 256 >= max_size else offset + 256
+
+
+def _nest(flat: dict[tuple[int, ...], Any], path: tuple[int, ...]) -> Any:
+    if path in flat:
+        return flat[path]
+    n = 1 + max(p[len(path)] for p in flat if p[: len(path)] == path)
+    return CompositeLayer(*(_nest(flat, (*path, i)) for i in range(n)))
+
+
+# -- the survey -----------------------------------------------------------------------------
+
+
+def _survey(model: nn.Module, kv: KvFormat, bound: Bound | None) -> Anatomy:
+    caches = stock.make_prompt_cache(model)
+    leaves = [
+        _leaf(cache, path)
+        for i, top in enumerate(caches)
+        for path, cache in _flatten(top, (i,))
+    ]
+    anatomy = Anatomy(leaves, len(caches), bound=bound)
+    _measure_weights(model, anatomy)
+    unknown = sorted({type(_at(caches, leaf.path)).__name__ for leaf in leaves if leaf.kind is Kind.UNKNOWN})
+    if unknown:
+        anatomy.reason = f"cache class {', '.join(unknown)} offers nothing that could be reused"
+        return anatomy
+    try:
+        for n in _TRIAL:
+            model(mx.zeros((1, n), mx.int32), cache=caches)
+    except _BUILD_ERRORS as error:
+        anatomy.reason = f"the model does not run on its own caches: {type(error).__name__}: {error}"
+        return anatomy
+    _read_shapes(anatomy, caches, kv)
+    if anatomy.reason:
+        return anatomy
+    anatomy.contiguous = not _takes_handles(model, anatomy)
+    if anatomy.contiguous and kv.bits < 16:
+        anatomy.notes.append("kv stays 16 bits: quantised KV is read through the attention seam, which this model bypasses")
+        for leaf in anatomy.sliceable:
+            _set_format(leaf, KvFormat())
+    anatomy.ragged = not anatomy.contiguous and _takes_rows(model, anatomy)
+    return anatomy
+
+
+def _flatten(cache: Any, path: tuple[int, ...]) -> list[tuple[tuple[int, ...], Any]]:
+    if stock.kind_of(cache) is Kind.COMPOSITE:
+        return [found for i, c in enumerate(cache.caches) for found in _flatten(c, (*path, i))]
+    return [(path, cache)]
+
+
+def _at(caches: list[Any], path: tuple[int, ...]) -> Any:
+    found = caches[path[0]]
+    for i in path[1:]:
+        found = found.caches[i]
+    return found
+
+
+def _leaf(cache: Any, path: tuple[int, ...]) -> Leaf:
+    kind = stock.kind_of(cache)
+    leaf = Leaf(kind, path)
+    if kind is Kind.ROTATING:
+        leaf.window = (cache.max_size, cache.keep)
+    elif kind is Kind.CHUNKED:
+        leaf.window = (cache.chunk_size, 0)
+    elif kind is Kind.RECURRENT:
+        leaf.size = len(cache.cache)
+    return leaf
+
+
+def _read_shapes(anatomy: Anatomy, caches: list[Any], kv: KvFormat) -> None:
+    total, index = sum(_TRIAL), 0
+    for leaf in anatomy.leaves:
+        cache = _at(caches, leaf.path)
+        if leaf.kind is Kind.RECURRENT:
+            arrays = [a for a in cache.cache if a is not None]
+            leaf.used = bool(arrays)
+            leaf.state_bytes = sum(a.nbytes for a in arrays)
+            continue
+        if cache.keys is None:
+            leaf.used = False
+            continue
+        if cache.offset != total:
+            anatomy.reason = (
+                f"layer {leaf.path[0]} stands at {cache.offset} after {total} tokens: "
+                "a layer that is not updated once per forward cannot be cut by position"
+            )
+            return
+        k, v = _key_values(cache)
+        leaf.token_bytes = k.token_bytes + v.token_bytes
+        if leaf.kind in SLICEABLE:
+            leaf.index = index
+            index += 1
+            leaf.plain = (k, v)
+            _set_format(leaf, kv)
+
+
+def _key_values(cache: Any) -> tuple[ArraySpec, ArraySpec]:
+    def spec(array: mx.array) -> ArraySpec:
+        return ArraySpec(array.shape[1], array.shape[3], array.dtype)
+
+    return spec(cache.keys), spec(cache.values)
+
+
+def _set_format(leaf: Leaf, kv: KvFormat) -> None:
+    assert leaf.plain is not None
+    k, v = leaf.plain
+    leaf.codec = kv.codec(k, v)
+    leaf.spec = leaf.codec.spec(k, v)
+    leaf.kind = leaf.codec.kind
+    leaf.token_bytes = leaf.spec.token_bytes
+
+
+def _measure_weights(model: nn.Module, anatomy: Anatomy) -> None:
+    """The widths that bound a forward's activations."""
+    widest = 0
+    for _, p in tree_flatten(model.parameters()):
+        if p.ndim >= 2 and mx.issubdtype(p.dtype, mx.floating):
+            anatomy.itemsize = max(2, p.dtype.size)
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, mx.array) or weight.ndim < 2:
+            continue
+        if name.endswith("lm_head") or isinstance(module, nn.Embedding):
+            anatomy.vocab = max(anatomy.vocab, weight.shape[0])
+            continue
+        experts = 8 if weight.ndim == 3 else 1  # a mixture sends a token to a handful of them
+        widest = max(widest, weight.shape[-2] * experts)
+        anatomy.heads = max(anatomy.heads, int(getattr(module, "n_heads", 1) or 1))
+    for _, module in model.named_modules():
+        for name in ("n_heads", "num_heads", "num_attention_heads", "n_q_heads"):
+            found = getattr(module, name, None)
+            if isinstance(found, int) and not isinstance(found, bool):
+                anatomy.heads = max(anatomy.heads, found)
+    anatomy.widest = max(widest, 64) * 2
+
+
+def _trial(model: nn.Module, run: Callable[[], None]) -> bool:
+    """Run a build with the seam installed; False if the model cannot do it."""
+    installed = stock.install(model, attention)
+    try:
+        run()
+    except _BUILD_ERRORS:
+        return False
+    finally:
+        stock.uninstall(installed)
+    return True
+
+
+def _takes_handles(model: nn.Module, anatomy: Anatomy) -> bool:
+    track = Track(Store(anatomy.specs, Ledger(1 << 62)))
+    layers, leaves = anatomy.make(track, always_handles=True)
+    readers = [leaf for leaf in leaves if isinstance(leaf, SegmentedLayer)]
+
+    def run() -> None:
+        for n in _TRIAL:
+            model(mx.zeros((1, n), mx.int32), cache=layers)
+            if any(leaf.consumed[0] == 0 for leaf in readers):
+                raise ValueError("keys went somewhere else than to attention")
+
+    taken = _trial(model, run)
+    recurrent = [leaf for leaf in leaves if leaf.kind is Kind.RECURRENT]
+    anatomy.recurrent_counts = all(leaf.offset == sum(_TRIAL) for leaf in recurrent) if taken else False
+    return taken
+
+
+def _takes_rows(model: nn.Module, anatomy: Anatomy) -> bool:
+    """Whether one forward can carry rows that stand at different positions."""
+    made = []
+    for _ in range(2):
+        track = Track(Store(anatomy.specs, Ledger(1 << 62)))
+        made.append(anatomy.make(track))
+
+    def run() -> None:
+        for (layers, _), n in zip(made, (3, 2), strict=True):
+            model(mx.zeros((1, n), mx.int32), cache=layers)
+        rows = [RowsLayer.over([layers[i] for layers, _ in made]) for i in range(anatomy.n_layers)]
+        out = model(mx.zeros((2, 1), mx.int32), cache=rows)
+        if out.shape[0] != 2 or out.shape[1] != 1:
+            raise ValueError(f"two rows came out as {out.shape}")
+
+    return _trial(model, run)

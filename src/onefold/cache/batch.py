@@ -1,0 +1,59 @@
+"""A decode batch: several leases, one forward per step.
+
+Rows are ragged and each stays its lease's own: add and remove rows between any two steps, nothing is copied or
+padded. A segment that several rows share is read once. A model that cannot carry rows at different positions is
+stepped row by row, behind the same call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from onefold.cache.anatomy import Anatomy
+from onefold.cache.lease import Lease
+from onefold.cache.rows import RowsLayer
+
+
+class Batch:
+    def __init__(self, model: nn.Module, anatomy: Anatomy, leases: list[Lease]) -> None:
+        self.model = model
+        self.ragged = anatomy.ragged
+        self._n_layers = anatomy.n_layers
+        self.leases: list[Lease] = []
+        self._layers: list[Any] | None = None
+        for lease in leases:
+            self.add(lease)
+
+    def add(self, lease: Lease) -> None:
+        self.leases.append(lease)
+        self._layers = None
+
+    def remove(self, lease: Lease) -> None:
+        self.leases.remove(lease)
+        self._layers = None
+
+    @property
+    def layers(self) -> list[Any]:
+        """What the model takes as its cache, for one token per row."""
+        if self._layers is None:
+            own = [lease.layers[: self._n_layers] for lease in self.leases]
+            self._layers = [RowsLayer.over([row[i] for row in own]) for i in range(self._n_layers)]
+        return self._layers
+
+    def step(self, tokens: mx.array) -> mx.array:
+        """Logits `[rows, vocab]` for one more token per row, from one forward of the model."""
+        tokens = tokens.reshape(-1, 1)
+        if tokens.shape[0] != len(self.leases):
+            raise ValueError(f"{tokens.shape[0]} tokens for {len(self.leases)} rows")
+        if len(self.leases) == 1:
+            return self.model(tokens, cache=self.leases[0].layers[: self._n_layers])[:, -1, :]
+        if self.ragged:
+            return self.model(tokens, cache=self.layers)[:, -1, :]
+        rows = [
+            self.model(tokens[i : i + 1], cache=lease.layers[: self._n_layers])[:, -1, :]
+            for i, lease in enumerate(self.leases)
+        ]
+        return mx.concatenate(rows, axis=0)

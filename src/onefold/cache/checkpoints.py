@@ -1,0 +1,79 @@
+"""Checkpoints: the state of every window and recurrent layer at one position, and which of them to keep.
+
+- A checkpoint is about a point, a segment about a range. One that holds only windows that are not full yet can be
+  clamped to any earlier point; a recurrent state cannot.
+- At most `PER_PATH` stay on a path: the deepest first, then points where the tree branches, then those whose loss
+  would cost the most, which thins a grid exponentially towards the start.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from onefold.cache.ledger import Account
+
+PER_PATH = 4
+GRID = 8192
+
+
+class Checkpoint:
+    """Snapshots by leaf; None where the leaf's state lies in the path's segments."""
+
+    __slots__ = ("account", "position", "snapshots", "spanless")
+
+    def __init__(self, position: int, snapshots: list[Any], account: Account, *, spanless: bool) -> None:
+        self.position = position
+        self.snapshots = snapshots
+        self.account = account
+        self.spanless = spanless
+        """No leaf needs the path's segments: every one is in here."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(s.size for s in self.snapshots if s is not None)
+
+    def array_ids(self) -> set[int]:
+        return {id(a) for s in self.snapshots if s is not None for a in s.arrays if a is not None}
+
+    def close(self) -> None:
+        for snapshot in self.snapshots:
+            if snapshot is not None:
+                snapshot.close()
+        self.snapshots = []
+        self.account.close()
+
+
+class Place(NamedTuple):
+    """A checkpoint on a path, as far as keeping it goes."""
+
+    position: int
+    branches: bool
+    """Another conversation goes off here."""
+
+
+def surplus(places: list[Place], limit: int = PER_PATH) -> list[int]:
+    """Positions to give up, for a path whose checkpoints are `places` (shallow to deep)."""
+    kept, gone = sorted(places), list[int]()
+    while len(kept) > limit:
+        end = kept[-1].position
+
+        def worth(i: int, kept: list[Place] = kept, end: int = end) -> float:
+            before = kept[i - 1].position if i else 0
+            lost = kept[i].position - before  # tokens to prefill again if this one is gone
+            away = end - kept[i].position + 1
+            return (4.0 if kept[i].branches else 1.0) * lost / away
+
+        victim = min(range(len(kept) - 1), key=worth)
+        gone.append(kept.pop(victim).position)
+    return gone
+
+
+def wanted(position: int, last: int, prompt_tokens: int, asked: frozenset[int]) -> bool:
+    """Whether a forward boundary at `position` deserves a checkpoint, the last one being at `last`."""
+    if position <= last:
+        return False
+    if position in asked:
+        return True
+    if position >= prompt_tokens - 1 > last:
+        return True
+    return position // GRID > last // GRID

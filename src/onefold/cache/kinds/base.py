@@ -1,0 +1,92 @@
+"""The contract of every kind of layer.
+
+A layer is one layer's live state in one request, in the shape that mlx-lm's models expect of a cache.
+Beyond that, every kind can be snapshotted, rewound, restored, merged and split:
+
+- `snapshot(from_offset)`: the state from `from_offset` to the offset, in arrays of its own; the live state
+  is unchanged. Nothing new since `from_offset` gives None.
+- `restore(None, target)`: rewind the live state. `restore(snapshot, target)`: put the snapshot back, clamped
+  to `target`. Either happens wholly and returns True, or not at all and returns False.
+- `merge(parent, child)` and `split(snapshot, at)` take ownership of what they are given and close it.
+- `free()` releases everything; the offset is 0 afterwards.
+
+A snapshot pins exactly the bytes it reports, and is closed exactly once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from onefold.cache.stock import Kind
+
+
+class Pulse(Protocol):
+    """Who is told when a forward reaches a layer."""
+
+    def enter(self, layer: Any, n_tokens: int | None) -> None:
+        """Before a layer's first write of a forward; may refuse by raising, and then nothing was written."""
+        ...
+
+
+class NoPulse:
+    """For a layer that stands alone."""
+
+    def enter(self, layer: Any, n_tokens: int | None) -> None:
+        pass
+
+
+class Snapshot:
+    """State of one layer over [start, end), or for window and recurrent kinds at `end`."""
+
+    __slots__ = ("arrays", "closed", "end", "extra", "start")
+
+    def __init__(self, arrays: list[mx.array | None], start: int, end: int, extra: tuple[int, ...] = ()) -> None:
+        self.arrays = arrays
+        self.start = start
+        self.end = end
+        self.extra = extra
+        self.closed = False
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(a.nbytes for a in self.arrays if a is not None)
+
+    def close(self) -> None:
+        if self.closed:
+            raise RuntimeError(f"snapshot [{self.start}, {self.end}) is closed already")
+        self.closed = True
+        self.arrays = []
+
+
+class Layer(Protocol):
+    """What leases and tests rely on, for every kind."""
+
+    kind: Kind
+    offset: int
+    epoch: int
+
+    def snapshot(self, from_offset: int = 0) -> Any: ...
+    def can_restore(self, snapshot: Any, target: int) -> bool: ...
+    def restore(self, snapshot: Any, target: int) -> bool: ...
+    def free(self) -> None: ...
+    def live_arrays(self) -> list[mx.array]: ...
+
+    def mark(self) -> tuple[Any, ...]:
+        """Where a forward began, as references: `reset` undoes a forward that failed half-way."""
+        ...
+
+    def reset(self, mark: tuple[Any, ...]) -> None: ...
+
+
+def close_all(*snapshots: Any) -> None:
+    for snapshot in snapshots:
+        if snapshot is not None:
+            snapshot.close()
+
+
+def own_bytes(array: mx.array) -> mx.array:
+    """The same values in a buffer of their own: a slice would pin all of its parent."""
+    return mx.contiguous(array)

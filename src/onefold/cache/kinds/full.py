@@ -1,0 +1,295 @@
+"""Sliceable layers: full attention KV, kept in a track's slabs, plain or affine-quantised.
+
+- Writes go to the track's tail in place; positions that the tree holds already are not written again.
+- With one piece that starts at index 0 the layer hands out plain slices: that is the stock path at stock
+  speed. Otherwise it hands out handles, for the attention seam.
+- A bounded layer (`max_kv_size`) is sliceable until it would outgrow its bound; then `rotate` turns it into
+  mlx-lm's own ring, and from there on it is a window.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from onefold.cache import stock
+from onefold.cache.attention import Codec, Handle
+from onefold.cache.kinds.base import Pulse, Snapshot, close_all, own_bytes
+from onefold.cache.kinds.rotating import RotatingLayer
+from onefold.cache.segment import ArraySpec, LayerSpec, Track
+from onefold.cache.stock import Kind
+
+
+class Bound(NamedTuple):
+    max_size: int
+    keep: int
+
+
+class PlainCodec:
+    """Keys and values as the model made them."""
+
+    plain = True
+    kind = Kind.FULL
+
+    def spec(self, k: ArraySpec, v: ArraySpec) -> LayerSpec:
+        return LayerSpec((k, v))
+
+    def encode(self, k: mx.array, v: mx.array) -> tuple[mx.array, ...]:
+        return k, v
+
+    def n_keys(self) -> int:
+        return 1
+
+    def scores(self, q: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array:
+        return q @ arrays[0][..., lo:hi, :].swapaxes(-1, -2)
+
+    def mix(self, p: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array:
+        return p @ arrays[1][..., lo:hi, :]
+
+
+class SegmentedLayer:
+    """One sliceable layer of one sequence."""
+
+    def __init__(
+        self,
+        track: Track,
+        index: int,
+        codec: Any = None,
+        *,
+        pulse: Pulse | None = None,
+        bound: Bound | None = None,
+        always_handles: bool = False,
+    ) -> None:
+        self.track = track
+        self.index = index
+        self.codec = codec or PlainCodec()
+        self.kind: Kind = self.codec.kind
+        self.offset = 0
+        self.epoch = 0
+        self.bound = bound
+        self.ring: RotatingLayer | None = None
+        self.consumed = [0]
+        self._pulse = pulse
+        self._always_handles = always_handles
+
+    # -- what mlx-lm's models call ---------------------------------------------------------
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        n = keys.shape[2]
+        if self._pulse is not None:
+            self._pulse.enter(self, n)
+        else:
+            self._enter_alone(n)
+        if self.ring is not None:
+            fetched = self.ring.update_and_fetch(keys, values)
+            self.offset = self.ring.offset
+            return fetched
+        self.track.write(self.index, self.offset, self.codec.encode(keys, values))
+        self.offset += n
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        if self.ring is not None:
+            return self.ring.keys_and_values()
+        views = self.track.read(self.index, self.offset)
+        if self.codec.plain and not self._always_handles and len(views) == 1 and views[0][1] == 0:
+            (k, v), _, hi = views[0]
+            return k[..., :hi, :], v[..., :hi, :]
+        codec: Codec = self.codec
+        spec = self.track.store.specs[self.index].arrays
+        k_spec, v_spec = spec[0], spec[codec.n_keys()]
+        make = lambda s: Handle([views], codec, (1, s.heads, self.offset, s.dim), s.dtype, self.consumed)  # noqa: E731
+        return make(k_spec), make(v_spec)
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        if self.ring is not None:
+            return self.ring.make_mask(N, return_array=return_array, window_size=window_size)
+        if self.bound is not None and self.offset + N > self.bound.max_size:
+            return self._mask_after_rotation(N, return_array, window_size)
+        return stock.attention_mask(N, offset=self.offset, return_array=return_array, window_size=window_size)
+
+    def is_trimmable(self) -> bool:
+        return self.ring is None or self.ring.is_trimmable()
+
+    def trim(self, n: int) -> int:
+        n = min(self.offset, n)
+        self.restore(None, self.offset - n)
+        return n
+
+    def size(self) -> int:
+        return self.offset
+
+    def empty(self) -> bool:
+        return self.offset == 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in self.live_arrays())
+
+    @property
+    def state(self) -> list[mx.array]:
+        """What must be evaluated for this layer to be up to date."""
+        return self.live_arrays()
+
+    @property
+    def keys(self) -> mx.array | None:
+        return self._slot(0)
+
+    @keys.setter
+    def keys(self, array: mx.array) -> None:
+        self._set_slot(0, array)
+
+    @property
+    def values(self) -> mx.array | None:
+        return self._slot(self.codec.n_keys())
+
+    @values.setter
+    def values(self, array: mx.array) -> None:
+        self._set_slot(self.codec.n_keys(), array)
+
+    # -- the contract --------------------------------------------------------------------
+
+    def snapshot(self, from_offset: int = 0) -> Snapshot | None:
+        start = max(0, from_offset)
+        if self.ring is not None:
+            return self.ring.snapshot(from_offset)
+        if self.offset <= start:
+            return None
+        parts: list[list[mx.array]] = []
+        at = 0
+        for arrays, lo, hi in self.track.read(self.index, self.offset):
+            a, b = max(lo, lo + start - at), hi
+            if a < b:
+                parts.append([x[..., a:b, :] for x in arrays])
+            at += hi - lo
+        joined = [mx.concatenate(x, axis=2) if len(x) > 1 else own_bytes(x[0]) for x in zip(*parts, strict=True)]
+        mx.eval(joined)
+        return Snapshot(list(joined), start, self.offset)
+
+    def can_restore(self, snapshot: Snapshot | None, target: int) -> bool:
+        if target < 0:
+            return False
+        if self.ring is not None:
+            return self.ring.can_restore(snapshot, target)
+        if snapshot is None:
+            return target <= self.offset
+        return target <= snapshot.end and self.offset >= snapshot.start
+
+    def restore(self, snapshot: Snapshot | None, target: int) -> bool:
+        if not self.can_restore(snapshot, target):
+            return False
+        if self.ring is not None:
+            self.ring.restore(snapshot, target)
+            self.offset = self.ring.offset
+            return True
+        if snapshot is not None:
+            self.offset = snapshot.start
+            self.track.rewind(self.offset)
+            n = snapshot.end - snapshot.start
+            self.track.ensure(self.offset, n, keep=self.offset)
+            self.track.write(self.index, self.offset, tuple(a for a in snapshot.arrays if a is not None))
+            self.offset += n
+        if target < self.offset:
+            self.offset = target
+            self.track.rewind(target)
+        return True
+
+    def merge(self, parent: Snapshot | None, child: Snapshot | None) -> Snapshot | None:
+        if parent is None or child is None:
+            close_all(parent, child)
+            return None
+        arrays = [
+            mx.concatenate([a, b], axis=2)
+            for a, b in zip(parent.arrays, child.arrays, strict=True)
+            if a is not None and b is not None
+        ]
+        mx.eval(arrays)
+        merged = Snapshot(list(arrays), parent.start, child.end)
+        close_all(parent, child)
+        return merged
+
+    def split(self, snapshot: Snapshot | None, at: int) -> tuple[Snapshot | None, Snapshot | None]:
+        if snapshot is None or at <= snapshot.start:
+            return None, snapshot
+        if at >= snapshot.end:
+            return snapshot, None
+        k = at - snapshot.start
+        arrays = [a for a in snapshot.arrays if a is not None]
+        upper: list[mx.array | None] = [own_bytes(a[..., :k, :]) for a in arrays]
+        lower: list[mx.array | None] = [own_bytes(a[..., k:, :]) for a in arrays]
+        mx.eval(upper, lower)
+        start, end = snapshot.start, snapshot.end
+        snapshot.close()
+        return Snapshot(upper, start, at), Snapshot(lower, at, end)
+
+    def free(self) -> None:
+        self.track.free()
+        self.ring = None
+        self.offset = 0
+
+    def mark(self) -> tuple[Any, ...]:
+        return self.offset, None if self.ring is None else self.ring.mark()
+
+    def reset(self, mark: tuple[Any, ...]) -> None:
+        self.offset = mark[0]
+        if self.ring is not None and mark[1] is not None:
+            self.ring.reset(mark[1])
+
+    def live_arrays(self) -> list[mx.array]:
+        if self.ring is not None:
+            return self.ring.live_arrays()
+        found: list[mx.array] = []
+        for piece in self.track.pieces:
+            layer = piece.slab.layers[self.index] if self.track.writable(piece) else None
+            found.extend(layer or [])
+        return found
+
+    # -- bounded conversations -----------------------------------------------------------
+
+    def outgrows(self, n: int) -> bool:
+        return self.bound is not None and self.ring is None and self.offset + n > self.bound.max_size
+
+    def rotate(self) -> None:
+        """Become a ring that holds what this layer holds. The track is left to its owner."""
+        assert self.bound is not None
+        self.ring = RotatingLayer(self.bound.max_size, self.bound.keep)
+        if self.offset:
+            snapshot = self.snapshot(0) if self.ring is None else self._whole()
+            self.ring.adopt(snapshot)
+
+    def _whole(self) -> Snapshot:
+        ring, self.ring = self.ring, None
+        snapshot = self.snapshot(0)
+        self.ring = ring
+        assert snapshot is not None
+        return snapshot
+
+    def _mask_after_rotation(self, N: int, return_array: bool, window_size: int | None) -> Any:
+        """The mask that the ring will need: the mask is made before the update that rotates."""
+        assert self.bound is not None
+        ring = stock.RotatingKVCache(self.bound.max_size, self.bound.keep)
+        ring.offset = ring._idx = self.offset
+        return ring.make_mask(N, return_array=return_array, window_size=window_size)
+
+    # -- details -------------------------------------------------------------------------
+
+    def _enter_alone(self, n: int) -> None:
+        if self.outgrows(n):
+            self.rotate()
+            self.track.free()
+        if self.ring is None:
+            self.track.ensure(self.offset, n, keep=self.offset)
+
+    def _slot(self, j: int) -> mx.array | None:
+        if self.ring is not None:
+            return self.ring.keys if j == 0 else self.ring.values
+        return self.track.pieces[-1].slab.arrays(self.index)[j] if self.track.pieces else None
+
+    def _set_slot(self, j: int, array: mx.array) -> None:
+        if self.ring is not None:
+            setattr(self.ring, "keys" if j == 0 else "values", array)
+            return
+        piece = self.track.pieces[-1]
+        if self.track.writable(piece):
+            piece.slab.arrays(self.index)[j] = array

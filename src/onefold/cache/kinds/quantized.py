@@ -1,0 +1,57 @@
+"""mlx-lm's affine quantisation, attended without dequantising.
+
+`quantized_matmul` copies a slice that has slack behind it, so it is given the whole buffer: scores beyond the
+range are cut off, and weights are padded with zeros. A short range of a long buffer is copied instead.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from onefold.cache.segment import ArraySpec, LayerSpec
+from onefold.cache.stock import Kind
+
+
+class AffineCodec:
+    plain = False
+    kind = Kind.QUANTIZED
+
+    def __init__(self, bits: int, group_size: int) -> None:
+        self.bits = bits
+        self.group_size = group_size
+
+    def spec(self, k: ArraySpec, v: ArraySpec) -> LayerSpec:
+        def parts(a: ArraySpec) -> tuple[ArraySpec, ...]:
+            scale = ArraySpec(a.heads, a.dim // self.group_size, a.dtype)
+            return (ArraySpec(a.heads, a.dim * self.bits // 32, mx.uint32), scale, scale)
+
+        return LayerSpec(parts(k) + parts(v))
+
+    def encode(self, k: mx.array, v: mx.array) -> tuple[mx.array, ...]:
+        quantize = mx.quantize
+        return (
+            *quantize(k, group_size=self.group_size, bits=self.bits),
+            *quantize(v, group_size=self.group_size, bits=self.bits),
+        )
+
+    def n_keys(self) -> int:
+        return 3
+
+    def scores(self, q: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array:
+        parts, lo, hi = _whole_or_slice(arrays[:3], lo, hi)
+        s = mx.quantized_matmul(q, *parts, transpose=True, group_size=self.group_size, bits=self.bits)
+        return s[..., lo:hi]
+
+    def mix(self, p: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array:
+        parts, lo, hi = _whole_or_slice(arrays[3:], lo, hi)
+        capacity = parts[0].shape[2]
+        if (lo, hi) != (0, capacity):
+            p = mx.pad(p, [(0, 0), (0, 0), (0, 0), (lo, capacity - hi)])
+        return mx.quantized_matmul(p, *parts, transpose=False, group_size=self.group_size, bits=self.bits)
+
+
+def _whole_or_slice(arrays: list[mx.array], lo: int, hi: int) -> tuple[list[mx.array], int, int]:
+    capacity = arrays[0].shape[2]
+    if 2 * (hi - lo) >= capacity:
+        return arrays, lo, hi
+    return [a[..., lo:hi, :] for a in arrays], 0, hi - lo

@@ -1,0 +1,84 @@
+"""Recurrent states (Mamba, gated delta nets, short convolutions): a point, nothing else.
+
+- It *is* an `ArraysCache`, because some models ask.
+- Models replace states, they never write into them, so a snapshot is a second reference and costs nothing
+  until the state moves on.
+- States are often slices of a whole forward's activations: each is given a buffer of its own when it is set.
+- Most models say how many tokens passed (`advance`); the position of the others is their owner's to know.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from onefold.cache import stock
+from onefold.cache.kinds.base import NoPulse, Pulse, Snapshot, close_all, own_bytes
+from onefold.cache.stock import Kind
+
+
+class RecurrentLayer(stock.ArraysCache):  # type: ignore[misc, valid-type]
+    kind = Kind.RECURRENT
+
+    def __init__(self, size: int, *, pulse: Pulse | None = None) -> None:
+        super().__init__(size)
+        self.offset = 0
+        self.epoch = 0
+        self._pulse: Pulse = pulse or NoPulse()
+        self._written: set[int] | None = None
+
+    def __setitem__(self, slot: int, value: mx.array | None) -> None:
+        if self._written is None or slot in self._written:
+            self._pulse.enter(self, None)  # a slot's second write is the next forward's first
+            self._written = set()
+        self._written.add(slot)
+        self.cache[slot] = None if value is None else own_bytes(value)
+
+    def advance(self, N: int) -> None:
+        super().advance(N)
+        self.offset += N
+
+    def snapshot(self, from_offset: int = 0) -> Snapshot | None:
+        if self.empty() or self.offset <= from_offset:
+            return None
+        mx.eval([a for a in self.cache if a is not None])
+        return Snapshot(list(self.cache), from_offset, self.offset)
+
+    def can_restore(self, snapshot: Snapshot | None, target: int) -> bool:
+        return target == (self.offset if snapshot is None else snapshot.end)
+
+    def restore(self, snapshot: Snapshot | None, target: int) -> bool:
+        if not self.can_restore(snapshot, target):
+            return False
+        if snapshot is not None:
+            self.cache = list(snapshot.arrays)
+            self.offset = snapshot.end
+        self._written = None
+        return True
+
+    def merge(self, parent: Snapshot | None, child: Snapshot | None) -> Snapshot | None:
+        close_all(parent)
+        return child
+
+    def split(self, snapshot: Snapshot | None, at: int) -> tuple[Snapshot | None, Snapshot | None]:
+        return None, snapshot
+
+    def empty(self) -> bool:
+        return all(a is None for a in self.cache)
+
+    def free(self) -> None:
+        self.cache = [None] * len(self.cache)
+        self.left_padding = self.lengths = None
+        self.offset = 0
+        self._written = None
+
+    def mark(self) -> tuple[Any, ...]:
+        return list(self.cache), self.offset
+
+    def reset(self, mark: tuple[Any, ...]) -> None:
+        self.cache, self.offset = list(mark[0]), mark[1]
+        self._written = None
+
+    def live_arrays(self) -> list[mx.array]:
+        return [a for a in self.cache if a is not None]

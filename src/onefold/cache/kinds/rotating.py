@@ -1,0 +1,98 @@
+"""Windows: mlx-lm's ring, with snapshots that put it back exactly.
+
+- A snapshot holds exactly min(offset, max_size) entries in temporal order (after the kept head), in arrays
+  of their own. With the offset that is the whole state: the write position follows from it.
+- Until the window is full nothing is lost, so a snapshot can be clamped and the live state rewound; once it has
+  wrapped, neither can: fewer than max_size entries would be left.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from onefold.cache import stock
+from onefold.cache.kinds.base import NoPulse, Pulse, Snapshot, close_all, own_bytes
+from onefold.cache.stock import Kind
+
+
+class RotatingLayer(stock.RotatingKVCache):  # type: ignore[misc, valid-type]
+    kind = Kind.ROTATING
+
+    def __init__(self, max_size: int, keep: int = 0, *, pulse: Pulse | None = None) -> None:
+        super().__init__(max_size, keep)
+        self.epoch = 0
+        self._pulse: Pulse = pulse or NoPulse()
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        self._pulse.enter(self, keys.shape[2])
+        return super().update_and_fetch(keys, values)
+
+    # a ring is put back and trimmed through the contract; it is never quantised behind our back
+    to_quantized = property()  # type: ignore[assignment]
+
+    def snapshot(self, from_offset: int = 0) -> Snapshot | None:
+        if self.keys is None or self.offset <= max(0, from_offset):
+            return None
+        arrays: list[mx.array | None] = [self._canonical(a) for a in (self.keys, self.values)]
+        mx.eval(arrays)
+        return Snapshot(arrays, from_offset, self.offset, (self.keep, self.max_size))
+
+    def can_restore(self, snapshot: Snapshot | None, target: int) -> bool:
+        if target < 0:
+            return False
+        if snapshot is None:
+            return target == self.offset or (target < self.offset <= self.max_size)
+        if snapshot.extra != (self.keep, self.max_size) or target > snapshot.end:
+            return False
+        return target == snapshot.end or snapshot.end <= self.max_size
+
+    def restore(self, snapshot: Snapshot | None, target: int) -> bool:
+        if not self.can_restore(snapshot, target):
+            return False
+        if snapshot is not None:
+            self.adopt(snapshot)
+        if target < self.offset:
+            self._straighten()
+            self.offset = self._idx = target
+        return True
+
+    def adopt(self, snapshot: Snapshot) -> None:
+        """Share the snapshot's arrays: the first write makes this layer's own."""
+        self.keys, self.values = snapshot.arrays[0], snapshot.arrays[1]
+        assert self.keys is not None
+        self.offset = snapshot.end
+        self._idx = self.keys.shape[2]
+
+    def merge(self, parent: Snapshot | None, child: Snapshot | None) -> Snapshot | None:
+        close_all(parent)
+        return child
+
+    def split(self, snapshot: Snapshot | None, at: int) -> tuple[Snapshot | None, Snapshot | None]:
+        return None, snapshot
+
+    def free(self) -> None:
+        self.keys = self.values = None
+        self.offset = self._idx = 0
+
+    def mark(self) -> tuple[Any, ...]:
+        return self.keys, self.values, self.offset, self._idx
+
+    def reset(self, mark: tuple[Any, ...]) -> None:
+        self.keys, self.values, self.offset, self._idx = mark
+
+    def live_arrays(self) -> list[mx.array]:
+        return [] if self.keys is None else [self.keys, self.values]
+
+    def _straighten(self) -> None:
+        """Temporal order, so that a rewind cuts the newest entries."""
+        self.keys, self.values = self._canonical(self.keys), self._canonical(self.values)
+        self._idx = self.keys.shape[2]
+
+    def _canonical(self, v: mx.array) -> mx.array:
+        v = self._temporal_order(v) if self._idx < self.offset else v[..., : self._idx, :]
+        extra = v.shape[2] - self.max_size
+        if extra > 0:
+            v = mx.concatenate([v[..., : self.keep, :], v[..., extra + self.keep :, :]], axis=2)
+        return own_bytes(v)

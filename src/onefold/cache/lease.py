@@ -1,0 +1,340 @@
+"""A lease: one request's hold on a path of the tree, and its live layers.
+
+- `layers` go to any mlx-lm model, `generate_step` or `speculative_generate_step` as their prompt cache.
+- A forward is noticed at its first layer: that is where growth is reserved for all layers (or refused, before
+  anything is written) and where a checkpoint can be taken, since every layer stands at the same position there.
+- A forward that fails half-way is undone at the next one, or when the lease is settled.
+- Closing settles it, by commit, cancel or error: the sound part of the work is kept, everything else let go.
+- A lease belongs to the thread that opened it.
+
+    tokens   |<------ cached ------>|<-- prefilled -->|<-- generated -->|
+    layers   |<-- tree's, read in place -->|<---- this lease's own ---->|
+                                           floor (matched)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+
+from onefold.cache.anatomy import Anatomy
+from onefold.cache.checkpoints import GRID, Checkpoint, wanted
+from onefold.cache.kinds.full import SegmentedLayer
+from onefold.cache.ledger import Account, Purpose
+from onefold.cache.segment import Track
+from onefold.cache.stock import SLICEABLE, Kind
+from onefold.cache.tree import Node, Tokens, as_tokens, common_length
+from onefold.errors import BudgetError, CommitError, LeaseClosed, LeaseError, WrongThread
+
+if TYPE_CHECKING:
+    from onefold.cache.prefix_cache import PrefixCache
+
+
+class Beat:
+    """Notices the forwards of one model: the target's, or the draft's."""
+
+    def __init__(self, lease: Lease, anatomy: Anatomy) -> None:
+        self.lease = lease
+        self.anatomy = anatomy
+        self.leaves: list[Any] = []
+        self.epoch = 0
+        self.rotated = not anatomy.sliceable
+        """Nothing of this model lies in the track: it has no sliceable layer, or they have become rings."""
+        self._sized = True
+        self._entered = 0
+        self._marks: list[tuple[Any, ...]] | None = None
+
+    def enter(self, layer: Any, n_tokens: int | None) -> None:
+        if layer.epoch == self.epoch:  # every layer has been here this often: a new forward
+            self.lease._begin(self)
+            self.epoch += 1
+            self._entered, self._sized = 0, False
+            self._marks = [leaf.mark() for leaf in self.leaves]
+        layer.epoch = self.epoch
+        self._entered += 1
+        if n_tokens is not None and not self._sized:
+            self._sized = True
+            try:
+                self.lease._reserve_step(self, n_tokens)
+            except BudgetError:
+                self.undo()
+                raise
+        if self._entered == len(self.leaves):
+            self._marks = None  # whole: nothing to undo, and no second reference to any state
+
+    @property
+    def position(self) -> int | None:
+        """Where the layers stand; None for a model whose layers do not say."""
+        known = [leaf.offset for leaf in self.leaves if self._counts(leaf)]
+        if not known:
+            return None
+        return known[0] if min(known) == max(known) else min(known)
+
+    @property
+    def uniform(self) -> bool:
+        known = {leaf.offset for leaf in self.leaves if self._counts(leaf)}
+        return len(known) <= 1
+
+    def _counts(self, leaf: Any) -> bool:
+        return leaf.kind is not Kind.RECURRENT or self.anatomy.recurrent_counts
+
+    def undo(self) -> None:
+        """Back to where the unfinished forward began."""
+        if self._marks is not None:
+            for leaf, mark in zip(self.leaves, self._marks, strict=True):
+                leaf.reset(mark)
+            self._marks = None
+        for leaf in self.leaves:
+            leaf.epoch = self.epoch
+
+
+class Lease:
+    """Made by `PrefixCache.lease`; use it in a `with` block."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        tokens: Tokens,
+        namespace: Any,
+        track: Track,
+        anatomies: list[Anatomy],
+        asked: frozenset[int],
+    ) -> None:
+        self._cache = cache
+        self.tokens = tokens
+        self.namespace = namespace
+        self.matched = 0
+        """How far the tree knows these tokens."""
+        self.cached = 0
+        """How far the state could be put back: prefill `tokens[cached:]`. At most len(tokens) - 1."""
+        self.reason = ""
+        """Why `cached` is less than it might be; empty for a whole hit."""
+        self.closed = False
+        self.layers: list[Any] = []
+        self._track = track
+        self._beats: list[Beat] = []
+        self._node: Node | None = None
+        self._points: Account = cache._ledger.open(Purpose.LIVE, 0)
+        self._restored: Checkpoint | None = None
+        self._taken: list[Checkpoint] = []
+        self._asked = asked
+        self._thread = threading.get_ident()
+        first = 0
+        for anatomy in anatomies:
+            beat = Beat(self, anatomy)
+            layers, beat.leaves = anatomy.make(track, beat, first_index=first)
+            first += len(anatomy.sliceable)
+            self.layers += layers
+            self._beats.append(beat)
+        self._handed_out = list(self.layers)
+
+    # -- the request's side ----------------------------------------------------------------
+
+    @property
+    def offset(self) -> int | None:
+        """Tokens that the layers hold now; None for a model whose layers do not say."""
+        known = [b.position for b in self._beats if b.position is not None]
+        return min(known) if known else None
+
+    @property
+    def rest(self) -> Tokens:
+        """The tokens that are still to be prefilled, at least one."""
+        return self.tokens[self.cached :]
+
+    def chunks(self, limit: int = 2048) -> Iterator[Tokens]:
+        """The rest but for its last token, in chunks that end where checkpoints belong."""
+        end = len(self.tokens) - 1
+        stops = {end, *self._asked, *range(GRID, end, GRID)}
+        if self._cache._pointwise and self.matched > self.cached:
+            stops.add(self.matched)  # where this request was seen to branch off
+        start = self.cached
+        while start < end:
+            stop = min([start + limit, *(s for s in stops if s > start)])
+            yield self.tokens[start:stop]
+            start = stop
+
+    def commit(self, tokens: Any, *, close: bool = True) -> None:
+        """Keep what the layers hold: the KV of `tokens`, from the first on.
+
+        May be given fewer tokens than the layers hold (a stop token that will not come back), never more. With
+        `close=False` the lease goes on, and others can borrow what was committed.
+        """
+        self._usable()
+        found = as_tokens(tokens)
+        shared = min(len(found), len(self.tokens))
+        same = common_length(found[:shared], self.tokens[:shared])
+        if same < shared:
+            raise CommitError(
+                f"token {same} of the commit is {int(found[same])}, but the lease was opened with {int(self.tokens[same])}"
+            )
+        if self._layers_changed():
+            raise CommitError("the list of layers was changed; what they hold cannot be known")
+        for beat in self._beats:
+            beat.undo()
+        held = self._beats[0].position if self._beats else None
+        if held is not None and len(found) > held:
+            raise CommitError(f"{len(found)} tokens committed, but the layers hold {held}")
+        if not all(b.uniform for b in self._beats):
+            offsets = sorted({leaf.offset for b in self._beats for leaf in b.leaves})
+            raise CommitError(f"the layers disagree: they hold from {offsets[0]} to {offsets[-1]} tokens")
+        self._cache._settle(self, found, close=close)
+
+    def _layers_changed(self) -> bool:
+        if len(self.layers) != len(self._handed_out):
+            return True
+        return any(a is not b for a, b in zip(self.layers, self._handed_out, strict=True))
+
+    def cancel(self) -> None:
+        """Close without generated tokens: the part of the prompt that was prefilled is kept."""
+        if self.closed:
+            return
+        self._usable()
+        for beat in self._beats:
+            beat.undo()
+        held = self.offset
+        sound = all(b.uniform for b in self._beats) and not self._layers_changed()
+        keep = 0 if held is None or not sound else min(held, len(self.tokens))
+        self._cache._settle(self, self.tokens[:keep], close=True)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    # -- the layers' side, through Beat ------------------------------------------------------
+
+    def _usable(self) -> None:
+        if self.closed:
+            raise LeaseClosed("this lease is closed; its layers hold nothing any more")
+        if threading.get_ident() != self._thread:
+            raise WrongThread(
+                f"this lease belongs to thread {self._thread}, and was used from {threading.get_ident()}"
+            )
+
+    def _begin(self, beat: Beat) -> None:
+        """A forward begins: every layer stands at one position."""
+        self._usable()
+        beat.undo()
+        if not beat.uniform:
+            offsets = sorted({leaf.offset for leaf in beat.leaves})
+            raise LeaseError(f"the layers disagree: they hold from {offsets[0]} to {offsets[-1]} tokens")
+        self._maybe_checkpoint()
+
+    def _reserve_step(self, beat: Beat, n_tokens: int) -> None:
+        """Growth for all layers, windows and states, and the forward's scratch; or BudgetError, and nothing."""
+        cache = self._cache
+        with cache._lock:
+            start = beat.position or 0
+            offsets = [leaf.offset for b in self._beats for leaf in b.leaves]
+            total = start + n_tokens
+            cache._reserve_scratch(beat.anatomy.scratch_bytes(n_tokens, total) + 2 * self._points.bytes)
+            if not beat.rotated and any(isinstance(x, SegmentedLayer) and x.outgrows(n_tokens) for x in beat.leaves):
+                self._rotate(beat)
+            if not self._spanless:
+                self._track.ensure(start, n_tokens, keep=max(offsets, default=0))
+            self._count_points(sum(self._point_bytes(b, n_tokens) for b in self._beats))
+
+    @property
+    def _spanless(self) -> bool:
+        """No layer's state lies in the track (any more)."""
+        return all(b.rotated for b in self._beats)
+
+    def _point_bytes(self, beat: Beat, n_tokens: int) -> int:
+        start = beat.position or 0
+        total = beat.anatomy.point_bytes(start, n_tokens)
+        if beat.rotated:
+            total += beat.anatomy.ring_bytes(start, n_tokens)
+        return total
+
+    def _count_points(self, at_least: int = 0) -> None:
+        """Bring the account of windows and states up to what they occupy (or will, after this forward)."""
+        self._points.resize(max(self._live_point_bytes(), at_least))
+
+    def _live_point_bytes(self) -> int:
+        shared: set[int] = set()
+        for checkpoint in [self._restored, *self._taken]:
+            if checkpoint is not None:
+                shared |= checkpoint.array_ids()
+        total = 0
+        for beat in self._beats:
+            for leaf in beat.leaves:
+                if leaf.kind not in SLICEABLE or leaf.ring is not None:
+                    total += sum(a.nbytes for a in leaf.live_arrays() if id(a) not in shared)
+        return total
+
+    def _recount(self) -> None:
+        """Between steps: exactly what is there, for statistics and checks."""
+        if not self.closed:
+            self._points.resize(self._live_point_bytes(), force=True)
+
+    def _rotate(self, beat: Beat) -> None:
+        """The bound is reached: this model's sliceable layers become rings."""
+        bound = beat.anatomy.bound
+        assert bound is not None
+        start = beat.position or 0
+        need = beat.anatomy.ring_bytes(start, 1)
+        alone = len(self._beats) == 1
+        give_up = False
+        try:
+            self._points.resize(self._points.bytes + need)
+        except BudgetError:
+            if not alone or not self._cache._abandon(self):
+                raise
+            give_up = True
+        for leaf in beat.leaves:
+            if isinstance(leaf, SegmentedLayer):
+                leaf.rotate()
+                mx.eval(leaf.live_arrays())
+                if give_up:
+                    for piece in self._track.pieces:
+                        piece.slab.layers[leaf.index] = None
+        beat.rotated = True
+        self._cache._rotated(self, start, bound.max_size)
+        if self._spanless:
+            self._track.free()
+            self._cache._let_go(self)
+        if give_up:
+            self._points.resize(self._live_point_bytes())
+
+    def _maybe_checkpoint(self) -> None:
+        if not self._cache._pointwise and not self._spanless:
+            return
+        position = self.offset
+        if position is None or any(b.position != position for b in self._beats):
+            return
+        last = max([c.position for c in self._taken], default=self._restored.position if self._restored else 0)
+        if position <= len(self.tokens) and wanted(position, last, len(self.tokens), self._asked):
+            with self._cache._lock:
+                taken = self._cache._take_checkpoint(self, position, gap=position - last)
+            if taken is not None:
+                self._taken.append(taken)
+
+    def snapshots(self, position: int) -> list[Any]:
+        """Every leaf's own state, None where it lies in the track."""
+        found: list[Any] = []
+        for beat in self._beats:
+            for leaf in beat.leaves:
+                if leaf.kind in SLICEABLE and leaf.ring is None:
+                    found.append(None)
+                    continue
+                if leaf.kind is Kind.RECURRENT:
+                    leaf.offset = position
+                found.append(leaf.snapshot(0))
+        return found
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"at {self.offset}"
+        return f"<Lease of {len(self.tokens)} tokens, {self.cached} cached, {state}>"
+
+
+def prompt_array(tokens: Tokens) -> mx.array:
+    """Tokens as mlx-lm wants a prompt."""
+    return mx.array(np.asarray(tokens, dtype=np.int32))

@@ -1,0 +1,191 @@
+"""The ledger: every byte, by what it is for, under one hard budget.
+
+- Reserve before allocate. A reservation that does not fit is refused, and nothing changes.
+- Its figures come from its own accounts; MLX's counters are never read here.
+- used = live + stored + checkpoint + inflight + scratch + pool, and used <= budget, always.
+- An account is closed exactly once. It knows its purpose, so bytes can move between purposes
+  without being counted twice or not at all.
+- When bytes are short, `make_room` is asked to free some, and only if that can succeed.
+
+Knows nothing of MLX, of nodes, or of what an account stands for.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from onefold.errors import BudgetError, ConfigError
+from onefold.sizes import show_size
+
+
+class Purpose(enum.Enum):
+    LIVE = "live"  # buffers that an open lease writes, and its window and recurrent states
+    STORED = "stored"  # committed segments that no lease writes
+    CHECKPOINT = "checkpoint"  # window and recurrent states kept at a point of the tree
+    INFLIGHT = "inflight"  # one layer being copied: growth, compaction, a merge
+    SCRATCH = "scratch"  # activations and attention scores of a running forward
+    POOL = "pool"  # what MLX may keep in its own buffer pool
+
+
+HELD: Final = (Purpose.LIVE, Purpose.STORED, Purpose.CHECKPOINT)
+"""The purposes whose bytes lie in arrays between two steps."""
+
+
+class Account:
+    """Some bytes, reserved. Made by `Ledger.open`, ended by `close`."""
+
+    __slots__ = ("_ledger", "bytes", "closed", "purpose")
+
+    def __init__(self, ledger: Ledger, purpose: Purpose, n_bytes: int) -> None:
+        self._ledger = ledger
+        self.purpose = purpose
+        self.bytes = n_bytes
+        self.closed = False
+
+    def resize(self, n_bytes: int, *, force: bool = False) -> None:
+        """Grow (which may be refused) or shrink. `force` records bytes that exist already."""
+        self._ledger._resize(self, n_bytes, force)
+
+    def move(self, purpose: Purpose) -> None:
+        self._ledger._move(self, purpose)
+
+    def close(self) -> None:
+        self._ledger._close(self)
+
+
+class Ledger:
+    def __init__(self, budget_bytes: int) -> None:
+        if budget_bytes <= 0:
+            raise ConfigError(f"the budget must be positive, got {budget_bytes} bytes")
+        self._lock = threading.RLock()
+        self._budget = budget_bytes
+        self._accounts: set[Account] = set()
+        self._by_purpose = dict.fromkeys(Purpose, 0)
+        self.peak_bytes = 0
+        self.make_room: Callable[[int], None] | None = None
+        """Called with the bytes that are missing; frees what it can."""
+        self.headroom: Callable[[], int] = lambda: 0
+        """Bytes that only copies in flight may use, so that reclaiming itself always has room."""
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._budget
+
+    @property
+    def used_bytes(self) -> int:
+        with self._lock:
+            return sum(self._by_purpose.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """What the arrays of the cache occupy between steps (no scratch, no pool)."""
+        with self._lock:
+            return sum(self._by_purpose[p] for p in HELD)
+
+    @property
+    def free_bytes(self) -> int:
+        return self._budget - self.used_bytes
+
+    def by_purpose(self) -> dict[str, int]:
+        with self._lock:
+            return {p.value: n for p, n in self._by_purpose.items()}
+
+    def open(self, purpose: Purpose, n_bytes: int, what: str = "") -> Account:
+        """Reserve. Raises BudgetError, with both numbers, if room cannot be made."""
+        with self._lock:
+            account = Account(self, purpose, 0)
+            self._take(purpose, n_bytes, what or purpose.value)
+            account.bytes = n_bytes
+            self._accounts.add(account)
+            self._add(purpose, n_bytes)
+            return account
+
+    def fits(self, n_bytes: int) -> bool:
+        """Whether a reservation would be granted as things are, without freeing anything."""
+        return n_bytes <= self.free_bytes - self.headroom()
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Change the budget while running; what no longer fits is freed first, or it is refused."""
+        if budget_bytes <= 0:
+            raise ConfigError(f"the budget must be positive, got {budget_bytes} bytes")
+        with self._lock:
+            if self.used_bytes > budget_bytes and self.make_room is not None:
+                self.make_room(self.used_bytes - budget_bytes)
+            if self.used_bytes > budget_bytes:
+                raise BudgetError(
+                    f"cannot lower the budget to {show_size(budget_bytes)}: "
+                    f"{show_size(self.used_bytes)} are in use and cannot be freed now",
+                    needed_bytes=self.used_bytes,
+                    available_bytes=budget_bytes,
+                )
+            self._budget = budget_bytes
+
+    def recount(self) -> list[str]:
+        """Sum the accounts from nothing and say where the running totals differ."""
+        with self._lock:
+            totals = dict.fromkeys(Purpose, 0)
+            for account in self._accounts:
+                totals[account.purpose] += account.bytes
+            findings = [
+                f"ledger says {self._by_purpose[p]} bytes are {p.value}, its accounts sum to {n}"
+                for p, n in totals.items()
+                if n != self._by_purpose[p]
+            ]
+            if self.used_bytes > self._budget:
+                findings.append(f"{self.used_bytes} bytes used of a budget of {self._budget}")
+            return findings
+
+    # -- for Account ------------------------------------------------------------------
+
+    def _take(self, purpose: Purpose, n_bytes: int, what: str) -> None:
+        if n_bytes < 0:
+            raise ValueError(f"cannot reserve {n_bytes} bytes for {what}")
+        if n_bytes == 0:
+            return
+
+        def missing() -> int:
+            kept = 0 if purpose is Purpose.INFLIGHT else self.headroom()
+            return self.used_bytes + n_bytes + kept - self._budget
+
+        if missing() > 0 and self.make_room is not None:
+            self.make_room(missing())
+        if missing() > 0:
+            available = max(0, n_bytes - missing())
+            raise BudgetError(
+                f"{show_size(n_bytes)} needed for {what}, {show_size(available)} available "
+                f"of a budget of {show_size(self._budget)}",
+                needed_bytes=n_bytes,
+                available_bytes=available,
+            )
+
+    def _add(self, purpose: Purpose, n_bytes: int) -> None:
+        self._by_purpose[purpose] += n_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def _resize(self, account: Account, n_bytes: int, force: bool) -> None:
+        with self._lock:
+            if account.closed:
+                raise RuntimeError("resize of a closed account")
+            delta = n_bytes - account.bytes
+            if delta > 0 and not force:
+                self._take(account.purpose, delta, account.purpose.value)
+            account.bytes = n_bytes
+            self._add(account.purpose, delta)
+
+    def _move(self, account: Account, purpose: Purpose) -> None:
+        with self._lock:
+            self._by_purpose[account.purpose] -= account.bytes
+            account.purpose = purpose
+            self._by_purpose[purpose] += account.bytes
+
+    def _close(self, account: Account) -> None:
+        with self._lock:
+            if account.closed:
+                raise RuntimeError("an account is closed exactly once")
+            account.closed = True
+            self._accounts.remove(account)
+            self._by_purpose[account.purpose] -= account.bytes
+            account.bytes = 0

@@ -1,0 +1,587 @@
+"""The door: `PrefixCache` hands out leases, takes back what they made, and keeps it under one budget.
+
+Continue is a move, share is a borrow, commit is a move. Bookkeeping is guarded by one lock: any thread may lease, commit
+and read statistics. A lease's forwards run on the thread that opened it; what is handed to other threads
+has been evaluated. A buffer that another thread is writing at this moment is not lent out: that is a shorter hit,
+with its reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from onefold.cache import device, stock
+from onefold.cache.anatomy import Anatomy, KvFormat
+from onefold.cache.attention import attention
+from onefold.cache.batch import Batch
+from onefold.cache.checkpoints import Checkpoint
+from onefold.cache.fingerprint import model_digest
+from onefold.cache.kinds.full import Bound
+from onefold.cache.ledger import Account, Ledger, Purpose
+from onefold.cache.lease import Lease
+from onefold.cache.segment import Store, Track, round_up
+from onefold.cache.shelf import Shelf
+from onefold.cache.tree import Node, Tokens, as_tokens
+from onefold.errors import BudgetError, ConfigError, IntegrityError
+from onefold.sizes import parse_size
+
+log = logging.getLogger("onefold")
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A moment of the cache. Tokens and bytes are totals; `bytes` is by purpose."""
+
+    requests: int
+    hits: int
+    tokens_requested: int
+    tokens_matched: int
+    tokens_cached: int
+    moves: int
+    borrows: int
+    stored_tokens: int
+    nodes: int
+    checkpoints: int
+    open_leases: int
+    evicted_tokens: int
+    discarded_tokens: int
+    merges: int
+    compactions: int
+    budget_bytes: int
+    used_bytes: int
+    peak_bytes: int
+    bytes: dict[str, int]
+    reasons: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A prefix kept warm until `release`."""
+
+    cache: PrefixCache
+    node: Node
+
+    def release(self) -> None:
+        self.cache._unpin(self)
+
+
+class PrefixCache:
+    """Holds the KV of many conversations with one model, each token's once."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        budget: int | float | str | None = None,
+        *,
+        draft_model: nn.Module | None = None,
+        kv: str | int = "16",
+        max_kv_size: int | None = None,
+        keep: int = 4,
+        adapter: str = "",
+        min_checkpoint_tokens: int = 64,
+        high_water: float = 0.95,
+        low_water: float = 0.90,
+    ) -> None:
+        form = KvFormat.parse(kv)
+        bound = _bound(max_kv_size, keep, form)
+        if not 0 < low_water <= high_water <= 1:
+            raise ConfigError(f"water marks must be 0 < low <= high <= 1, got {low_water} and {high_water}")
+        self.model = model
+        self.draft_model = draft_model
+        self.min_checkpoint_tokens = min_checkpoint_tokens
+        self._water = (low_water, high_water)
+        self._lock = threading.RLock()
+        models = [m for m in (model, draft_model) if m is not None]
+        mx.eval([m.parameters() for m in models])
+        self._anatomies = [Anatomy.of(m, kv=form, bound=bound) for m in models]
+        self._seam = [name for m in models for name in stock.install(m, attention)]
+        budget_bytes = (
+            device.default_budget(*models)
+            if budget is None
+            else parse_size(budget, total_bytes=device.memory_bytes())
+        )
+        self._ledger = Ledger(budget_bytes)
+        pool, self._pool_before = device.limit_pool(budget_bytes)
+        self._pool = self._ledger.open(Purpose.POOL, pool)
+        self._store = Store([s for a in self._anatomies for s in a.specs], self._ledger)
+        self._pointwise = any(a.pointwise for a in self._anatomies)
+        self._recurrent = any(a.recurrent for a in self._anatomies)
+        self._contiguous = any(a.contiguous for a in self._anatomies)
+        self._shelf = Shelf(self._store, self._ledger, pointwise=self._pointwise)
+        self._format = (model_digest(*models), adapter, form.bits, bound)
+        self._leases: set[Lease] = set()
+        self._pins: set[int] = set()
+        self._scratch: dict[int, Account] = {}
+        self._totals: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
+        self._closed = False
+        self.uncached_reason = next((a.reason for a in self._anatomies if a.reason), "")
+        for anatomy in self._anatomies:
+            for note in anatomy.notes:
+                log.warning("%s", note)
+        if self.uncached_reason:
+            log.warning("this model runs uncached: %s", self.uncached_reason)
+
+    # -- requests -------------------------------------------------------------------------
+
+    def lease(
+        self,
+        tokens: Any,
+        *,
+        namespace: Hashable = "",
+        checkpoints: Iterable[int] = (),
+        reserve_tokens: int = 0,
+    ) -> Lease:
+        """Hold what is cached of `tokens`, with room for the rest and `reserve_tokens` more.
+
+        `checkpoints` are positions where a later request will branch off, such as the end of the prompt as the next
+        turn will render it. Raises BudgetError if the rest can not be given room; then nothing stored was lost.
+        """
+        found = as_tokens(tokens)
+        with self._lock:
+            if self._closed:
+                raise ConfigError("this cache is closed")
+            self._totals["requests"] += 1
+            self._totals["tokens_requested"] += len(found)
+            track = Track(self._store, contiguous=self._contiguous)
+            lease = Lease(self, found, (namespace, self._format), track, self._anatomies, frozenset(checkpoints))
+            if self.uncached_reason:
+                return self._open_uncached(lease)
+            try:
+                self._open(lease, reserve_tokens)
+            except BudgetError:
+                self._reasons["no room"] += 1
+                self._release(lease)
+                raise
+            self._leases.add(lease)
+            self._totals["hits"] += lease.cached > 0
+            self._totals["tokens_matched"] += lease.matched
+            self._totals["tokens_cached"] += lease.cached
+            if lease.reason:
+                self._reasons[lease.reason] += 1
+            return lease
+
+    def batch(self, leases: list[Lease]) -> Batch:
+        """Rows for one decode step at a time: see `Batch`."""
+        return Batch(self.model, self._anatomies[0], leases)
+
+    def pin(self, tokens: Any, *, namespace: Hashable = "") -> Pin:
+        """Keep the cached part of `tokens` from being evicted, until the pin is released."""
+        found = as_tokens(tokens)
+        with self._lock:
+            tree = self._shelf.tree((namespace, self._format))
+            path, matched = tree.match(found)
+            if not path:
+                raise ConfigError(f"none of these {len(found)} tokens is cached; commit them once, then pin")
+            node = path[-1] if path[-1].end == matched else tree.split(path[-1], matched)
+            for n in node.path():
+                n.pins += 1
+            pin = Pin(self, node)
+            self._pins.add(id(pin))
+            return pin
+
+    def clear(self) -> None:
+        """Drop everything that no lease holds; pins too."""
+        with self._lock:
+            for node in self._shelf.nodes():
+                node.pins = 0
+            self._pins.clear()
+            for tree in self._shelf.trees.values():
+                while gone := [n for n in tree.root.walk() if not n.children and n.idle]:
+                    for node in gone:
+                        self._totals["discarded_tokens"] += node.end - node.start
+                        self._shelf.drop(tree, node)
+
+    def set_budget(self, budget: int | float | str) -> None:
+        """Change the budget while running. Frees what no longer fits; refuses what cannot be freed now."""
+        with self._lock:
+            n_bytes = parse_size(budget, total_bytes=device.memory_bytes())
+            self._ledger.set_budget(n_bytes)
+
+    def close(self) -> None:
+        """Let go of everything, leases included, and take the attention seam out again."""
+        with self._lock:
+            if self._closed:
+                return
+            for lease in list(self._leases):
+                self._release(lease)
+            self.clear()
+            stock.uninstall(self._seam)
+            device.restore_pool(self._pool_before)
+            self._pool.close()
+            for account in self._scratch.values():
+                account.close()
+            self._scratch.clear()
+            self._closed = True
+        mx.clear_cache()
+
+    def __enter__(self) -> PrefixCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- looking ---------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        with self._lock:
+            for lease in self._leases:
+                lease._recount()
+            nodes = list(self._shelf.nodes())
+            t, counts = self._totals, self._shelf.counts
+            return Stats(
+                requests=t["requests"],
+                hits=t["hits"],
+                tokens_requested=t["tokens_requested"],
+                tokens_matched=t["tokens_matched"],
+                tokens_cached=t["tokens_cached"],
+                moves=t["moves"],
+                borrows=t["borrows"],
+                stored_tokens=sum(n.end - n.start for n in nodes if n.span is not None),
+                nodes=len(nodes),
+                checkpoints=sum(n.checkpoint is not None for n in nodes),
+                open_leases=len(self._leases),
+                evicted_tokens=counts["evicted_tokens"],
+                discarded_tokens=t["discarded_tokens"],
+                merges=counts["merges"],
+                compactions=counts["compactions"],
+                budget_bytes=self._ledger.budget_bytes,
+                used_bytes=self._ledger.used_bytes,
+                peak_bytes=self._ledger.peak_bytes,
+                bytes=self._ledger.by_purpose(),
+                reasons=dict(self._reasons),
+            )
+
+    def check(self) -> None:
+        """Recount everything from nothing; raises IntegrityError with every finding."""
+        with self._lock:
+            for lease in self._leases:
+                lease._recount()
+            found = self._shelf.check()
+            through: Counter[int] = Counter()
+            for lease in self._leases:
+                if lease._node is not None:
+                    through.update(id(n) for n in lease._node.path())
+            for node in self._shelf.nodes():
+                if node.leases != through[id(node)]:
+                    found.append(
+                        f"node [{node.start}, {node.end}) counts {node.leases} leases, {through[id(node)]} are open"
+                    )
+            for slab in self._store.slabs:
+                for track in slab.tracks:
+                    if not any(lease._track is track for lease in self._leases):
+                        found.append(f"a slab of {slab.capacity} is held by a lease that is not open")
+            if found:
+                raise IntegrityError(found)
+
+    # -- opening ---------------------------------------------------------------------------
+
+    def _open(self, lease: Lease, reserve_tokens: int) -> None:
+        tree = self._shelf.tree(lease.namespace)
+        path, lease.matched = tree.match(lease.tokens)
+        usable = min(lease.matched, len(lease.tokens) - 1)
+        readable, why = self._readable(path, lease.matched)
+        point, checkpoint, reason = self._resume_point(path, min(usable, readable), usable)
+        lease.reason = why if readable < usable and not self._pointwise else reason
+        lease.cached = point
+        floor = 0 if point == 0 else (point if checkpoint is not None and checkpoint.spanless else readable)
+        if floor:
+            node = next(n for n in path if n.end >= floor)
+            if node.end > floor:
+                node = tree.split(node, floor)
+            lease._node = node
+            self._shelf.hold(node)
+            self._shelf.touch(node)
+            if checkpoint is None or not checkpoint.spanless:
+                self._read_in_place(lease, node)
+        self._stand_at(lease, point, checkpoint)
+        if not lease._spanless:
+            rest = len(lease.tokens) + reserve_tokens - lease._track.end
+            self._make_writable(lease, rest)
+            if rest > 0:
+                end = lease._track.end
+                lease._track.ensure(end, rest)
+                lease._track.shorten(end)
+
+    def _readable(self, path: list[Node], matched: int) -> tuple[int, str]:
+        """How far the path's segments can be read by this thread now."""
+        at, here = 0, threading.get_ident()
+        for node in path:
+            if node.span is None:
+                return at, "rotated"
+            writer = node.span.slab.writer
+            owner = next((x for x in self._leases if x._track is writer), None) if writer is not None else None
+            if owner is not None and owner._thread != here:
+                return at, "held by another thread"
+            at = min(node.end, matched)
+        return at, ""
+
+    def _resume_point(
+        self, path: list[Node], readable: int, usable: int
+    ) -> tuple[int, Checkpoint | None, str]:
+        """The deepest point at which every layer can be put back."""
+        if usable == 0:
+            return 0, None, "nothing known"
+        for node in reversed(path):
+            found = node.checkpoint
+            if found is not None and node.end <= usable and (found.spanless or node.end <= readable):
+                if found.spanless or self._pointwise:
+                    reason = "" if node.end == usable else "no checkpoint"
+                    best = node.end, found, reason
+                    if self._pointwise and readable > node.end and (c := self._clampable(path, readable)):
+                        return readable, c, ""
+                    if not self._pointwise and readable > node.end:
+                        break
+                    return best
+        if not self._pointwise:
+            return readable, None, "" if readable else "nothing known"
+        clamped = self._clampable(path, readable)
+        if clamped is not None and readable:
+            return readable, clamped, ""
+        return 0, None, "no checkpoint"
+
+    def _clampable(self, path: list[Node], target: int) -> Checkpoint | None:
+        """A checkpoint at or behind `target` whose windows still hold everything before it."""
+        if not path or self._recurrent:
+            return None
+        near = [*path, *list(path[-1].walk())[:16]]
+        layers = [leaf for a in self._anatomies for leaf in a.make(Track(self._store))[1]]
+        for node in near:
+            found: Checkpoint | None = node.checkpoint
+            if found is None or node.end < target or (found.spanless and self._store.specs):
+                continue
+            if all(s is None or x.can_restore(s, target) for x, s in zip(layers, found.snapshots, strict=True)):
+                return found
+        return None
+
+    def _read_in_place(self, lease: Lease, node: Node) -> None:
+        spans = [n.span for n in node.path()]
+        lease._track.borrow(spans)
+        for slab in {p.slab for p in lease._track.pieces}:
+            if slab.writer is not None and slab.writer is not lease._track:
+                slab.evaluate()  # sealed: its writer goes on elsewhere
+
+    def _stand_at(self, lease: Lease, point: int, checkpoint: Checkpoint | None) -> None:
+        """Put every layer at `point`."""
+        lease._restored = checkpoint
+        at = 0
+        for beat in lease._beats:
+            for leaf in beat.leaves:
+                snapshot = checkpoint.snapshots[at] if checkpoint is not None else None
+                at += 1
+                if snapshot is None:
+                    leaf.offset = point
+                elif leaf.kind in stock.SLICEABLE:
+                    leaf.rotate()
+                    leaf.ring.adopt(snapshot)
+                    leaf.offset = point
+                    beat.rotated = True
+                else:
+                    leaf.restore(snapshot, point)
+
+    def _make_writable(self, lease: Lease, rest: int) -> None:
+        """Continue in place if nobody else reads these buffers; else the first write opens a fresh one."""
+        track = lease._track
+        if not track.pieces:
+            return
+        path = lease._node.path() if lease._node is not None else []
+        room = round_up(max(rest, 1))
+        united = self._shelf.unite(track, path, room)
+        if not united and not track.take() and self._shelf.clear_behind(track):
+            track.take()
+        moved = track.writable(track.pieces[-1])
+        if self._contiguous and not (moved and len(track.pieces) == 1 and track.pieces[0].lo == 0):
+            track.merge(round_up(track.end + rest), consume=set())
+        self._totals["moves" if moved else "borrows"] += 1
+
+    def _open_uncached(self, lease: Lease) -> Lease:
+        """A model that we do not understand gets its own caches, and nothing is kept."""
+        self._reasons["unknown cache"] += 1
+        lease.reason = "unknown cache"
+        models = [m for m in (self.model, self.draft_model) if m is not None]
+        lease.layers = [c for m in models for c in stock.make_prompt_cache(m)]
+        lease._handed_out = list(lease.layers)
+        lease._beats = []
+        self._leases.add(lease)
+        return lease
+
+    # -- settling --------------------------------------------------------------------------
+
+    def _settle(self, lease: Lease, tokens: Tokens, *, close: bool) -> None:
+        with self._lock:
+            try:
+                if not self.uncached_reason and len(tokens):
+                    self._store_work(lease, tokens)
+            finally:
+                if close:
+                    self._release(lease)
+            if close:
+                self._lower_water()
+
+    def _store_work(self, lease: Lease, tokens: Tokens) -> None:
+        shelf, tree, track = self._shelf, self._shelf.tree(lease.namespace), lease._track
+        position = lease.offset
+        keep = len(tokens) if position is None else min(len(tokens), position)
+        if position is None or position == keep:
+            self._take_end(lease, keep)
+        if self._recurrent:
+            # without a checkpoint behind it a segment could never be resumed: do not keep it
+            last = max((c.position for c in lease._taken), default=0)
+            if last < keep:
+                self._totals["discarded_tokens"] += max(0, keep - max(last, track.floor))
+                keep = max(last, min(track.floor, keep))
+        lease._taken, taken = [], lease._taken
+        taken_here = [c for c in taken if c.position <= keep]
+        for checkpoint in taken:
+            if checkpoint.position > keep:
+                checkpoint.close()
+        if keep == 0:
+            return
+        mx.eval([a for b in lease._beats for leaf in b.leaves for a in leaf.live_arrays()])
+        kept = tokens[:keep]
+        node = shelf.put(tree, kept, None if lease._spanless else track)
+        self._hold_deeper(lease, node)
+        if not lease._spanless:
+            track.freeze(keep)
+            if self._contiguous:
+                self._adopt(lease, node)
+        for checkpoint in taken_here:
+            if not shelf.place(tree, kept, checkpoint):
+                self._reasons["checkpoint already there"] += 1
+        shelf.touch(node)
+        shelf.thin(node)
+
+    def _take_end(self, lease: Lease, position: int) -> None:
+        """The live state becomes the checkpoint at the end: it is moved, not copied, where it lies right."""
+        if position == 0 or not (self._pointwise or lease._spanless):
+            return
+        last = max([c.position for c in lease._taken], default=lease._restored.position if lease._restored else 0)
+        if position > last:
+            taken = self._take_checkpoint(lease, position, gap=position - last)
+            if taken is not None:
+                lease._taken.append(taken)
+
+    def _take_checkpoint(self, lease: Lease, position: int, *, gap: int) -> Checkpoint | None:
+        if self._recurrent and gap < self.min_checkpoint_tokens:
+            self._reasons["too short to keep"] += 1
+            return None
+        size = sum(lease._point_bytes(b, 1) for b in lease._beats)
+        if not self._shelf.admit_checkpoint(size):
+            self._reasons["checkpoint too large"] += 1
+            return None
+        try:
+            account = self._ledger.open(Purpose.CHECKPOINT, size, "a checkpoint")
+        except BudgetError:
+            self._reasons["no room for a checkpoint"] += 1
+            return None
+        snapshots = lease.snapshots(position)
+        spanless = all(s is not None for s in snapshots)
+        checkpoint = Checkpoint(position, snapshots, account, spanless=spanless)
+        account.resize(checkpoint.bytes, force=True)
+        return checkpoint
+
+    def _hold_deeper(self, lease: Lease, node: Node) -> None:
+        self._shelf.hold(node)
+        if lease._node is not None:
+            self._shelf.release(lease._node)
+        lease._node = node
+
+    def _adopt(self, lease: Lease, node: Node) -> None:
+        """A contiguous copy was made for this request: where nobody reads the original, the copy takes its place."""
+        slab = lease._track.pieces[-1].slab
+        own = [
+            n for n in node.path() if n.span is not None and n.span.slab is not slab and n.span.slab.idle
+        ]
+        self._shelf.repoint(own, slab)
+
+    def _release(self, lease: Lease) -> None:
+        """Let go of all that a lease holds. What it has put into the tree stays."""
+        slabs = {p.slab for p in lease._track.pieces}
+        for beat in lease._beats:
+            for leaf in beat.leaves:
+                if leaf.kind not in stock.SLICEABLE:
+                    leaf.free()
+                else:
+                    leaf.ring = None
+                leaf.offset = 0
+        lease._track.free()
+        for checkpoint in lease._taken:
+            checkpoint.close()
+        lease._taken, lease._restored = [], None
+        node, tree = lease._node, self._shelf.tree(lease.namespace)
+        self._let_go(lease)
+        if not lease._points.closed:
+            lease._points.close()
+        lease.closed = True
+        self._leases.discard(lease)
+        if node is not None and node.parent is not None:
+            self._shelf.tidy(tree, node)
+        for slab in slabs:
+            self._shelf.trim_slack(slab)
+        thread = lease._thread
+        if not any(x._thread == thread for x in self._leases) and thread in self._scratch:
+            self._scratch.pop(thread).close()
+
+    def _let_go(self, lease: Lease) -> None:
+        if lease._node is not None:
+            self._shelf.release(lease._node)
+            lease._node = None
+
+    def _lower_water(self) -> None:
+        low, high = self._water
+        held = self._ledger.used_bytes
+        if held > high * self._ledger.budget_bytes:
+            missing = int(held - low * self._ledger.budget_bytes)
+            self._shelf.make_room(min(missing, self._shelf.reclaimable_bytes()))
+
+    # -- for leases -------------------------------------------------------------------------
+
+    def _reserve_scratch(self, n_bytes: int) -> None:
+        """One forward runs on a thread at a time, so each thread has one reservation."""
+        account = self._scratch.get(threading.get_ident())
+        if account is None:
+            account = self._scratch[threading.get_ident()] = self._ledger.open(Purpose.SCRATCH, 0)
+        account.resize(n_bytes)
+
+    def _rotated(self, lease: Lease, position: int, max_size: int) -> None:
+        self._reasons["rotated"] += 1
+        log.warning(
+            "a conversation of %d tokens reached max_kv_size=%d: its early context is being forgotten", position, max_size
+        )
+
+    def _abandon(self, lease: Lease) -> bool:
+        """Give the tree's share of this lease's path up to the lease, if nobody else needs it."""
+        track = lease._track
+        if any(p.slab.tracks != {track} for p in track.pieces):
+            return False
+        node, tree = lease._node, self._shelf.tree(lease.namespace)
+        self._let_go(lease)
+        while node is not None and node.parent is not None and not node.children and node.idle:
+            node, gone = node.parent, node
+            self._shelf.drop(tree, gone)
+        return not any(p.slab.spans for p in track.pieces)
+
+    def _unpin(self, pin: Pin) -> None:
+        with self._lock:
+            if id(pin) in self._pins:
+                self._pins.discard(id(pin))
+                for n in pin.node.path():
+                    n.pins = max(0, n.pins - 1)
+
+
+def _bound(max_kv_size: int | None, keep: int, form: KvFormat) -> Bound | None:
+    if not max_kv_size:
+        return None
+    if max_kv_size < 0 or keep < 0 or keep >= max_kv_size:
+        raise ConfigError(f"keep must be from 0 to below max_kv_size, got keep={keep}, max_kv_size={max_kv_size}")
+    if form.bits < 16:
+        raise ConfigError(f"max_kv_size={max_kv_size} needs kv='16': mlx-lm has no quantised ring")
+    return Bound(max_kv_size, keep)

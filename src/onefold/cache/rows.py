@@ -1,0 +1,110 @@
+"""One layer for several requests: the rows of a decode batch.
+
+- Rows are ragged: `offset` is an array with one position per row. Each row appends to its own storage and
+  reads its own pieces; joining and leaving a batch copies nothing, and nothing is padded.
+- Each row's own layer stays the owner of its state, so a lease can leave between any two steps.
+
+Knows nothing of leases.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from onefold.cache import stock
+from onefold.cache.attention import Handle
+from onefold.cache.kinds.full import PlainCodec, SegmentedLayer
+from onefold.cache.stock import Kind
+
+
+class RowsLayer:
+    """Makes the right kind of row layer; see `over`."""
+
+    @staticmethod
+    def over(layers: list[Any]) -> Any:
+        kind = layers[0].kind
+        if kind is Kind.COMPOSITE:
+            members = zip(*(layer.caches for layer in layers), strict=True)
+            return stock.CacheList(*(RowsLayer.over(list(m)) for m in members))
+        if kind is Kind.RECURRENT:
+            return _RecurrentRows(layers)
+        return _AttentionRows(layers)
+
+
+class _AttentionRows:
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers = layers
+
+    @property
+    def offset(self) -> mx.array:
+        return mx.array([layer.offset for layer in self.layers])
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
+        for i, layer in enumerate(self.layers):
+            layer.update_and_fetch(keys[i : i + 1], values[i : i + 1])
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[Handle, Handle]:
+        rows, first = [], self.layers[0]
+        for layer in self.layers:
+            if isinstance(layer, SegmentedLayer) and layer.ring is None:
+                rows.append(layer.track.read(layer.index, layer.offset))
+            else:
+                k, v = layer.keys_and_values()
+                rows.append([([k, v], 0, k.shape[2])])
+        codec = first.codec if isinstance(first, SegmentedLayer) and first.ring is None else PlainCodec()
+        longest = max(sum(hi - lo for _, lo, hi in row) for row in rows)
+        n, arrays = len(rows), rows[0][0][0]
+
+        def handle(a: mx.array) -> Handle:
+            return Handle(rows, codec, (n, a.shape[1], longest, a.shape[3]), a.dtype, [0])
+
+        return handle(arrays[0]), handle(arrays[codec.n_keys()])
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
+        masks = [layer.make_mask(N, return_array=return_array, window_size=window_size) for layer in self.layers]
+        if N == 1 and all(m is None for m in masks):
+            return None
+        raise NotImplementedError("a ragged batch decodes one token at a time, without a mask")
+
+    def is_trimmable(self) -> bool:
+        return False
+
+    def empty(self) -> bool:
+        return False
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [a for layer in self.layers for a in layer.live_arrays()]
+
+
+class _RecurrentRows(stock.ArraysCache):  # type: ignore[misc, valid-type]
+    """Reads the rows' states side by side, writes each row's back to it."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        super().__init__(len(layers[0].cache))
+        self.layers = layers
+
+    def __getitem__(self, slot: int) -> mx.array | None:
+        parts = [layer.cache[slot] for layer in self.layers]
+        if any(p is None for p in parts):
+            return None
+        return mx.concatenate(parts, axis=0)
+
+    def __setitem__(self, slot: int, value: mx.array) -> None:
+        for i, layer in enumerate(self.layers):
+            layer[slot] = value[i : i + 1]
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.layers)
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [a for layer in self.layers for a in layer.live_arrays()]
+
+    def advance(self, N: int) -> None:
+        for layer in self.layers:
+            layer.advance(N)

@@ -1,0 +1,436 @@
+"""Slabs, spans and tracks: where the KV of sliceable layers lies, and who may write it.
+
+- A slab is one allocation: for each sliceable layer its arrays `[1, heads, capacity, dim]`, all with
+  the same capacity. The ledger counts slabs. Nobody else keeps a reference to a slab's arrays, so a
+  write to them happens in place.
+- A span is what a node owns: a range of one slab. Spans are never written again.
+- A track is what an open lease reads and writes: pieces that cover the positions [0, end). Positions
+  below `floor` belong to the tree; recomputing them writes nothing. A slab is written by one track, and
+  only while no other track reads it: a second reader seals it, and the writer goes on in a fresh slab.
+- Whatever copies (growing, compacting, merging) goes layer by layer and evaluates each, so that the
+  transient is one layer; it is reserved as in flight.
+
+    position   0 ............ floor ............. end
+    pieces     [ slab A 0:900 )[ slab B 12:80 )[ slab C 0:31 ) ....room
+    owner        tree            tree             this track
+
+Knows nothing of models, tokens, or when to free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from onefold.cache.ledger import Ledger, Purpose
+from onefold.cache.tree import Node
+from onefold.errors import BudgetError
+
+Arrays = tuple[mx.array, ...]
+
+STEP = 256
+"""Capacities are multiples of this, which is also what the fast decode kernels like."""
+
+
+def round_up(n: int, to: int = STEP) -> int:
+    return (n + to - 1) // to * to
+
+
+class ArraySpec(NamedTuple):
+    """One array of one layer, per token."""
+
+    heads: int
+    dim: int
+    dtype: mx.Dtype
+
+    @property
+    def token_bytes(self) -> int:
+        return self.heads * self.dim * self.dtype.size
+
+
+class LayerSpec(NamedTuple):
+    """The arrays that one sliceable layer keeps for a token: keys and values, or their quantised parts."""
+
+    arrays: tuple[ArraySpec, ...]
+
+    @property
+    def token_bytes(self) -> int:
+        return sum(a.token_bytes for a in self.arrays)
+
+
+class Store:
+    """What slabs are made of and charged to: the layers' shapes and the ledger."""
+
+    def __init__(self, specs: Iterable[LayerSpec], ledger: Ledger) -> None:
+        self.specs = tuple(specs)
+        self.ledger = ledger
+        self.slabs: set[Slab] = set()
+        self.allocate: Callable[..., mx.array] = mx.zeros
+        self.token_bytes = sum(s.token_bytes for s in self.specs)
+        self.layer_token_bytes = max((s.token_bytes for s in self.specs), default=0)
+
+    def slab(self, capacity: int, *, reserved: int | None = None) -> Slab:
+        """A new slab, reserved now; each layer is allocated at its first write."""
+        return Slab(self, capacity, self.token_bytes * capacity if reserved is None else reserved)
+
+    def zeros(self, index: int, n: int) -> Arrays:
+        return tuple(self.allocate((1, s.heads, n, s.dim), s.dtype) for s in self.specs[index].arrays)
+
+
+class Slab:
+    __slots__ = ("account", "capacity", "layers", "spans", "store", "tracks", "writer")
+
+    def __init__(self, store: Store, capacity: int, reserved: int) -> None:
+        self.store = store
+        self.capacity = capacity
+        self.account = store.ledger.open(Purpose.LIVE, reserved, f"a buffer of {capacity} tokens")
+        self.layers: list[list[mx.array] | None] = [None] * len(store.specs)
+        self.spans: set[Span] = set()
+        self.tracks: set[Track] = set()
+        self.writer: Track | None = None
+        store.slabs.add(self)
+
+    @property
+    def bytes(self) -> int:
+        return self.account.bytes
+
+    @property
+    def idle(self) -> bool:
+        return not self.tracks
+
+    @property
+    def used(self) -> int:
+        """One past the last index that a node owns."""
+        return max((s.hi for s in self.spans), default=0)
+
+    @property
+    def owned(self) -> int:
+        """Tokens that nodes own; the rest is room or waste."""
+        return sum(s.hi - s.lo for s in self.spans)
+
+    def arrays(self, index: int) -> list[mx.array]:
+        layer = self.layers[index]
+        if layer is None:
+            layer = self.layers[index] = list(self.store.zeros(index, self.capacity))
+        return layer
+
+    def settle(self) -> None:
+        """Free it if nobody refers to it any more, else file its bytes under the right purpose."""
+        if not self.spans and not self.tracks:
+            if self in self.store.slabs:
+                self.store.slabs.remove(self)
+                self.layers = []
+                self.account.close()
+        else:
+            self.account.move(Purpose.LIVE if self.writer is not None else Purpose.STORED)
+
+    def evaluate(self) -> None:
+        mx.eval([a for layer in self.layers if layer for a in layer])
+
+    def rewrite(self, ranges: list[tuple[int, int]], capacity: int) -> None:
+        """Keep just `ranges`, in that order from index 0, in arrays of `capacity`. Layer by layer.
+
+        Growing, trimming and compacting are all this. Raises BudgetError before anything has changed;
+        spans and pieces are for the caller to move.
+        """
+        ledger, per_token = self.store.ledger, self.store.token_bytes
+        grown = max(0, (capacity - self.capacity) * per_token)
+        transient = ledger.open(
+            Purpose.INFLIGHT, self.store.layer_token_bytes * min(capacity, self.capacity), "one layer's copy"
+        )
+        try:
+            if grown:
+                self.account.resize(self.account.bytes + grown)
+            kept = sum(hi - lo for lo, hi in ranges)
+            for index, layer in enumerate(self.layers):
+                if layer is None:
+                    continue
+                room = self.store.zeros(index, capacity - kept)
+                new = [
+                    _join([a[..., lo:hi, :] for lo, hi in ranges] + ([r] if capacity > kept else []))
+                    for a, r in zip(layer, room, strict=True)
+                ]
+                mx.eval(new)
+                self.layers[index] = new
+            self.capacity = capacity
+            self.account.resize(capacity * per_token)
+        finally:
+            transient.close()
+
+
+def _join(parts: list[mx.array]) -> mx.array:
+    """One array of its own bytes: never a view of a larger buffer."""
+    return mx.concatenate(parts, axis=2) if len(parts) > 1 else mx.contiguous(parts[0])
+
+
+@dataclass(eq=False, slots=True)
+class Span:
+    """A node's range [lo, hi) of a slab."""
+
+    slab: Slab
+    lo: int
+    hi: int
+    node: Node
+
+    def __post_init__(self) -> None:
+        self.slab.spans.add(self)
+
+    def cut(self, at: int, upper: Node, lower: Node) -> tuple[Span, Span]:
+        first = Span(self.slab, self.lo, self.lo + at, upper)
+        self.lo += at
+        self.node = lower
+        return first, self
+
+    def join(self, upper: Span) -> None:
+        """Take over the range right before this one."""
+        self.lo = upper.lo
+        self.slab.spans.discard(upper)
+
+    def drop(self) -> None:
+        self.slab.spans.discard(self)
+        self.slab.settle()
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """A track's view of slab indices [lo, hi), which hold the positions from `pos` on."""
+
+    slab: Slab
+    lo: int
+    hi: int
+    pos: int
+
+    @property
+    def end(self) -> int:
+        return self.pos + self.hi - self.lo
+
+
+class Track:
+    """The storage of one sequence's sliceable layers."""
+
+    def __init__(self, store: Store, *, contiguous: bool = False, name: object = None) -> None:
+        self.store = store
+        self.contiguous = contiguous
+        """Models outside the seam: always one piece that starts at index 0."""
+        self.name = name
+        self.pieces: list[Piece] = []
+        self.floor = 0  # recomputing below here writes nothing
+        self.frozen = 0  # positions below here are the tree's, wherever they lie
+
+    @property
+    def end(self) -> int:
+        return self.pieces[-1].end if self.pieces else 0
+
+    # -- reading ----------------------------------------------------------------------
+
+    def read(self, index: int, upto: int) -> list[tuple[list[mx.array], int, int]]:
+        """For layer `index`, the arrays and index ranges that hold the positions [0, upto)."""
+        return [
+            (p.slab.arrays(index), p.lo, min(p.hi, p.lo + upto - p.pos))
+            for p in self.pieces
+            if p.pos < upto
+        ]
+
+    # -- borrowing, from the tree ----------------------------------------------------------
+
+    def borrow(self, spans: Iterable[Span]) -> None:
+        """Read these spans in place, one after the other from position 0."""
+        for span in spans:
+            last = self.pieces[-1] if self.pieces else None
+            if last is not None and last.slab is span.slab and last.hi == span.lo:
+                last.hi = span.hi
+            else:
+                self.pieces.append(Piece(span.slab, span.lo, span.hi, self.end))
+                span.slab.tracks.add(self)
+        self.floor = self.frozen = self.end
+
+    def take(self) -> bool:
+        """Become the writer of the last piece's slab, if nobody else reads it and nothing lies behind."""
+        if not self.pieces:
+            return False
+        last = self.pieces[-1]
+        if last.slab.tracks != {self} or last.slab.used > last.hi:
+            return False
+        last.slab.writer = self
+        last.slab.settle()
+        return True
+
+    def writable(self, piece: Piece) -> bool:
+        return piece.slab.writer is self and piece.slab.tracks == {self}
+
+    # -- writing ------------------------------------------------------------------------
+
+    def ensure(self, start: int, n: int, *, keep: int | None = None) -> None:
+        """Make the positions [start, start + n) readable, and those not below `floor` writable.
+
+        `keep` is the furthest position that any layer still needs. May raise BudgetError; then
+        nothing has been allocated and every layer reads what it read before.
+        """
+        start = max(start, self.floor)
+        keep = self.end if keep is None else min(keep, self.end)
+        if start < self.frozen or any(p.end > start and not self.writable(p) for p in self.pieces):
+            self._reseat(start, keep)
+        missing = start + n - self.end
+        if missing <= 0:
+            return
+        if self.pieces and self.writable(self.pieces[-1]):
+            last = self.pieces[-1]
+            room = last.slab.capacity - last.hi
+            if room < missing and self._grow(last, missing):
+                room = last.slab.capacity - last.hi
+            step = min(room, missing)
+            last.hi += step
+            missing -= step
+        if missing > 0:
+            if self.contiguous and self.pieces:
+                self._gather(missing)
+            else:
+                self._append(self.store.slab(round_up(missing)), missing)
+
+    def write(self, index: int, start: int, new: Arrays) -> None:
+        """Store `new` (arrays of some tokens from `start` on) for layer `index`, from `floor` up."""
+        n = new[0].shape[2]
+        low = max(start, self.floor)
+        for piece in self.pieces:
+            a, b = max(low, piece.pos), min(start + n, piece.end)
+            if a >= b:
+                continue
+            lo = piece.lo + a - piece.pos
+            arrays = piece.slab.arrays(index)
+            for j, x in enumerate(new):
+                part = x if b - a == n else x[..., a - start : b - start, :]
+                arrays[j][..., lo : lo + b - a, :] = part
+
+    def shorten(self, end: int) -> None:
+        """Room that was made beyond `end` stays room: it is covered once a forward asks for it."""
+        last = self.pieces[-1]
+        if last.pos < end < last.end:
+            last.hi -= last.end - end
+        elif last.pos == end:
+            last.hi = last.lo
+
+    def rewind(self, to: int) -> None:
+        """Positions from `to` on will be written anew, also those that the tree has (elsewhere, then)."""
+        self.floor = min(self.floor, to)
+
+    def freeze(self, upto: int) -> None:
+        """The positions below `upto` have become the tree's."""
+        self.floor = max(self.floor, upto)
+        self.frozen = max(self.frozen, upto)
+
+    def free(self) -> None:
+        """Let go of everything. What nodes own stays with them."""
+        for piece in self.pieces:
+            piece.slab.tracks.discard(self)
+            if piece.slab.writer is self:
+                piece.slab.writer = None
+        slabs = {id(p.slab): p.slab for p in self.pieces}
+        self.pieces = []
+        self.floor = self.frozen = 0
+        for slab in slabs.values():
+            slab.settle()
+
+    # -- for ensure --------------------------------------------------------------------
+
+    def _append(self, slab: Slab, n: int) -> None:
+        slab.tracks.add(self)
+        slab.writer = self
+        self.pieces.append(Piece(slab, 0, n, self.end))
+
+    def _grow(self, last: Piece, missing: int) -> bool:
+        slab = last.slab
+        try:
+            slab.rewrite([(0, last.hi)], round_up(last.hi + missing))
+        except BudgetError:
+            return False
+        return True
+
+    def _reseat(self, start: int, keep: int) -> None:
+        """The positions from `start` on lie where this track may not write: go on in a fresh slab."""
+        fresh = None
+        if keep > start:
+            fresh = self.store.slab(round_up(keep - start))
+            for index in range(len(self.store.specs)):
+                fresh.layers[index] = self._copy(index, start, keep, fresh.capacity)
+        self._cut(start)
+        self.frozen = min(self.frozen, start)
+        if self.pieces and self.pieces[-1].slab.used > self.pieces[-1].hi:
+            self.pieces[-1].slab.writer = None  # what lies behind is a node's
+        if self.contiguous and self.pieces:
+            self.merge(round_up(start), consume=set())
+        if fresh is not None:
+            self._append(fresh, keep - start)
+
+    def _cut(self, at: int) -> None:
+        """Read nothing from position `at` on."""
+        dropped = [p for p in self.pieces if p.pos >= at]
+        self.pieces = [p for p in self.pieces if p.pos < at]
+        if self.pieces and self.pieces[-1].end > at:
+            self.pieces[-1].hi -= self.pieces[-1].end - at
+        left = {id(p.slab) for p in self.pieces}
+        for piece in dropped:
+            if id(piece.slab) not in left:
+                piece.slab.tracks.discard(self)
+                if piece.slab.writer is self:
+                    piece.slab.writer = None
+                piece.slab.settle()
+
+    def _copy(self, index: int, start: int, stop: int, capacity: int) -> list[mx.array]:
+        parts: list[list[mx.array]] = [[] for _ in self.store.specs[index].arrays]
+        for p in self.pieces:
+            a, b = max(start, p.pos), min(stop, p.end)
+            if a < b:
+                for j, array in enumerate(p.slab.arrays(index)):
+                    parts[j].append(array[..., p.lo + a - p.pos : p.lo + b - p.pos, :])
+        if capacity > stop - start:
+            for j, room in enumerate(self.store.zeros(index, capacity - (stop - start))):
+                parts[j].append(room)
+        new = [_join(p) for p in parts]
+        mx.eval(new)
+        return new
+
+    def _gather(self, missing: int) -> None:
+        """Bring everything into one slab of its own, layer by layer, with room for `missing` more."""
+        self.merge(round_up(self.end + missing), consume=set())
+        self.pieces[-1].hi += missing
+
+    def merge(self, capacity: int, consume: set[Slab]) -> Slab:
+        """One slab with all that the pieces hold. The layers of the slabs in `consume`, which nobody
+        else reads, are given up as soon as they are copied, so that the transient is one layer.
+        Their spans are for the caller to move. Raises BudgetError before anything has changed."""
+        end, store = self.end, self.store
+        fresh = store.slab(capacity, reserved=0)
+        try:
+            if consume:
+                transient = store.ledger.open(
+                    Purpose.INFLIGHT, store.layer_token_bytes * capacity, "one layer of a merge"
+                )
+                slack = capacity - sum(s.capacity for s in consume)
+                try:
+                    if slack > 0:
+                        fresh.account.resize(slack * store.token_bytes)
+                except BudgetError:
+                    transient.close()
+                    raise
+            else:
+                transient = store.ledger.open(Purpose.INFLIGHT, 0)
+                fresh.account.resize(capacity * store.token_bytes)
+        except BudgetError:
+            fresh.settle()
+            raise
+        for index in range(len(store.specs)):
+            fresh.layers[index] = self._copy(index, 0, end, capacity)
+            for slab in consume:
+                slab.layers[index] = None
+        for slab in consume:
+            slab.account.resize(0)
+        fresh.account.resize(capacity * store.token_bytes, force=True)
+        transient.close()
+        floor, frozen = self.floor, self.frozen
+        self.free()
+        self._append(fresh, end)
+        self.floor, self.frozen = floor, frozen
+        return fresh

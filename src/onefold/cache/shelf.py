@@ -1,0 +1,362 @@
+"""The shelf: the trees together with what their nodes own.
+
+- Everything that is stored is put here (`put`), found here, and given up here (`make_room`).
+- A span is re-pointed, never copied twice; a slab that no node and no track refers to is freed at once.
+- Reclaiming frees bytes, allocates at most one layer, and never touches a leased or pinned node. A request for
+  more than could ever be freed frees nothing.
+- All methods are called with the cache's lock held.
+
+Knows nothing of models or requests.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Hashable, Iterator
+
+from onefold.cache import eviction
+from onefold.cache.checkpoints import Checkpoint, Place, surplus
+from onefold.cache.ledger import Ledger
+from onefold.cache.segment import STEP, Piece, Slab, Span, Store, Track
+from onefold.cache.tree import Node, Tokens, Tree
+from onefold.errors import BudgetError
+
+log = logging.getLogger("onefold")
+
+
+class Shelf:
+    def __init__(self, store: Store, ledger: Ledger, *, pointwise: bool) -> None:
+        self.store = store
+        self.ledger = ledger
+        self.pointwise = pointwise
+        self.trees: dict[Hashable, Tree] = {}
+        self.counts: Counter[str] = Counter()
+        self._clock = 0
+        self._reclaiming = False
+        ledger.make_room = self.make_room
+        ledger.headroom = self._headroom
+
+    # -- finding -------------------------------------------------------------------------
+
+    def tree(self, namespace: Hashable) -> Tree:
+        return self.trees.setdefault(namespace, Tree())
+
+    def nodes(self) -> Iterator[Node]:
+        for tree in self.trees.values():
+            yield from tree.root.walk()
+
+    def touch(self, node: Node) -> None:
+        self._clock += 1
+        for n in node.path():
+            n.last_use = self._clock
+
+    def hold(self, node: Node) -> None:
+        for n in node.path():
+            n.leases += 1
+
+    def release(self, node: Node) -> None:
+        for n in node.path():
+            n.leases -= 1
+
+    # -- storing -------------------------------------------------------------------------
+
+    def put(self, tree: Tree, tokens: Tokens, track: Track | None) -> Node:
+        """Make the tree hold `tokens`, with what `track` has of them. What the tree has already is left as it is,
+        and the track's copy of it stays the track's. Returns the node that ends where the tokens end."""
+        path, matched = tree.match(tokens)
+        node = path[-1] if path else tree.root
+        if matched < node.end:
+            node = tree.split(node, matched)
+        for start, stop, piece in _ranges(track, matched, len(tokens)):
+            node = tree.add(node, tokens[start:stop])
+            if piece is not None:
+                lo = piece.lo + start - piece.pos
+                node.span = Span(piece.slab, lo, lo + stop - start, node)
+        return node
+
+    def place(self, tree: Tree, tokens: Tokens, checkpoint: Checkpoint) -> bool:
+        """Attach a checkpoint where it belongs; it is closed if that place is gone or taken."""
+        path, matched = tree.match(tokens[: checkpoint.position])
+        if matched < checkpoint.position or not path:
+            checkpoint.close()
+            return False
+        node = path[-1]
+        if node.end > matched:
+            node = tree.split(node, matched)
+        if node.checkpoint is not None:
+            checkpoint.close()
+            return False
+        node.checkpoint = checkpoint
+        return True
+
+    def thin(self, node: Node) -> None:
+        """Keep the best few checkpoints of the path that ends at `node`."""
+        held = [n for n in node.path() if n.checkpoint is not None]
+        gone = set(surplus([Place(n.end, len(n.children) > 1) for n in held]))
+        for n in held:
+            if n.end in gone and n.leases == 0:
+                self.drop_checkpoint(n)
+
+    def drop_checkpoint(self, node: Node) -> None:
+        if node.checkpoint is not None:
+            node.checkpoint.close()
+            node.checkpoint = None
+            self.counts["checkpoints_dropped"] += 1
+
+    def admit_checkpoint(self, n_bytes: int) -> bool:
+        """Room under the checkpoints' share of the budget, by dropping the least recently used."""
+        limit = self.ledger.budget_bytes // 4
+        if n_bytes > limit:
+            return False
+        held = sorted((n for n in self.nodes() if n.checkpoint is not None), key=lambda n: (n.last_use, n.end))
+        total = sum(n.checkpoint.account.bytes for n in held)
+        for node in held:
+            if total + n_bytes <= limit:
+                break
+            if node.idle:
+                total -= node.checkpoint.account.bytes
+                self.drop_checkpoint(node)
+        return total + n_bytes <= limit
+
+    def tidy(self, tree: Tree, node: Node) -> Node:
+        """Join what a split or a turn left in two though it lies together; returns the node that ends there."""
+        lower = node
+        while (upper := lower.parent) is not None and upper.parent is not None:
+            if not _joinable(upper, lower):
+                lower = upper
+                continue
+            tree.join(upper, lower)
+        return node
+
+    # -- giving up -----------------------------------------------------------------------
+
+    def drop(self, tree: Tree, node: Node) -> None:
+        """Take a leaf out, with all it owns."""
+        self.drop_checkpoint(node)
+        tree.remove(node)
+        if node.span is not None:
+            span, node.span = node.span, None
+            span.drop()
+
+    def frees(self, node: Node) -> int:
+        """Bytes that dropping this leaf would really free."""
+        freed = node.checkpoint.account.bytes if node.checkpoint is not None else 0
+        if node.span is not None and node.span.slab.idle:
+            slab = node.span.slab
+            tokens = node.span.hi - node.span.lo
+            freed += slab.bytes if len(slab.spans) == 1 else tokens * self.store.token_bytes
+        elif node.span is None or not self.store.token_bytes:
+            freed += 1  # an empty node holds up its parent
+        return freed
+
+    def reclaimable_bytes(self) -> int:
+        busy = {n.span.slab for n in self.nodes() if n.span is not None and not n.idle}
+        slabs = sum(s.bytes for s in self.store.slabs if s.idle and s not in busy)
+        partly = sum(
+            s.bytes - sum(x.hi - x.lo for x in s.spans if not x.node.idle) * self.store.token_bytes
+            for s in busy
+            if s.idle
+        )
+        points = sum(n.checkpoint.account.bytes for n in self.nodes() if n.checkpoint is not None and n.idle)
+        return slabs + partly + points
+
+    def make_room(self, missing: int) -> None:
+        """Free at least `missing` bytes if that is possible, and as little more as can be."""
+        if self._reclaiming or missing > self.reclaimable_bytes():
+            return
+        self._reclaiming = True
+        try:
+            self._reclaim(missing)
+        finally:
+            self._reclaiming = False
+
+    def _reclaim(self, missing: int) -> None:
+        start = self.ledger.used_bytes
+        for slab in sorted(self.store.slabs, key=lambda s: s.owned - s.capacity):
+            if start - self.ledger.used_bytes >= missing:
+                return
+            if slab.idle and slab.capacity - slab.owned > 0:
+                self.compact(slab)
+        while (short := missing - (start - self.ledger.used_bytes)) > 0:
+            victims, freed = list[Slab](), 0
+            while freed < short:
+                victim = eviction.choose(
+                    self.nodes(), short - freed, self.frees, self.store.token_bytes, may_cut=not self.pointwise
+                )
+                if victim is None:
+                    break
+                freed += self._evict(victim, victims)
+            for slab in victims:
+                if slab in self.store.slabs and slab.idle:
+                    self.compact(slab)
+            if not freed:
+                return
+
+    def _evict(self, victim: eviction.Victim, touched: list[Slab]) -> int:
+        node, tree = victim.node, self._tree_of(victim.node)
+        if victim.keep_tokens:
+            tree.split(node, node.start + victim.keep_tokens)
+        freed = self.frees(node)
+        self.counts["evicted_nodes"] += 1
+        self.counts["evicted_tokens"] += node.end - node.start
+        if node.span is not None:
+            touched.append(node.span.slab)
+        self.drop(tree, node)
+        return freed
+
+    def _tree_of(self, node: Node) -> Tree:
+        while node.parent is not None:
+            node = node.parent
+        return next(t for t in self.trees.values() if t.root is node)
+
+    # -- where bytes lie -------------------------------------------------------------------
+
+    def compact(self, slab: Slab, room: int = 0) -> bool:
+        """Keep just what nodes own, and `room`. Refused (False) if a track reads the slab, or if there is no
+        room even for one layer's copy."""
+        if not slab.idle:
+            return False
+        spans = sorted(slab.spans, key=lambda s: s.lo)
+        try:
+            slab.rewrite([(s.lo, s.hi) for s in spans], sum(s.hi - s.lo for s in spans) + room)
+        except BudgetError:
+            return False
+        at = 0
+        for span in spans:
+            span.lo, span.hi = at, at + span.hi - span.lo
+            at = span.hi
+        self.counts["compactions"] += 1
+        return True
+
+    def trim_slack(self, slab: Slab) -> None:
+        """After a request: leave room for the next turn, and no more."""
+        if slab in self.store.slabs and slab.idle and slab.capacity - slab.owned >= 2 * STEP:
+            self.compact(slab, room=STEP)
+
+    def clear_behind(self, track: Track) -> bool:
+        """Nodes of another branch lie behind the track's end in its last slab: move them to a slab of their own, if
+        they are fewer than what goes before them, so that the track goes on in place."""
+        last = track.pieces[-1]
+        slab = last.slab
+        behind = sorted((s for s in slab.spans if s.lo >= last.hi), key=lambda s: s.lo)
+        tokens = sum(s.hi - s.lo for s in behind)
+        if slab.tracks != {track} or any(s.lo < last.hi < s.hi for s in slab.spans):
+            return False
+        if not behind or tokens > track.end or not self.ledger.fits(tokens * self.store.token_bytes):
+            return False
+        helper = Track(self.store)
+        for span in behind:
+            helper.pieces.append(Piece(slab, span.lo, span.hi, helper.end))
+        fresh = helper.merge(tokens, consume=set())
+        at = 0
+        for span in behind:
+            width = span.hi - span.lo
+            slab.spans.discard(span)
+            span.slab, span.lo, span.hi = fresh, at, at + width
+            fresh.spans.add(span)
+            at += width
+        helper.free()
+        return True
+
+    def unite(self, track: Track, path: list[Node], room: int) -> bool:
+        """Merge a path of several slabs into one, where nobody else reads them and nothing else branches off."""
+        slabs = {p.slab for p in track.pieces}
+        if len(track.pieces) < 2 or any(s.tracks != {track} for s in slabs):
+            return False
+        on_path = {id(n.span) for n in path}
+        if any(id(s) not in on_path for slab in slabs for s in slab.spans):
+            return False
+        if any(len(n.children) > 1 for n in path[:-1]) or any(n.leases > 1 for n in path):
+            return False
+        try:
+            fresh = track.merge(track.end + room, consume=slabs)
+        except BudgetError:
+            return False
+        self.repoint(path, fresh)
+        self.counts["merges"] += 1
+        return True
+
+    def repoint(self, path: list[Node], slab: Slab) -> None:
+        """These nodes' tokens now lie in `slab`, at the index of their position."""
+        for node in path:
+            if node.span is None or node.span.slab is slab:
+                continue
+            old, node.span = node.span, Span(slab, node.start, node.end, node)
+            old.drop()
+
+    def _headroom(self) -> int:
+        return self.store.layer_token_bytes * max((s.capacity for s in self.store.slabs), default=0)
+
+    # -- recounting ----------------------------------------------------------------------
+
+    def check(self) -> list[str]:
+        found = self.ledger.recount()
+        spans = set()
+        for tree in self.trees.values():
+            for node in tree.root.walk():
+                found += _check_node(node)
+                if node.span is not None:
+                    spans.add(id(node.span))
+        for slab in self.store.slabs:
+            found += _check_slab(slab)
+            found += [f"a span [{s.lo}, {s.hi}) belongs to no node" for s in slab.spans if id(s) not in spans]
+        return found
+
+
+def _ranges(track: Track | None, start: int, stop: int) -> Iterator[tuple[int, int, Piece | None]]:
+    """Cut [start, stop) where the track's pieces end; without a track it is one range that has no bytes."""
+    if track is None:
+        if start < stop:
+            yield start, stop, None
+        return
+    for piece in track.pieces:
+        a, b = max(start, piece.pos), min(stop, piece.end)
+        if a < b:
+            yield a, b, piece
+
+
+def _joinable(upper: Node, lower: Node) -> bool:
+    if len(upper.children) != 1 or upper.checkpoint is not None:
+        return False
+    if (upper.leases, upper.pins) != (lower.leases, lower.pins):
+        return False
+    if upper.span is None or lower.span is None:
+        return upper.span is lower.span
+    return upper.span.slab is lower.span.slab and upper.span.hi == lower.span.lo
+
+
+def _check_node(node: Node) -> list[str]:
+    found, where = [], f"node [{node.start}, {node.end})"
+    if len(node.tokens) != node.end - node.start or node.parent is None or node.start != node.parent.end:
+        found.append(f"{where} has {len(node.tokens)} tokens and does not follow its parent")
+    if node.parent is not None and node.parent.children.get(int(node.tokens[0])) is not node:
+        found.append(f"{where} is not its parent's child")
+    if node.span is not None:
+        if node.span.hi - node.span.lo != node.end - node.start:
+            found.append(f"{where} owns [{node.span.lo}, {node.span.hi}), which is another length")
+        if node.span.node is not node or node.span not in node.span.slab.spans:
+            found.append(f"{where} and its span disagree")
+    if node.checkpoint is not None:
+        if node.checkpoint.position != node.end:
+            found.append(f"{where} has a checkpoint of {node.checkpoint.position}")
+        if node.checkpoint.bytes != node.checkpoint.account.bytes:
+            found.append(f"{where}: checkpoint of {node.checkpoint.bytes} bytes counted {node.checkpoint.account.bytes}")
+    return found
+
+
+def _check_slab(slab: Slab) -> list[str]:
+    found, where = [], f"slab of {slab.capacity}"
+    if slab.bytes != slab.capacity * slab.store.token_bytes:
+        found.append(f"{where} is counted {slab.bytes} bytes, not {slab.capacity * slab.store.token_bytes}")
+    for index, layer in enumerate(slab.layers):
+        if layer is not None:
+            real = sum(a.nbytes for a in layer)
+            if real != slab.capacity * slab.store.specs[index].token_bytes:
+                found.append(f"{where}: layer {index} has {real} bytes")
+    edges = sorted((s.lo, s.hi) for s in slab.spans)
+    if any(a[1] > b[0] for a, b in zip(edges, edges[1:], strict=False)) or (edges and edges[-1][1] > slab.capacity):
+        found.append(f"{where}: spans overlap or overrun: {edges}")
+    if not slab.spans and not slab.tracks:
+        found.append(f"{where} belongs to nobody")
+    return found

@@ -1,0 +1,114 @@
+"""The one seam into mlx-lm: everything of its internals that Onefold touches is named here.
+
+Nothing else in the package imports `mlx_lm.models`. What a cache object can do is asked of it as a
+capability (`kind_of`), never read off its class's name.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import base as _base
+from mlx_lm.models import cache as _cache
+
+ArraysCache = _cache.ArraysCache
+CacheList = _cache.CacheList
+ChunkedKVCache = _cache.ChunkedKVCache
+RotatingKVCache = _cache.RotatingKVCache
+
+ATTENTION = "scaled_dot_product_attention"
+stock_attention: Callable[..., mx.array] = _base.scaled_dot_product_attention
+causal_mask: Callable[..., mx.array] = _base.create_causal_mask
+attention_mask: Callable[..., Any] = _cache.create_attention_mask
+
+
+class Kind(enum.Enum):
+    """What a layer's cache can do. The value is the word that reports use."""
+
+    FULL = "full"
+    QUANTIZED = "quantized"
+    ROTATING = "rotating"
+    CHUNKED = "chunked"
+    RECURRENT = "recurrent"
+    COMPOSITE = "composite"
+    UNKNOWN = "unknown"
+
+
+SLICEABLE = (Kind.FULL, Kind.QUANTIZED)
+
+
+def kind_of(cache: Any) -> Kind:
+    """Read a cache object's capabilities."""
+
+    def has(*names: str) -> bool:
+        return all(hasattr(cache, name) for name in names)
+
+    if has("caches", "__getitem__"):
+        return Kind.COMPOSITE
+    if has("cache", "__setitem__") and not has("update_and_fetch"):
+        return Kind.RECURRENT
+    if not has("update_and_fetch", "offset", "keys", "values"):
+        return Kind.UNKNOWN
+    if has("chunk_size", "start_position", "maybe_trim_front"):
+        return Kind.CHUNKED
+    if has("max_size", "keep"):
+        return Kind.ROTATING
+    if has("bits", "group_size"):
+        return Kind.QUANTIZED
+    trimmable = has("is_trimmable", "trim") and cache.is_trimmable()
+    return Kind.FULL if trimmable and isinstance(cache.offset, int) else Kind.UNKNOWN
+
+
+def make_prompt_cache(model: nn.Module) -> list[Any]:
+    """What mlx-lm would make for this model. Called by the factory in `anatomy`, and nowhere else."""
+    return list(_cache.make_prompt_cache(model))
+
+
+# -- the attention seam ---------------------------------------------------------------------
+
+_installed: dict[str, tuple[dict[str, Any], Any, int]] = {}
+
+
+def _modules_of(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The globals of every module whose code this model runs and that has an attention function:
+    a model's top file is not enough, since many call the attention of another file's classes."""
+    seen = set()
+    for _, module in model.named_modules():
+        for cls in type(module).__mro__:
+            call = cls.__dict__.get("__call__")
+            if not isinstance(call, types.FunctionType) or call.__module__ in seen:
+                continue
+            seen.add(call.__module__)
+            space = vars(sys.modules[call.__module__]) if call.__module__ in sys.modules else call.__globals__
+            if callable(space.get(ATTENTION)) and not call.__module__.startswith("mlx.nn"):
+                yield call.__module__, space
+
+
+def install(model: nn.Module, attention: Callable[..., mx.array]) -> list[str]:
+    """Put `attention` where this model's code looks attention up. Counted, so that two caches on one
+    architecture share the installation; returns the modules, for `uninstall`."""
+    names = []
+    for name, space in _modules_of(model):
+        if name in _installed:
+            space_, original, count = _installed[name]
+            _installed[name] = (space_, original, count + 1)
+        else:
+            _installed[name] = (space, space[ATTENTION], 1)
+            space[ATTENTION] = attention
+        names.append(name)
+    return names
+
+
+def uninstall(names: list[str]) -> None:
+    for name in names:
+        space, original, count = _installed.pop(name)
+        if count > 1:
+            _installed[name] = (space, original, count - 1)
+        else:
+            space[ATTENTION] = original

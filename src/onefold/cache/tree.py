@@ -1,0 +1,185 @@
+"""The radix tree: token ids to nodes.
+
+- A node is an edge: `tokens` spans exactly [start, end) of every sequence below it.
+- Children of a node differ in their first token; a root has no tokens.
+- What a node carries (`span`, `checkpoint`) is opaque here. A payload spans exactly its edge;
+  `cut` is told how to cut a span when an edge is split.
+- Matching compares arrays; it never looks at tokens one by one, and touches no payload.
+
+No MLX in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from onefold.errors import TokenError
+
+Tokens = npt.NDArray[np.int32]
+
+
+def as_tokens(tokens: Any) -> Tokens:
+    """A one-dimensional int32 array of token ids, without a copy where it is one already."""
+    try:
+        array = np.asarray(tokens)
+    except (ValueError, TypeError) as error:
+        raise TokenError(f"tokens must be a flat sequence of integers: {error}") from error
+    if array.ndim != 1:
+        raise TokenError(f"tokens must be one-dimensional, got shape {array.shape}")
+    if array.size == 0:
+        raise TokenError("tokens are empty; a request has at least one")
+    if array.dtype.kind not in "iu":
+        raise TokenError(f"tokens must be integers, got {array.dtype}")
+    if array.dtype != np.int32:
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high > np.iinfo(np.int32).max:
+            raise TokenError(f"token ids must be from 0 to 2147483647, got {low if low < 0 else high}")
+        array = array.astype(np.int32)
+    elif int(array.min()) < 0:
+        raise TokenError(f"token ids must not be negative, got {int(array.min())}")
+    return array
+
+
+def common_length(a: Tokens, b: Tokens) -> int:
+    """How many leading tokens agree."""
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    first = int(differ.argmax()) if n else 0
+    return first if n and differ[first] else n
+
+
+class Cuttable(Protocol):
+    """What a node asks of its span."""
+
+    def cut(self, at: int, upper: Node, lower: Node) -> tuple[Any, Any]: ...
+    def join(self, upper: Any) -> None: ...
+
+
+class Node:
+    __slots__ = (
+        "checkpoint",
+        "children",
+        "end",
+        "last_use",
+        "leases",
+        "parent",
+        "pins",
+        "span",
+        "start",
+        "tokens",
+    )
+
+    def __init__(self, tokens: Tokens, start: int, parent: Node | None) -> None:
+        self.tokens = tokens
+        self.start = start
+        self.end = start + len(tokens)
+        self.parent = parent
+        self.children: dict[int, Node] = {}
+        self.span: Any = None
+        self.checkpoint: Any = None
+        self.leases = 0  # open leases whose path goes through here
+        self.pins = 0  # pin() calls that cover this node
+        self.last_use = 0
+
+    @property
+    def is_root(self) -> bool:
+        return self.parent is None
+
+    @property
+    def idle(self) -> bool:
+        return self.leases == 0 and self.pins == 0
+
+    def path(self) -> list[Node]:
+        """From the first node below the root down to this one."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def walk(self) -> Iterator[Node]:
+        """This node's descendants, parents before children."""
+        stack = list(self.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+
+class Match(NamedTuple):
+    path: list[Node]
+    """Nodes that agree wholly, and last perhaps one that agrees in part."""
+    matched: int
+    """Tokens that agree."""
+
+
+class Tree:
+    """The nodes of one namespace. Not thread safe; the cache's lock guards it."""
+
+    def __init__(self) -> None:
+        self.root = Node(np.empty(0, np.int32), 0, None)
+
+    def match(self, tokens: Tokens) -> Match:
+        node, at, path = self.root, 0, list[Node]()
+        while at < len(tokens):
+            child = node.children.get(int(tokens[at]))
+            if child is None:
+                break
+            same = common_length(child.tokens, tokens[at : at + len(child.tokens)])
+            path.append(child)
+            at += same
+            if same < len(child.tokens):
+                break
+            node = child
+        return Match(path, at)
+
+    def add(self, parent: Node, tokens: Tokens) -> Node:
+        """A new leaf below `parent`, which must have no child with the same first token."""
+        first = int(tokens[0])
+        if first in parent.children:
+            raise ValueError(f"token {first} is a child of the node at {parent.end} already")
+        node = Node(np.array(tokens, np.int32), parent.end, parent)
+        parent.children[first] = node
+        return node
+
+    def split(self, node: Node, at: int) -> Node:
+        """Cut the edge at position `at`; returns the new upper node. `node` keeps its lower part,
+        its children and its checkpoint, so that whoever holds it still holds the deeper end."""
+        if not node.start < at < node.end or node.parent is None:
+            raise ValueError(f"cannot split [{node.start}, {node.end}) at {at}")
+        k = at - node.start
+        upper = Node(node.tokens[:k].copy(), node.start, node.parent)
+        node.parent.children[int(upper.tokens[0])] = upper
+        node.tokens, node.start, node.parent = node.tokens[k:].copy(), at, upper
+        upper.children[int(node.tokens[0])] = node
+        upper.leases, upper.pins, upper.last_use = node.leases, node.pins, node.last_use
+        if node.span is not None:
+            upper.span, node.span = node.span.cut(k, upper, node)
+        return upper
+
+    def join(self, upper: Node, lower: Node) -> None:
+        """The opposite of `split`: `lower`, the only child, takes over its parent's edge."""
+        if upper.parent is None or upper.children != {int(lower.tokens[0]): lower}:
+            raise ValueError(f"node [{upper.start}, {upper.end}) has more than one child")
+        if lower.span is not None:
+            lower.span.join(upper.span)
+        lower.tokens = np.concatenate([upper.tokens, lower.tokens])
+        lower.start, lower.parent = upper.start, upper.parent
+        upper.parent.children[int(lower.tokens[0])] = lower
+        upper.parent, upper.span, upper.children = None, None, {}
+
+    def remove(self, node: Node) -> None:
+        """Take a leaf out of the tree."""
+        if node.children or node.parent is None:
+            raise ValueError(f"node [{node.start}, {node.end}) is not a leaf")
+        del node.parent.children[int(node.tokens[0])]
+        node.parent = None
+
+    def index_bytes(self) -> int:
+        """What the tree itself occupies: its tokens, and about 400 bytes of objects per node."""
+        return sum(n.tokens.nbytes + 400 for n in self.root.walk())

@@ -1,0 +1,61 @@
+"""Every exception that Onefold raises, in one tree.
+
+    OnefoldError
+    ├── ConfigError (ValueError)     a size, option or model that cannot be used as given
+    ├── TokenError (ValueError)      tokens that are empty, not integers, or out of range
+    ├── BudgetError                  bytes were asked for that the budget does not have
+    ├── LeaseError                   a lease used against its rules
+    │   ├── LeaseClosed              ... after it was settled
+    │   ├── WrongThread              ... from another thread than the one that opened it
+    │   └── CommitError              ... committed with tokens that its layers do not hold
+    └── IntegrityError               check() found a broken invariant; always a bug
+
+A miss is a value, not an exception: see `Lease.reason` and `Stats.reasons`.
+"""
+
+from __future__ import annotations
+
+
+class OnefoldError(Exception):
+    """The root: `except OnefoldError` catches everything that is ours."""
+
+
+class ConfigError(OnefoldError, ValueError):
+    pass
+
+
+class TokenError(OnefoldError, ValueError):
+    pass
+
+
+class BudgetError(OnefoldError):
+    """A reservation was refused. Nothing was allocated; what was stored is untouched."""
+
+    def __init__(self, message: str, *, needed_bytes: int, available_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+
+
+class LeaseError(OnefoldError):
+    pass
+
+
+class LeaseClosed(LeaseError):
+    pass
+
+
+class WrongThread(LeaseError):
+    pass
+
+
+class CommitError(LeaseError):
+    pass
+
+
+class IntegrityError(OnefoldError):
+    """Carries every finding, so that one run of `check()` tells the whole story."""
+
+    def __init__(self, findings: list[str]) -> None:
+        super().__init__("; ".join(findings))
+        self.findings = findings

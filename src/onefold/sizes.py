@@ -6,6 +6,7 @@ of a total that the caller names. Knows nothing of MLX.
 
 from __future__ import annotations
 
+import math
 import re
 
 from onefold.errors import ConfigError
@@ -23,9 +24,7 @@ def parse_size(size: int | float | str, *, total_bytes: int | None = None) -> in
     if isinstance(size, bool) or not isinstance(size, (int, float, str)):
         raise ConfigError(f"a size is a number or a string such as '8GB', not {size!r}")
     if isinstance(size, (int, float)):
-        if not size > 0 or size != size or size == float("inf"):
-            raise ConfigError(f"a size must be positive, got {size!r}")
-        return int(size)
+        return _whole(size, size)
     found = _SIZE.fullmatch(size)
     if found is None:
         raise ConfigError(f"cannot read {size!r} as a size; write it like '8GB', '24GiB' or '60%'")
@@ -35,12 +34,19 @@ def parse_size(size: int | float | str, *, total_bytes: int | None = None) -> in
             raise ConfigError(f"{size!r} is a share, and there is nothing here to take a share of")
         if not 0 < number <= 100:
             raise ConfigError(f"{size!r} is not between 0% and 100%")
-        return int(total_bytes * number / 100)
+        return _whole(total_bytes * number / 100, size)
     if unit not in _UNITS:
         raise ConfigError(f"unknown unit {found[2]!r} in {size!r}; use KB, MB, GB, TB, KiB, MiB, GiB or TiB")
-    if number <= 0:
-        raise ConfigError(f"a size must be positive, got {size!r}")
-    return int(number * _UNITS[unit])
+    return _whole(number * _UNITS[unit], size)
+
+
+def _whole(n_bytes: int | float, size: int | float | str) -> int:
+    """Bytes as an integer; `size` is what was written."""
+    if isinstance(n_bytes, float) and not math.isfinite(n_bytes):
+        raise ConfigError(f"a size must be finite, got {size!r}")
+    if n_bytes < 1:
+        raise ConfigError(f"a size must be at least one byte, got {size!r}")
+    return int(n_bytes)
 
 
 def show_size(n_bytes: int | float) -> str:

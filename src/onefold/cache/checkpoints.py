@@ -1,9 +1,9 @@
 """Checkpoints: the state of every window and recurrent layer at one position, and which of them to keep.
 
-- A checkpoint is about a point, a segment about a range. One that holds only windows that are not full yet can be
-  clamped to any earlier point; a recurrent state cannot.
-- At most `PER_PATH` stay on a path: the deepest first, then points where the tree branches, then those whose loss
-  would cost the most, which thins a grid exponentially towards the start.
+- A checkpoint is about a point, a segment about a range. One that holds only windows that are not full yet
+  can be clamped to any earlier point; a recurrent state cannot.
+- At most `PER_PATH` stay on a path: the deepest first, then points where the tree branches, then those whose
+  loss would cost the most, which thins a grid exponentially towards the start.
 """
 
 from __future__ import annotations

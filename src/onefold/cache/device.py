@@ -13,7 +13,7 @@ POOL_MOST = 1 << 30
 
 
 def memory_bytes() -> int:
-    """What a process may use of the device: the recommended working set where there is one, else its memory."""
+    """What a process may use of the device: the recommended working set if there is one, else its memory."""
     if mx.metal.is_available() or _cuda():
         info = mx.device_info()
         for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
@@ -27,7 +27,7 @@ def _cuda() -> bool:
 
 
 def weight_bytes(*models: nn.Module | None) -> int:
-    return sum(p.nbytes for m in models if m is not None for _, p in tree_flatten(m.parameters()))
+    return sum(p.nbytes for m in models if m is not None for p in dict(tree_flatten(m.parameters())).values())
 
 
 def default_budget(*models: nn.Module | None) -> int:

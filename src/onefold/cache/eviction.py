@@ -1,8 +1,8 @@
 """Who goes first when bytes are short.
 
 Leaves of the tree that nobody leases or pins, least recently used first; among those used together the deeper
-goes first. A victim is ranked by what it would really free: a range whose buffer a lease still reads frees nothing.
-A long leaf is not thrown away whole where cutting its end is enough.
+goes first. A victim is ranked by what it would really free: a range whose buffer a lease still reads frees
+nothing. A long leaf is not thrown away whole where cutting its end is enough.
 
 No MLX in this file: what a node would free is asked of the caller.
 """

@@ -1,7 +1,7 @@
 """Namespaces: what may never share KV.
 
-Another model, adapter, KV format, bound, or salt is another namespace. A model is told by its weights, not by its name:
-shapes and types of all of them, and a sample of the bytes of each.
+Another model, adapter, KV format, bound, or salt is another namespace. A model is told by its weights, not by
+its name: shapes and types of all of them, and a sample of the bytes of each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def model_digest(*models: nn.Module | None) -> str:
             digest.update(b"none")
             continue
         digest.update(type(model).__module__.encode())
-        for name, p in sorted(tree_flatten(model.parameters())):
+        for name, p in sorted(dict(tree_flatten(model.parameters())).items()):
             digest.update(f"{name}{p.shape}{p.dtype}".encode())
             flat = p.reshape(-1)
             step = max(1, flat.size // _SAMPLE)

@@ -169,6 +169,8 @@ class Ledger:
         with self._lock:
             if account.closed:
                 raise RuntimeError("resize of a closed account")
+            if n_bytes < 0:
+                raise ValueError(f"an account cannot hold {n_bytes} bytes")
             delta = n_bytes - account.bytes
             if delta > 0 and not force:
                 self._take(account.purpose, delta, account.purpose.value)

@@ -95,7 +95,7 @@ class Shelf:
         held = [n for n in node.path() if n.checkpoint is not None]
         gone = set(surplus([Place(n.end, len(n.children) > 1) for n in held]))
         for n in held:
-            if n.end in gone and n.leases == 0:
+            if n.end in gone:
                 self.drop_checkpoint(n)
 
     def drop_checkpoint(self, node: Node) -> None:

@@ -1,7 +1,7 @@
 """Chunked attention (llama4): mlx-lm's cache keeps what follows `start_position`.
 
-A snapshot holds [start_position, offset). A query attends only within its own chunk, so a point can be clamped or
-rewound to as long as the start of that point's chunk is still there.
+A snapshot holds [start_position, offset). A query attends only within its own chunk, so a point can be
+clamped or rewound to as long as the start of that point's chunk is still there.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache import stock
-from onefold.cache.kinds.base import NoPulse, Pulse, Snapshot, close_all, own_bytes
+from onefold.cache.kinds.base import NoPulse, Pulse, Snapshot, close_all, own_bytes, own_name
 from onefold.cache.stock import Kind
 
 
 class ChunkedLayer(stock.ChunkedKVCache):  # type: ignore[misc, valid-type]
     kind = Kind.CHUNKED
+    keys: Any
+    values: Any
 
     def __init__(self, chunk_size: int, *, pulse: Pulse | None = None) -> None:
         super().__init__(chunk_size)
@@ -25,6 +27,8 @@ class ChunkedLayer(stock.ChunkedKVCache):  # type: ignore[misc, valid-type]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         self._pulse.enter(self, keys.shape[2])
+        if self.keys is not None:
+            self.keys, self.values = own_name(self.keys), own_name(self.values)
         return super().update_and_fetch(keys, values)
 
     def is_trimmable(self) -> bool:
@@ -43,13 +47,14 @@ class ChunkedLayer(stock.ChunkedKVCache):  # type: ignore[misc, valid-type]
             own_bytes(a[..., valid - keep : valid, :]) for a in (self.keys, self.values)
         ]
         mx.eval(arrays)
-        return Snapshot(arrays, from_offset, self.offset, (self.chunk_size, self.offset - keep))
+        return Snapshot(arrays, max(0, from_offset), self.offset, (self.chunk_size, self.offset - keep))
 
     def can_restore(self, snapshot: Snapshot | None, target: int) -> bool:
         if target < 0:
             return False
         if snapshot is None:
-            return target == self.offset or (target < self.offset and self._holds(target, self.start_position))
+            rewinds = target < self.offset and self._holds(target, self.start_position)
+            return rewinds or target == self.offset
         if snapshot.extra[0] != self.chunk_size or target > snapshot.end:
             return False
         return target == snapshot.end or self._holds(target, snapshot.extra[1])

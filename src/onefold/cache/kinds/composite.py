@@ -42,7 +42,7 @@ class CompositeLayer(stock.CacheList):  # type: ignore[misc, valid-type]
     def offset(self) -> int:
         return max(c.offset for c in self.caches)
 
-    @property
+    @property  # type: ignore[misc]
     def state(self) -> list[mx.array]:
         return self.live_arrays()
 
@@ -62,7 +62,9 @@ class CompositeLayer(stock.CacheList):  # type: ignore[misc, valid-type]
             cache.restore(part, target)
         return True
 
-    def merge(self, parent: CompositeSnapshot | None, child: CompositeSnapshot | None) -> CompositeSnapshot | None:
+    def merge(  # type: ignore[override]
+        self, parent: CompositeSnapshot | None, child: CompositeSnapshot | None
+    ) -> CompositeSnapshot | None:
         if parent is None or child is None:
             close_all(parent, child)
             return None
@@ -79,6 +81,8 @@ class CompositeLayer(stock.CacheList):  # type: ignore[misc, valid-type]
         snapshot.members = []
         snapshot.close()
         upper, lower = [h[0] for h in halves], [h[1] for h in halves]
+        if at >= snapshot.end and any(m is not None for m in upper):  # what cannot be split goes along
+            upper, lower = [u or m for u, m in halves], []
         make = lambda side: CompositeSnapshot(side) if any(m is not None for m in side) else None  # noqa: E731
         return make(upper), make(lower)
 

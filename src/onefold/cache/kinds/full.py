@@ -114,8 +114,7 @@ class SegmentedLayer:
 
     def trim(self, n: int) -> int:
         n = min(self.offset, n)
-        self.restore(None, self.offset - n)
-        return n
+        return n if self.restore(None, self.offset - n) else 0
 
     def size(self) -> int:
         return self.offset
@@ -163,15 +162,19 @@ class SegmentedLayer:
             if a < b:
                 parts.append([x[..., a:b, :] for x in arrays])
             at += hi - lo
-        joined = [mx.concatenate(x, axis=2) if len(x) > 1 else own_bytes(x[0]) for x in zip(*parts, strict=True)]
+        joined: list[mx.array | None] = [
+            mx.concatenate(list(x), axis=2) if len(x) > 1 else own_bytes(x[0])
+            for x in zip(*parts, strict=True)
+        ]
         mx.eval(joined)
-        return Snapshot(list(joined), start, self.offset)
+        return Snapshot(joined, start, self.offset)
 
     def can_restore(self, snapshot: Snapshot | None, target: int) -> bool:
         if target < 0:
             return False
-        if self.ring is not None:
-            return self.ring.can_restore(snapshot, target)
+        ring = self._ring_for(snapshot)
+        if ring is not None:
+            return self._is_whole(snapshot) and ring.can_restore(self._as_window(snapshot), target)
         if snapshot is None:
             return target <= self.offset
         return target <= snapshot.end and self.offset >= snapshot.start
@@ -179,23 +182,27 @@ class SegmentedLayer:
     def restore(self, snapshot: Snapshot | None, target: int) -> bool:
         if not self.can_restore(snapshot, target):
             return False
-        if self.ring is not None:
-            self.ring.restore(snapshot, target)
-            self.offset = self.ring.offset
+        ring = self._ring_for(snapshot)
+        if ring is not None:
+            ring.restore(self._as_window(snapshot), target)
+            if self.ring is None and self._pulse is None:
+                self.track.free()
+            self.ring, self.offset = ring, ring.offset
             return True
         if snapshot is not None:
-            self.offset = snapshot.start
-            self.track.rewind(self.offset)
-            n = snapshot.end - snapshot.start
-            self.track.ensure(self.offset, n, keep=self.offset)
-            self.track.write(self.index, self.offset, tuple(a for a in snapshot.arrays if a is not None))
-            self.offset += n
+            self.track.rewind(snapshot.start)
+            self.track.ensure(snapshot.start, snapshot.end - snapshot.start, keep=self.offset)
+            self.track.write(self.index, snapshot.start, tuple(a for a in snapshot.arrays if a is not None))
+            self.offset = snapshot.end
         if target < self.offset:
             self.offset = target
             self.track.rewind(target)
         return True
 
     def merge(self, parent: Snapshot | None, child: Snapshot | None) -> Snapshot | None:
+        if child is not None and child.extra:  # a ring's
+            close_all(parent)
+            return child
         if parent is None or child is None:
             close_all(parent, child)
             return None
@@ -210,7 +217,7 @@ class SegmentedLayer:
         return merged
 
     def split(self, snapshot: Snapshot | None, at: int) -> tuple[Snapshot | None, Snapshot | None]:
-        if snapshot is None or at <= snapshot.start:
+        if snapshot is None or snapshot.extra or at <= snapshot.start:
             return None, snapshot
         if at >= snapshot.end:
             return snapshot, None
@@ -264,6 +271,23 @@ class SegmentedLayer:
         self.ring = ring
         assert snapshot is not None
         return snapshot
+
+    def _ring_for(self, snapshot: Snapshot | None) -> RotatingLayer | None:
+        """The ring that a restore goes to: this layer's, or a new one for a snapshot that a ring has made."""
+        if self.ring is None and snapshot is not None and snapshot.extra and self.bound is not None:
+            return RotatingLayer(self.bound.max_size, self.bound.keep)
+        return self.ring
+
+    def _is_whole(self, snapshot: Snapshot | None) -> bool:
+        """Whether a ring finds all that it needs in the snapshot; a range relies on what goes before it."""
+        return snapshot is None or bool(snapshot.extra) or snapshot.start == 0
+
+    def _as_window(self, snapshot: Snapshot | None) -> Snapshot | None:
+        """A range from 0, taken before the rotation, as the window that it is."""
+        if snapshot is None or snapshot.extra:
+            return snapshot
+        assert self.bound is not None
+        return Snapshot(snapshot.arrays, 0, snapshot.end, (self.bound.keep, self.bound.max_size))
 
     def _mask_after_rotation(self, N: int, return_array: bool, window_size: int | None) -> Any:
         """The mask that the ring will need: the mask is made before the update that rotates."""

@@ -38,16 +38,20 @@ class AffineCodec:
         return 3
 
     def scores(self, q: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array:
-        parts, lo, hi = _whole_or_slice(arrays[:3], lo, hi)
-        s = mx.quantized_matmul(q, *parts, transpose=True, group_size=self.group_size, bits=self.bits)
+        (w, scales, biases), lo, hi = _whole_or_slice(arrays[:3], lo, hi)
+        s = mx.quantized_matmul(
+            q, w, scales, biases, transpose=True, group_size=self.group_size, bits=self.bits
+        )
         return s[..., lo:hi]
 
     def mix(self, p: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array:
-        parts, lo, hi = _whole_or_slice(arrays[3:], lo, hi)
-        capacity = parts[0].shape[2]
+        (w, scales, biases), lo, hi = _whole_or_slice(arrays[3:], lo, hi)
+        capacity = w.shape[2]
         if (lo, hi) != (0, capacity):
             p = mx.pad(p, [(0, 0), (0, 0), (0, 0), (lo, capacity - hi)])
-        return mx.quantized_matmul(p, *parts, transpose=False, group_size=self.group_size, bits=self.bits)
+        return mx.quantized_matmul(
+            p, w, scales, biases, transpose=False, group_size=self.group_size, bits=self.bits
+        )
 
 
 def _whole_or_slice(arrays: list[mx.array], lo: int, hi: int) -> tuple[list[mx.array], int, int]:

@@ -20,6 +20,7 @@ from onefold.cache.stock import Kind
 
 class RecurrentLayer(stock.ArraysCache):  # type: ignore[misc, valid-type]
     kind = Kind.RECURRENT
+    cache: list[mx.array | None]  # type: ignore[assignment]
 
     def __init__(self, size: int, *, pulse: Pulse | None = None) -> None:
         super().__init__(size)
@@ -43,7 +44,7 @@ class RecurrentLayer(stock.ArraysCache):  # type: ignore[misc, valid-type]
         if self.empty() or self.offset <= from_offset:
             return None
         mx.eval([a for a in self.cache if a is not None])
-        return Snapshot(list(self.cache), from_offset, self.offset)
+        return Snapshot(list(self.cache), max(0, from_offset), self.offset)
 
     def can_restore(self, snapshot: Snapshot | None, target: int) -> bool:
         return target == (self.offset if snapshot is None else snapshot.end)
@@ -57,7 +58,9 @@ class RecurrentLayer(stock.ArraysCache):  # type: ignore[misc, valid-type]
         self._written = None
         return True
 
-    def merge(self, parent: Snapshot | None, child: Snapshot | None) -> Snapshot | None:
+    def merge(  # type: ignore[override]
+        self, parent: Snapshot | None, child: Snapshot | None
+    ) -> Snapshot | None:
         close_all(parent)
         return child
 

@@ -2,8 +2,8 @@
 
 - A snapshot holds exactly min(offset, max_size) entries in temporal order (after the kept head), in arrays
   of their own. With the offset that is the whole state: the write position follows from it.
-- Until the window is full nothing is lost, so a snapshot can be clamped and the live state rewound; once it has
-  wrapped, neither can: fewer than max_size entries would be left.
+- Until the window is full nothing is lost, so a snapshot can be clamped and the live state rewound; once it
+  has wrapped, neither can: fewer than max_size entries would be left.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache import stock
-from onefold.cache.kinds.base import NoPulse, Pulse, Snapshot, close_all, own_bytes
+from onefold.cache.kinds.base import NoPulse, Pulse, Snapshot, close_all, own_bytes, own_name
 from onefold.cache.stock import Kind
 
 
 class RotatingLayer(stock.RotatingKVCache):  # type: ignore[misc, valid-type]
     kind = Kind.ROTATING
+    keys: Any
+    values: Any
 
     def __init__(self, max_size: int, keep: int = 0, *, pulse: Pulse | None = None) -> None:
         super().__init__(max_size, keep)
@@ -27,6 +29,8 @@ class RotatingLayer(stock.RotatingKVCache):  # type: ignore[misc, valid-type]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         self._pulse.enter(self, keys.shape[2])
+        if self.keys is not None:
+            self.keys, self.values = own_name(self.keys), own_name(self.values)
         return super().update_and_fetch(keys, values)
 
     # a ring is put back and trimmed through the contract; it is never quantised behind our back
@@ -37,7 +41,7 @@ class RotatingLayer(stock.RotatingKVCache):  # type: ignore[misc, valid-type]
             return None
         arrays: list[mx.array | None] = [self._canonical(a) for a in (self.keys, self.values)]
         mx.eval(arrays)
-        return Snapshot(arrays, from_offset, self.offset, (self.keep, self.max_size))
+        return Snapshot(arrays, max(0, from_offset), self.offset, (self.keep, self.max_size))
 
     def can_restore(self, snapshot: Snapshot | None, target: int) -> bool:
         if target < 0:
@@ -65,7 +69,9 @@ class RotatingLayer(stock.RotatingKVCache):  # type: ignore[misc, valid-type]
         self.offset = snapshot.end
         self._idx = self.keys.shape[2]
 
-    def merge(self, parent: Snapshot | None, child: Snapshot | None) -> Snapshot | None:
+    def merge(  # type: ignore[override]
+        self, parent: Snapshot | None, child: Snapshot | None
+    ) -> Snapshot | None:
         close_all(parent)
         return child
 

@@ -1,12 +1,14 @@
 """A fake model whose layers hold real tokens, so that wrong reuse shows as wrong tokens.
 
-- A token's keys and values spell out its id, its position and its layer, in small whole numbers: exact in fp32, and still
-  readable after 8-bit affine quantisation. They depend on nothing else, so how a prompt was cut into calls never shows.
+- A token's keys and values spell out its id, its position and its layer, in small whole numbers: exact in
+  fp32, and still readable after 8-bit affine quantisation. They depend on nothing else, so how a prompt was
+  cut into calls never shows.
 - A recurrent state is an order-sensitive digest of all tokens so far, their count, and the last few of them.
-- Logits mix what every layer can see: a stock run is the oracle for a run on reused state, and `held` reads a live layer.
+- Logits mix what every layer can see: a stock run is the oracle for a run on reused state. `held` reads a
+  live layer.
 - `fault` makes a forward raise at a chosen layer.
 
-The attention is looked up as a global of this module, as in mlx-lm's own models: that is where the seam is put in.
+Attention is looked up as a global of this module, as in mlx-lm's own models: there the seam is put in.
 """
 
 from __future__ import annotations
@@ -68,9 +70,8 @@ class FakeAttention(nn.Module):
         offset = cache.offset
         start = offset[:, None] if isinstance(offset, mx.array) else offset
         positions = mx.broadcast_to(start + mx.arange(length)[None], tokens.shape)
-        keys, values = cache.update_and_fetch(
-            self._spell(tokens, positions, self.n_kv_heads, 0), self._spell(tokens, positions, self.n_kv_heads, 1)
-        )
+        own = [self._spell(tokens, positions, self.n_kv_heads, salt) for salt in (0, 1)]
+        keys, values = cache.update_and_fetch(*own)
         if self.outside:
             keys = keys + 0.0
         queries = self._spell(tokens, positions, self.n_heads, 2) / VOCAB
@@ -109,7 +110,8 @@ class FakeRecurrence(nn.Module):
         cache[0] = mx.stack([digests[:, -1], counts[:, -1]], axis=-1)
         if self.advances:
             cache.advance(length)
-        return mx.stack([digests / _MOD, digests * 7 % 101 / 101, counts % 10 / 10], axis=-1).astype(mx.float32)
+        seen = [digests / _MOD, digests * 7 % 101 / 101, counts % 10 / 10]
+        return mx.stack(seen, axis=-1).astype(mx.float32)
 
 
 class FakeLayer(nn.Module):
@@ -151,7 +153,8 @@ class FakeLayer(nn.Module):
         if self.kind == "composite_kv":
             first = self.attention(tokens, create_attention_mask(tokens, cache[0]), cache[0])
             trip("inside")
-            return mx.concatenate([first, self.second(tokens, create_attention_mask(tokens, cache[1]), cache[1])], axis=-1)
+            second = self.second(tokens, create_attention_mask(tokens, cache[1]), cache[1])
+            return mx.concatenate([first, second], axis=-1)
         mask = _chunk_mask(length, cache) if self.kind == "chunked" else create_attention_mask(tokens, cache)
         return self.attention(tokens, mask, cache)
 
@@ -171,7 +174,8 @@ class FakeModel(nn.Module):
         self.layers = [FakeLayer(kind, i, dim, advances=advances) for i, kind in enumerate(kinds)]
         width = sum(layer.width for layer in self.layers)
         self.lm_head = nn.Linear(width, VOCAB, bias=False)
-        self.lm_head.weight = mx.array(np.random.default_rng(seed).normal(size=(VOCAB, width)).astype(np.float32))
+        weight = np.random.default_rng(seed).normal(size=(VOCAB, width))
+        self.lm_head.weight = mx.array(weight.astype(np.float32))
         self.fault: FaultAt | None = None
 
     def make_cache(self) -> list[Any]:
@@ -196,7 +200,7 @@ class FakeModel(nn.Module):
 
 
 class Held(NamedTuple):
-    """What one layer holds. For a recurrent layer the tokens are the last few, and `digest` is of all of them."""
+    """What one layer holds. For a recurrent layer these are the last few tokens, and the digest of all."""
 
     tokens: list[int]
     positions: list[int]
@@ -253,7 +257,8 @@ def assert_holds(
         for leaf in leaves_of([layer]):
             found = held(leaf)
             recurrent = kind == "recurrent" or (kind == "composite" and leaf is layer.caches[0])
-            assert [tokens[p] for p in found.positions] == found.tokens, (kind, index, found, tokens)
+            wanted = [tokens[p] if p < count else None for p in found.positions]
+            assert found.tokens == wanted, (kind, index, found, tokens)
             if recurrent:
                 assert found.digest == _digest(tokens), (kind, index)
                 assert found.positions == list(range(max(0, count - TAIL), count)), (kind, index)
@@ -298,7 +303,7 @@ def assert_close(found: np.ndarray, wanted: np.ndarray, tolerance: float = 1e-4)
 
 
 class Session:
-    """A lease, and a stock run that is fed the same calls: each call's logits and each layer's tokens are compared."""
+    """A lease, and a stock run that is fed the same calls: logits and the layers' tokens are compared."""
 
     def __init__(
         self,
@@ -332,16 +337,16 @@ class Session:
         assert_holds(self.model, self.lease.layers, self.tokens, self.bound)
 
     def feed(self, tokens: Sequence[int]) -> np.ndarray:
-        """One call, on the lease and on the stock caches."""
-        wanted = logits_of(self.model, tokens, self.stock)
+        """One call, on the lease and on the stock caches. One that the lease refuses never happened."""
         found = logits_of(self.model, tokens, self.lease.layers)
+        wanted = logits_of(self.model, tokens, self.stock)
         self.tokens += [int(t) for t in tokens]
         self.next = int(wanted[-1].argmax())
         assert_close(found, wanted, self.tolerance)
         return found
 
     def prefill(self, chunk: int = 7, *, upto: int | None = None) -> Session:
-        """Up to the last token but one in chunks that end where checkpoints are wanted, then the last one alone."""
+        """In chunks that end where checkpoints are wanted; the last token alone."""
         end = len(self.prompt) if upto is None else upto
         while (at := len(self.tokens)) < end:
             stops = [s for s in (*self.stops, len(self.prompt) - 1) if s > at]

@@ -1,13 +1,14 @@
 """The contract of kinds/base.py, one suite over every kind of layer.
 
-The points are those of ollama's cache.go: d1 snapshot, d2 rewind, d3 restore, d4 merge and split, d5 rotation,
-d6 free. The oracle is a layer that was never snapshotted and was fed the same tokens, and for windows mlx-lm's own ring.
-A token's keys and values depend on its position alone.
+The points are those of ollama's cache.go: d1 snapshot, d2 rewind, d3 restore, d4 merge and split, d5 order,
+d6 free. The oracle is a layer that was never snapshotted and was fed the same tokens, and for windows also
+mlx-lm's own ring. A token's keys and values depend on its position alone.
 """
 
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,9 @@ def kv(start: int, n: int) -> tuple[mx.array, mx.array]:
     return keys, -keys - 1
 
 
-def segmented(codec: Any = None, n_layers: int = 1, budget: int = 1 << 40, **options: Any) -> list[SegmentedLayer]:
+def segmented(
+    codec: Any = None, n_layers: int = 1, budget: int = 1 << 40, **options: Any
+) -> list[SegmentedLayer]:
     codec = codec or PlainCodec()
     track = Track(Store([codec.spec(SPEC, SPEC)] * n_layers, Ledger(budget)))
     return [SegmentedLayer(track, i, codec, **options) for i in range(n_layers)]
@@ -136,16 +139,13 @@ def held(layer: Any) -> list[np.ndarray]:
         start = max(0, end - layer.chunk_size)
         return [np.array(a[..., start:end, :]) for a in (layer.keys, layer.values)]
     if isinstance(layer, SegmentedLayer) and layer.ring is None:
-        parts = [[np.array(a[..., lo:hi, :]) for a in arrays] for arrays, lo, hi in _views(layer)]
+        views = layer.track.read(layer.index, layer.offset)
+        parts = [[np.array(a[..., lo:hi, :]) for a in arrays] for arrays, lo, hi, *_ in views]
         return [np.concatenate(column, axis=2) for column in zip(*parts, strict=True)]
     ring = layer.ring if isinstance(layer, SegmentedLayer) else layer
     entries = [by_position(a) for a in ring.keys_and_values()]
     n, keep = min(ring.offset, ring.max_size), ring.keep
     return [np.concatenate([e[:, :, :keep], e[:, :, keep:][:, :, e.shape[2] - n :]], axis=2) for e in entries]
-
-
-def _views(layer: SegmentedLayer) -> list[Any]:
-    return layer.track.read(layer.index, layer.offset)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -155,12 +155,7 @@ def same(a: Any, b: Any) -> bool:
 
 def same_future(a: Any, b: Any) -> bool:
     """Not only the same state, but the same state after more tokens, in chunks and one by one."""
-    if not same(a, b):
-        return False
-    for n in (1, 5, 1, 1, 20, 1):
-        if not same(feed(a, n), feed(b, n)):
-            return False
-    return True
+    return same(a, b) and all(same(feed(a, n), feed(b, n)) for n in (1, 5, 1, 20, 1))
 
 
 def values_of(snapshot: Any) -> list[np.ndarray]:
@@ -179,8 +174,9 @@ def active() -> int:
 
 
 @over(CASES)
-@pytest.mark.parametrize("chunks", [(10,), (16,), (10, 15), (25, 1, 1), (1,) * 20], ids=str)
-@pytest.mark.parametrize("start", [-3, 0, 7])
+@pytest.mark.parametrize(
+    ("chunks", "start"), [((10,), -3), ((16,), 0), ((10, 15), 7), ((25, 1, 1), 0), ((1,) * 20, 7)]
+)
 def test_d1_snapshot_leaves_live_state_unchanged(case: Case, chunks: tuple[int, ...], start: int) -> None:
     layer = case.fresh(*chunks)
     snapshot = layer.snapshot(start)
@@ -190,7 +186,7 @@ def test_d1_snapshot_leaves_live_state_unchanged(case: Case, chunks: tuple[int, 
 
 @over(CASES)
 @pytest.mark.parametrize("chunks", [(10,), (16,), (10, 15), (1,) * 20], ids=str)
-@pytest.mark.parametrize("more", [(1,), (1,) * 20, (9,), (9, 1, 9)], ids=str)
+@pytest.mark.parametrize("more", [(1,) * 20, (9, 1, 9)], ids=str)
 def test_d1_snapshot_keeps_its_values_while_the_layer_goes_on(
     case: Case, chunks: tuple[int, ...], more: tuple[int, ...]
 ) -> None:
@@ -205,7 +201,9 @@ def test_d1_snapshot_keeps_its_values_while_the_layer_goes_on(
 @over(CASES)
 @pytest.mark.parametrize("more", [(1,), (1, 1), (9,)], ids=str)
 @pytest.mark.parametrize("at", [10, 15, 16, 17, 25])
-def test_d1_snapshot_keeps_its_values_after_it_was_restored(case: Case, at: int, more: tuple[int, ...]) -> None:
+def test_d1_snapshot_keeps_its_values_after_it_was_restored(
+    case: Case, at: int, more: tuple[int, ...]
+) -> None:
     """Item assignment shows in every holder of a Python object: a restored layer must not write into it."""
     snapshot = case.fresh(at).snapshot()
     before = values_of(snapshot)
@@ -224,8 +222,23 @@ def test_d1_snapshot_keeps_its_values_after_it_was_clamped(case: Case, target: i
     for _ in range(2):
         layer = case.make(WINDOW)
         assert layer.restore(snapshot, target)
-        assert same(feed(layer, 1, 1), case.fresh(target, 1, 1))
+        other = case.fresh(target)
+        for goes_on in (layer, other):
+            _update(goes_on, 500, 1)  # another token than the snapshot has there
+        assert same(layer, other)
         assert all(map(np.array_equal, values_of(snapshot), before))
+
+
+@over(c for c in CASES if not c.recurrent)
+@pytest.mark.parametrize("at", [12, 16, 256])
+def test_d1_snapshot_keeps_its_values_after_the_layer_took_another_branch(case: Case, at: int) -> None:
+    layer = case.fresh(at, window=256)
+    snapshot = layer.snapshot()
+    before = values_of(snapshot)
+    assert layer.restore(None, at - 7)
+    _update(layer, 500, 3)
+    held(layer)
+    assert all(map(np.array_equal, values_of(snapshot), before))
 
 
 @over(CASES)
@@ -275,8 +288,6 @@ def test_d1_snapshot_pins_only_its_own_bytes(case: Case) -> None:
 @over(CASES)
 def test_d1_snapshot_is_evaluated(case: Case) -> None:
     """Evaluated arrays cross threads; lazy ones do not."""
-    import threading
-
     snapshot = case.fresh(10).snapshot()
     seen: list[list[np.ndarray]] = []
     thread = threading.Thread(target=lambda: seen.append(values_of(snapshot)))
@@ -365,7 +376,7 @@ def test_d2_trim_is_a_rewind(case: Case) -> None:
 
 
 @over(CASES)
-@pytest.mark.parametrize("chunks", [(10,), (15,), (16,), (17,), (25,), (25, 1, 1), (1,) * 30], ids=str)
+@pytest.mark.parametrize("chunks", [(15,), (16,), (17,), (25, 1, 1), (1,) * 30], ids=str)
 @pytest.mark.parametrize("live", ["same", "further", "freed", "other"])
 def test_d3_restore_puts_the_state_back(case: Case, chunks: tuple[int, ...], live: str) -> None:
     layer = case.fresh(*chunks)
@@ -515,7 +526,7 @@ RINGS = {
 
 
 def _same_call(layer: Any, stock: Any, n: int, window: int | None = None) -> None:
-    """One forward on both: what the query may see must be the same tokens, in order where more than one is new."""
+    """One forward on both: queries see the same tokens, and in the same order where more than one is new."""
     start = stock.offset
     masks = [c.make_mask(n, window_size=window) for c in (layer, stock)]
     got, want = [c.update_and_fetch(*kv(start, n)) for c in (layer, stock)]
@@ -535,10 +546,12 @@ def _same_call(layer: Any, stock: Any, n: int, window: int | None = None) -> Non
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("keep", [0, KEEP])
 @pytest.mark.parametrize("at", [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3])
-@pytest.mark.parametrize("how", ["chunk", "steps", "mixed"])
-@pytest.mark.parametrize("calls", [(1,) * 20, (9, 9), (1, 9, 1, 1), (9, 1, 1, 9)], ids=str)
-def test_d3_the_write_position_comes_back(ring: str, keep: int, at: int, how: str, calls: tuple[int, ...]) -> None:
-    before = {"chunk": (at,), "steps": (1,) * at, "mixed": (5, *(1,) * 4, at - 9)}[how]
+@pytest.mark.parametrize("how", ["chunk", "mixed"])
+@pytest.mark.parametrize("calls", [(1,) * 20, (1, 9, 1, 1), (9, 1, 1, 9)], ids=str)
+def test_d3_the_write_position_comes_back(
+    ring: str, keep: int, at: int, how: str, calls: tuple[int, ...]
+) -> None:
+    before = {"chunk": (at,), "mixed": (5, at - 9, *(1,) * 4)}[how]
     snapshot = feed(RINGS[ring](WINDOW, keep), *before).snapshot()
     layer = RINGS[ring](WINDOW, keep)
     assert layer.restore(snapshot, at)
@@ -665,13 +678,11 @@ def test_d4_split_of_nothing(case: Case) -> None:
 
 
 @over(WHOLE)
-@pytest.mark.parametrize("chunks", [(10,), (25,)], ids=str)
-def test_d4_what_cannot_be_split_stays_with_the_child(case: Case, chunks: tuple[int, ...]) -> None:
-    if case.name == "bounded_rotated" and chunks == (10,):
-        pytest.skip("not a ring yet: a range")
-    snapshot = case.fresh(*chunks).snapshot()
-    upper, lower = case.make(WINDOW).split(snapshot, 5)
-    assert upper is None and lower is snapshot and not snapshot.closed
+def test_d4_what_cannot_be_split_stays_with_the_child(case: Case) -> None:
+    for n in (25,) if case.name == "bounded_rotated" else (10, 25):  # before it rotates it is a range
+        snapshot = case.fresh(n).snapshot()
+        upper, lower = case.make(WINDOW).split(snapshot, 5)
+        assert upper is None and lower is snapshot and not snapshot.closed
 
 
 def test_d4_a_composite_splits_what_can_be_split() -> None:
@@ -784,16 +795,18 @@ def test_d6_free_releases_everything(case: Case, chunks: tuple[int, ...]) -> Non
 # -- what a layer pins, and how a failed forward is undone ------------------------------------
 
 
-def test_a_recurrent_state_does_not_pin_the_activations_it_is_a_slice_of() -> None:
+@pytest.mark.parametrize("n_tokens", [4096, 1])
+def test_a_recurrent_state_does_not_pin_the_activations_it_is_a_slice_of(n_tokens: int) -> None:
+    """Not even those of one token, which `mx.contiguous` alone would leave behind it."""
     before = active()
     layer = RecurrentLayer(1)
-    activations = mx.ones((1, 4096, 1024))
+    activations = mx.ones((1, TAIL + n_tokens, 1024))
     mx.eval(activations)
     layer[0] = activations[:, -TAIL:, :]
     mx.eval(layer.live_arrays())
     del activations
     size = sum(a.nbytes for a in layer.live_arrays())
-    assert size == TAIL * 4096 and abs(active() - before - size) < 4096
+    assert size == TAIL * 4096 and abs(active() - before - size) < 2048
 
 
 def test_a_recurrent_snapshot_is_a_second_reference() -> None:
@@ -835,9 +848,10 @@ def test_a_ring_is_written_in_place() -> None:
 @pytest.mark.parametrize("chunks", [(10,), (16,), (25,), (25, 1), (1,) * 20], ids=str)
 @pytest.mark.parametrize("failed", [1, 9])
 def test_reset_undoes_a_forward(case: Case, chunks: tuple[int, ...], failed: int) -> None:
-    if case.name == "bounded_rotated" and sum(chunks) <= WINDOW < sum(chunks) + failed:
-        pytest.skip("a forward that rotates is undone by its owner")
     layer = case.fresh(*chunks)
+    if isinstance(layer, SegmentedLayer) and layer.outgrows(failed):
+        layer.rotate()  # its owner does, before the forward that is undone
+        layer.track.free()
     mark = layer.mark()
     feed(layer, failed)
     mx.eval(layer.live_arrays())

@@ -1,7 +1,7 @@
 """Reused equals fresh, for every kind of layer and the usual ways in which requests meet.
 
-Each request runs beside a stock run that is fed the same calls (`fake.Session`): every call's logits and every
-layer's tokens are compared. How much was reused is asserted too, so that a cache that never hits fails.
+Each request runs beside a stock run that is fed the same calls (`fake.Session`): every call's logits and
+every layer's tokens are compared. How much was reused is asserted too: a cache that never hits fails.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pytest
 from fake import (
     KEEP,
     WINDOW,
-    Fault,
     FakeModel,
+    Fault,
     FaultAt,
     Session,
     assert_close,
@@ -110,7 +110,7 @@ def on(*names: str) -> pytest.MarkDecorator:
 # -- one request after the other -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 9, 64])
+@pytest.mark.parametrize("chunk", [1, 9])
 def test_a_continued_conversation_is_reused_whole(world: World, chunk: int) -> None:
     said = world.turn(text(WINDOW + 5), chunk=chunk)
     again = world.open(said + text(11, seed=1))
@@ -118,6 +118,7 @@ def test_a_continued_conversation_is_reused_whole(world: World, chunk: int) -> N
     again.prefill(chunk).decode(2).commit()
 
 
+@on("rotating", "rotating_keep", "chunked", "full+rotating", "chunked+full", "all")
 @pytest.mark.parametrize("length", [WINDOW - 2, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW])
 @pytest.mark.parametrize("chunk", [1, 9])
 def test_resuming_is_right_around_the_edge_of_a_window(world: World, length: int, chunk: int) -> None:
@@ -163,10 +164,8 @@ def test_a_branch_at_any_place_is_right_and_says_what_it_could_not_reuse(world: 
     branch = world.open(prefix + text(9, seed=2))
     assert branch.matched == len(prefix)
     if world.case.sliceable:
-        assert (branch.cached, branch.lease.reason) == (len(prefix), "")
-    else:
-        assert branch.cached < len(prefix)
-        assert branch.lease.reason == "no checkpoint"
+        assert branch.cached == len(prefix)
+    assert branch.lease.reason == ("" if branch.cached == len(prefix) else "no checkpoint")
     branch.prefill(4).decode(3).commit()
 
 
@@ -199,6 +198,40 @@ def test_a_rewind_reuses_a_window_that_was_not_full(world: World) -> None:
     session = world.open(said[:7] + text(3, seed=1))
     assert (session.matched, session.cached) == (7, 7)
     session.prefill().decode(3).commit()
+
+
+def test_a_branch_off_a_rewound_window_can_be_continued(world: World) -> None:
+    if world.case.recurrent:
+        pytest.skip("a recurrent state cannot be rewound")
+    said = world.turn(text(WINDOW - 4), new=2)
+    branch = world.turn(said[:4] + text(3, seed=1), new=1)
+    again = world.open(branch + text(9, seed=2))
+    assert again.cached == len(branch)
+    again.prefill().decode(2).commit()
+
+
+@on("full", "composite_kv", "quantized", "outside", "full+rotating")
+def test_trimming_a_live_lease_leaves_what_was_committed(world: World) -> None:
+    session = world.open(text(6)).prefill().decode(4)
+    public = session.commit(close=False)
+    session.decode(1)
+    for layers in (session.lease.layers, session.stock):
+        for leaf in leaves_of(layers):
+            assert leaf.trim(3) == 3
+    del session.tokens[-3:]
+    session.holds()
+    session.feed([(public[-2] + 1) % 64, 7])
+    session.holds()
+    settled(world.cache)
+    reader = world.open([*public, 1])
+    assert reader.cached == len(public)
+    reader.prefill().decode(1)
+    own = session.decode(1).commit()
+    reader.decode(1).commit()
+    for said in (own, public):
+        again = world.open([*said, 2])
+        assert again.cached == len(said)
+        again.prefill().commit()
 
 
 def test_one_token_is_a_prompt(world: World) -> None:
@@ -288,18 +321,17 @@ def test_leaving_the_with_block_is_a_cancel(world: World) -> None:
 
 def faults(case: Case) -> list[FaultAt]:
     """Every place at which a forward can break off with some layers updated and some not."""
-    found = []
-    for i, kind in enumerate(case.kinds):
-        places = ["before"] if i else []
-        places += ["inside"] if kind.startswith("composite") else []
-        places += ["after"] if i < len(case.kinds) - 1 else []
-        found += [FaultAt(i, where) for where in places]
-    return found
+    inside = [FaultAt(i, "inside") for i, kind in enumerate(case.kinds) if kind.startswith("composite")]
+    return [FaultAt(i, "after") for i in range(len(case.kinds) - 1)] + inside
 
 
 FAULTY = pytest.mark.parametrize(
     ("world", "at"),
-    [pytest.param(case, at, id=f"{name}-{at.layer}-{at.where}") for name, case in CASES.items() for at in faults(case)],
+    [
+        pytest.param(case, at, id=f"{name}-{at.layer}-{at.where}")
+        for name, case in CASES.items()
+        for at in faults(case)
+    ],
     indirect=["world"],
 )
 
@@ -309,6 +341,7 @@ def test_an_error_in_prefill_costs_only_the_chunk_that_failed(world: World, at: 
     prompt = text(3 * WINDOW)
     first = world.open(prompt).prefill(chunk=6, upto=24)
     first.fail(prompt[24:33], at)
+    settled(world.cache)
     first.cancel()
     again = world.open(prompt)
     assert again.cached == 24
@@ -392,18 +425,18 @@ def test_two_readers_of_one_prefix_are_both_right(world: World) -> None:
 
 @on("full", "composite_kv", "quantized", "full+rotating", "composite")
 def test_readers_hold_the_prefix_once(world: World) -> None:
-    prefix = text(1500)
-    said = world.turn(prefix, chunk=500)
+    prefix = text(700)
+    said = world.turn(prefix, chunk=350)
     token_bytes = world.cache._store.token_bytes
     held = []
     sessions = []
-    for i in range(4):
+    for i in range(3):
         sessions.append(world.open(said + text(4, seed=i + 1)).prefill().decode(2))
         stats = world.cache.stats()
         held.append(stats.bytes["live"] + stats.bytes["stored"])
-    assert held[0] >= 1500 * token_bytes
-    assert held[-1] - held[0] < 1500 * token_bytes
-    assert world.cache.stats().borrows >= 3
+    assert held[0] >= 700 * token_bytes
+    assert held[-1] - held[0] < 700 * token_bytes
+    assert world.cache.stats().borrows >= 2
     for session in sessions:
         session.decode(1).commit()
 
@@ -507,26 +540,42 @@ def test_a_batch_of_ragged_rows_equals_single_runs(world: World) -> None:
         again.prefill().commit()
 
 
+@FAULTY
+def test_an_error_in_a_batch_step_leaves_every_row_as_it_was(world: World, at: FaultAt) -> None:
+    rows = [world.open(text(n, seed=n)).prefill().decode(1) for n in (5, WINDOW, WINDOW + 8)]
+    batch = world.cache.batch([r.lease for r in rows])
+    world.model.fault = at
+    with pytest.raises(Fault):
+        batch.step(mx.array([r.next for r in rows]))
+    world.model.fault = None
+    settled(world.cache)
+    for row in rows:
+        end = row.commit()
+        again = world.open([*end, 1])
+        assert again.cached == len(end)
+        again.prefill().decode(1).commit()
+
+
 # -- short of bytes ------------------------------------------------------------------------------
 
 
-SMALL = {"full", "full+rotating", "full+recurrent", "composite", "composite_kv", "outside", "recurrent", "rotating"}
+SMALL = ("full", "rotating", "recurrent", "composite", "composite_kv", "outside", "full+rotating")
 
 
-@pytest.mark.parametrize("name", sorted(SMALL))
+@pytest.mark.parametrize("name", SMALL)
 def test_requests_stay_right_while_conversations_are_evicted(name: str) -> None:
-    world = World(CASES[name], budget="900KB")
+    world = World(CASES[name], budget="420KB")
     with world.cache:
-        said = {i: world.turn(text(120, seed=i), chunk=16) for i in range(8)}
+        said = {i: world.turn(text(100, seed=i), chunk=10) for i in range(20)}
         reused = 0
         for round_ in range(2):
-            for i in (7, 0, 6, 1, 5, 2):
-                session = world.open(said[i] + text(5, seed=10 + round_))
+            for i in (19, 0, 18, 1, 17):
+                session = world.open(said[i] + text(5, seed=30 + round_))
                 reused += session.cached
-                said[i] = session.prefill(8).decode(2).commit()
+                said[i] = session.prefill(10).decode(2).commit()
         stats = world.cache.stats()
         assert reused > 0
-        if "full" in name or "outside" in name or "composite" in name:
+        if name not in ("recurrent", "rotating"):  # their states are too small to run out of bytes
             assert stats.evicted_tokens > 0
         assert stats.peak_bytes <= stats.budget_bytes
 
@@ -562,16 +611,29 @@ def test_a_conversation_that_outgrows_the_budget_keeps_the_part_that_fits(name: 
         session.holds()
         said = session.commit()
         assert len(said) > 256
-        again = world.open([*said[: len(said) // 8 * 8], 1]) if world.case.sliceable else world.open([*said, 1])
-        assert again.cached == len(again.prompt) - 1
+        again = world.open([*said, 1])
+        assert again.cached == len(said)
         again.cancel()
+
+
+def lower_budget(cache: PrefixCache) -> None:
+    """So that more has to go than room alone."""
+    stats = cache.stats()
+    cache.set_budget(stats.used_bytes - stats.bytes["stored"] * 3 // 5)
+    settled(cache)
+
+
+@on("full", "full+rotating")
+def test_the_budget_can_be_lowered_to_what_the_conversations_need(world: World) -> None:
+    world.turn(text(20))
+    world.cache.set_budget("2MB")
+    settled(world.cache)
 
 
 @on("full", "full+rotating", "full+recurrent", "outside")
 def test_lowering_the_budget_frees_and_later_requests_are_right(world: World) -> None:
     said = [world.turn(text(300, seed=i), chunk=64) for i in range(4)]
-    world.cache.set_budget(world.cache.stats().used_bytes * 2 // 3)
-    settled(world.cache)
+    lower_budget(world.cache)
     assert world.cache.stats().evicted_tokens > 0
     world.cache.set_budget("64MB")
     for conversation in said:
@@ -582,8 +644,8 @@ def test_lowering_the_budget_frees_and_later_requests_are_right(world: World) ->
 def test_a_pinned_prefix_survives_eviction_and_a_released_one_does_not(world: World) -> None:
     said = [world.turn(text(300, seed=i), chunk=64) for i in range(4)]
     pin = world.cache.pin(said[0])
-    world.cache.set_budget(world.cache.stats().used_bytes * 2 // 3)
-    settled(world.cache)
+    lower_budget(world.cache)
+    world.cache.set_budget("64MB")
     kept = world.open([*said[0], 1])
     assert kept.cached == len(said[0])
     kept.cancel()
@@ -623,7 +685,10 @@ class Bounded(World):
         return super().open(prompt, bound=BOUND, **options)
 
 
-@pytest.fixture(params=[("full", "full"), ("full", "rotating"), ("full", "recurrent"), ("outside", "outside")], ids="+".join)
+@pytest.fixture(
+    params=[("full", "full"), ("full", "rotating"), ("full", "recurrent"), ("outside", "outside")],
+    ids="+".join,
+)
 def bounded(request: pytest.FixtureRequest) -> Iterator[Bounded]:
     made = Bounded(request.param)
     with made.cache:
@@ -637,6 +702,9 @@ def test_below_its_bound_a_conversation_is_reused_like_any_other(bounded: Bounde
     with plain.cache:
         for world in (bounded, plain):
             said = world.turn(text(14), chunk=chunk, checkpoints=[6])
+            branch = world.open(said[:6] + text(4, seed=3))
+            assert branch.cached == 6
+            branch.prefill(chunk).decode(1).commit()
             one, two = world.open(said + text(3, seed=1)), world.open(said + text(4, seed=2))
             assert one.cached == two.cached == len(said)
             one.prefill(chunk)
@@ -646,17 +714,14 @@ def test_below_its_bound_a_conversation_is_reused_like_any_other(bounded: Bounde
                 two.decode(1)
             one.commit()
             two.commit()
-            branch = world.open(said[:6] + text(4, seed=3))
-            assert branch.cached == 6
-            branch.prefill(chunk).decode(1).commit()
         ours, theirs = bounded.cache.stats(), plain.cache.stats()
         same = ("hits", "moves", "borrows", "tokens_cached", "stored_tokens", "nodes", "bytes", "reasons")
         assert [getattr(ours, f) for f in same] == [getattr(theirs, f) for f in same]
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 9, 40])
-@pytest.mark.parametrize("length", [31, 32, 33, 34, 50])
-def test_beyond_its_bound_a_conversation_equals_the_stock_ring(bounded: Bounded, length: int, chunk: int) -> None:
+@pytest.mark.parametrize("chunk", [1, 9, 40])
+@pytest.mark.parametrize("length", [28, 31, 32, 33, 50])
+def test_beyond_its_bound_it_equals_a_stock_ring(bounded: Bounded, length: int, chunk: int) -> None:
     said = bounded.turn(text(length), chunk=chunk, new=3)
     again = bounded.open(said + text(12, seed=1))
     assert again.cached == len(said)
@@ -685,15 +750,14 @@ def test_a_conversation_that_rotates_while_another_reads_its_prefix(bounded: Bou
     branch.prefill().decode(2).commit()
 
 
-def test_an_error_as_the_ring_begins_is_undone(bounded: Bounded) -> None:
-    said = bounded.turn(text(24))
-    for at in (FaultAt(0, "after"), FaultAt(1, "before")):
-        session = bounded.open(said + text(4, seed=1)).prefill()
-        session.fail(text(6, seed=2), at)
-        session.cancel()
-        again = bounded.open(said + text(4, seed=1))
-        assert again.cached == len(said) + 3
-        again.prefill().decode(8).cancel()
+@pytest.mark.parametrize("n", [1, 6])
+def test_an_error_as_the_ring_begins_is_undone(bounded: Bounded, n: int) -> None:
+    session = bounded.open(text(BOUND[0])).prefill()
+    session.fail(text(n, seed=2), FaultAt(0, "after"))
+    session.cancel()
+    again = bounded.open(text(BOUND[0]) + text(4, seed=1))
+    assert again.cached == BOUND[0]
+    again.prefill().decode(3).commit()
 
 
 def test_rotated_rows_decode_in_one_batch_with_others(bounded: Bounded) -> None:

@@ -94,8 +94,8 @@ class Anatomy:
     vocab: int = 0
     heads: int = 1
     itemsize: int = 4
-    recurrent_counts: bool = True
-    """Whether the recurrent layers say how many tokens passed."""
+    silent: bool = False
+    """The recurrent layers are not told how many tokens passed, unless `stock.count_tokens` is installed."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -343,19 +343,30 @@ def _trial(model: nn.Module, run: Callable[[], None]) -> bool:
 
 
 def _takes_handles(model: nn.Module, anatomy: Anatomy) -> bool:
-    track = Track(Store(anatomy.specs, Ledger(1 << 62)))
-    layers, leaves = anatomy.make(track, always_handles=True)
-    readers = [leaf for leaf in leaves if isinstance(leaf, SegmentedLayer)]
+    leaves: list[Any] = []
 
     def run() -> None:
+        track = Track(Store(anatomy.specs, Ledger(1 << 62)))
+        layers, leaves[:] = anatomy.make(track, always_handles=True)
+        readers = [leaf for leaf in leaves if isinstance(leaf, SegmentedLayer)]
         for n in _TRIAL:
             model(mx.zeros((1, n), mx.int32), cache=layers)
             if any(leaf.consumed[0] == 0 for leaf in readers):
                 raise ValueError("keys went somewhere else than to attention")
 
+    def told() -> bool:
+        return all(leaf.offset == sum(_TRIAL) for leaf in leaves if leaf.kind is Kind.RECURRENT)
+
     taken = _trial(model, run)
-    recurrent = [leaf for leaf in leaves if leaf.kind is Kind.RECURRENT]
-    anatomy.recurrent_counts = all(leaf.offset == sum(_TRIAL) for leaf in recurrent) if taken else False
+    if taken and not told():
+        anatomy.silent = True
+        counter = stock.count_tokens(model)
+        try:
+            taken = _trial(model, run)
+        finally:
+            stock.stop_counting(counter)
+        if not told():
+            anatomy.reason = "its recurrent layers do not say how many tokens have passed"
     return taken
 
 

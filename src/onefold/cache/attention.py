@@ -16,14 +16,23 @@ Knows nothing of trees, leases or budgets.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
+import numpy as np
 
 from onefold.cache import stock
 
-PieceView = tuple[list[mx.array], int, int]
-"""The arrays of one layer in one slab, and the range of indices to read."""
+
+class View(NamedTuple):
+    """The arrays of one layer in one slab, and the range of indices to read."""
+
+    arrays: list[mx.array]
+    lo: int
+    hi: int
+    slab: int
+    """Names the slab, whatever the layer: equal views of two rows are read once."""
+
 
 STACK_TOKENS = 512
 """Private pieces up to this long are stacked into one product for all rows."""
@@ -45,12 +54,14 @@ class Codec(Protocol):
 class Handle:
     """Stands for the keys, or the values, of some rows in a model's attention code."""
 
-    rows: list[list[PieceView]]
+    rows: list[list[View]]
     codec: Codec
     shape: tuple[int, int, int, int]
     dtype: mx.Dtype
     consumed: list[int]
     """Counts the attention calls that read it; the probe looks."""
+    plans: dict[Any, Any] | None = None
+    """Shared by the layers of a batch: what one layer has worked out, the next need not."""
 
     @property
     def ndim(self) -> int:
@@ -77,10 +88,10 @@ def attention(
     if len(rows) == 1:
         return _attend_row(queries, rows[0], codec, scale, mask, sinks)
     if mask is None and queries.shape[2] == 1:
-        return _attend_rows(queries, rows, codec, scale, sinks)
+        return _attend_rows(queries, rows, codec, scale, sinks, {} if keys.plans is None else keys.plans)
     parts = []
     for i, row in enumerate(rows):
-        total = sum(hi - lo for _, lo, hi in row)
+        total = sum(v.hi - v.lo for v in row)
         own = mask[i : i + 1, ..., :total] if isinstance(mask, mx.array) and mask.ndim == 4 else mask
         parts.append(_attend_row(queries[i : i + 1], row, codec, scale, own, sinks))
     return mx.concatenate(parts, axis=0)
@@ -90,35 +101,35 @@ def attention(
 
 
 def _attend_row(
-    q: mx.array, row: list[PieceView], codec: Codec, scale: float, mask: Any, sinks: mx.array | None
+    q: mx.array, row: list[View], codec: Codec, scale: float, mask: Any, sinks: mx.array | None
 ) -> mx.array:
     n_q, length = q.shape[1], q.shape[2]
-    n_kv = row[0][0][0].shape[1]
+    n_kv = row[0].arrays[0].shape[1]
     if codec.plain:
-        widths = sum(a.shape[1] * a.shape[3] * a.dtype.size for a in row[0][0])
+        widths = sum(a.shape[1] * a.shape[3] * a.dtype.size for a in row[0].arrays)
         if length * n_q * 8 > widths:
             return _attend_joined(q, row, scale, mask, sinks)
-    total = sum(hi - lo for _, lo, hi in row)
+    total = sum(v.hi - v.lo for v in row)
     folded = (q * scale).reshape(1, n_kv, n_q // n_kv * length, q.shape[3])
-    scores = _cat([codec.scores(folded, arrays, lo, hi) for arrays, lo, hi in row])
+    scores = _cat([codec.scores(folded, v.arrays, v.lo, v.hi) for v in row])
     scores = scores.reshape(1, n_kv, n_q // n_kv, length, total)
     scores = _masked(scores, mask)
     probs = _softmax(scores, sinks).reshape(1, n_kv, n_q // n_kv * length, total)
     out, at = None, 0
-    for arrays, lo, hi in row:
-        part = codec.mix(probs[..., at : at + hi - lo], arrays, lo, hi)
+    for v in row:
+        part = codec.mix(probs[..., at : at + v.hi - v.lo], v.arrays, v.lo, v.hi)
         out = part if out is None else out + part
-        at += hi - lo
+        at += v.hi - v.lo
     assert out is not None
     return out.reshape(1, n_q, length, out.shape[-1]).astype(q.dtype)
 
 
 def _attend_joined(
-    q: mx.array, row: list[PieceView], scale: float, mask: Any, sinks: mx.array | None
+    q: mx.array, row: list[View], scale: float, mask: Any, sinks: mx.array | None
 ) -> mx.array:
     """A prefill chunk: this layer's pieces side by side, for the length of this layer."""
-    k = _cat([a[0][..., lo:hi, :] for a, lo, hi in row], axis=2)
-    v = _cat([a[1][..., lo:hi, :] for a, lo, hi in row], axis=2)
+    k = _cat([v.arrays[0][..., v.lo : v.hi, :] for v in row], axis=2)
+    v = _cat([v.arrays[1][..., v.lo : v.hi, :] for v in row], axis=2)
     out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
     if len(row) > 1:
         mx.eval(out)  # or the device runs ahead and holds several layers' copies
@@ -162,106 +173,159 @@ def _cat(parts: list[mx.array], axis: int = -1) -> mx.array:
 
 @dataclass(slots=True)
 class _Plan:
-    """Which pieces are read for all rows at once, and what is each row's own."""
+    """How the rows' pieces are read, by (row, place in the row): the same for every layer of a step."""
 
-    shared: list[tuple[PieceView, list[int]]]
-    own: list[list[PieceView]]
+    shared: list[tuple[int, int, list[int]]]
+    """Pieces that several rows read, and which."""
+    stacked: list[int | None]
+    """Each row's short last piece, if it has one."""
+    width: int
+    single: list[tuple[int, int]]
+    """What is left: a row's own long pieces."""
+    hidden: list[mx.array | None]
+    """For each of these in turn, 0 where a row sees a column, -inf where not; None where all do."""
 
 
-def _plan(rows: list[list[PieceView]]) -> _Plan:
-    readers: dict[tuple[int, int, int], tuple[PieceView, list[int]]] = {}
+def _plan(rows: list[list[View]], dtype: mx.Dtype) -> _Plan:
+    readers: dict[tuple[int, int, int], tuple[int, int, list[int]]] = {}
     for i, row in enumerate(rows):
-        for view in row:
-            readers.setdefault((id(view[0]), view[1], view[2]), (view, []))[1].append(i)
-    shared = {key: found for key, found in readers.items() if len(found[1]) > 1}
-    own = [[v for v in row if (id(v[0]), v[1], v[2]) not in shared] for row in rows]
-    return _Plan(list(shared.values()), own)
+        for j, v in enumerate(row):
+            readers.setdefault((v.slab, v.lo, v.hi), (i, j, []))[2].append(i)
+    shared = [found for found in readers.values() if len(found[2]) > 1]
+    taken = {(rows[i][j].slab, rows[i][j].lo, rows[i][j].hi) for i, j, _ in shared}
+    own = [[j for j, v in enumerate(row) if (v.slab, v.lo, v.hi) not in taken] for row in rows]
+    stacked = [
+        js[-1] if js and rows[i][js[-1]].hi - rows[i][js[-1]].lo <= STACK_TOKENS else None
+        for i, js in enumerate(own)
+    ]
+    if sum(j is not None for j in stacked) < 2:
+        stacked = [None] * len(rows)
+    single = [(i, j) for i, js in enumerate(own) for j in js if j != stacked[i]]
+    tails = [rows[i][j] for i, j in enumerate(stacked) if j is not None]
+    width = max((_room(v) for v in tails), default=0)
+
+    def hide(seen: list[list[bool]]) -> mx.array:
+        return mx.where(mx.array(seen), mx.array(0, dtype), mx.array(-mx.inf, dtype))[None, :, None, :]
+
+    n = len(rows)
+    hidden = [hide([[r in who] for r in range(n)]) if len(who) < n else None for _, _, who in shared]
+    if width:
+        used = [0 if j is None else rows[i][j].hi - rows[i][j].lo for i, j in enumerate(stacked)]
+        hidden.append(hide((np.arange(width)[None] < np.array(used)[:, None]).tolist()))
+    hidden += [hide([[r == i] for r in range(n)]) for i, _ in single]
+    return _Plan(shared, stacked, width, single, hidden)
+
+
+def _room(v: View) -> int:
+    """How many columns a short tail takes in the stack: its whole buffer, if that is short too, so that the
+    stack keeps its shape while the tails grow."""
+    left = v.arrays[0].shape[2] - v.lo
+    return left if left <= STACK_TOKENS else v.hi - v.lo
 
 
 def _attend_rows(
-    q: mx.array, rows: list[list[PieceView]], codec: Codec, scale: float, sinks: mx.array | None
+    q: mx.array,
+    rows: list[list[View]],
+    codec: Codec,
+    scale: float,
+    sinks: mx.array | None,
+    plans: dict[Any, Any],
 ) -> mx.array:
-    n_rows, n_q = q.shape[0], q.shape[1]
-    n_kv = rows[0][0][0][0].shape[1]
-    repeats, dim = n_q // n_kv, q.shape[3]
-    plan = _plan(rows)
-    grouped = (q * scale).reshape(n_rows, n_kv, repeats, dim)
-    low = mx.finfo(q.dtype).min
+    n_rows, n_q, _, dim = q.shape
+    n_kv = rows[0][0].arrays[0].shape[1]
+    repeats = n_q // n_kv
+    key = (q.dtype, tuple((v.slab, v.lo, v.hi) for row in rows for v in row))
+    plan = plans.get("plan") if plans.get("key") == key else None
+    if plan is None:
+        plan = _plan(rows, q.dtype)
+        plans["key"], plans["plan"] = key, plan
 
-    blocks: list[mx.array] = []  # each [rows, kv heads, repeats, width]
-    readers: list[tuple[Any, ...]] = []
-    for view, who in plan.shared:
-        picked = grouped if len(who) == n_rows else grouped[mx.array(who)]
-        folded = picked.transpose(1, 0, 2, 3).reshape(1, n_kv, len(who) * repeats, dim)
-        s = codec.scores(folded, *view).reshape(n_kv, len(who), repeats, -1).transpose(1, 0, 2, 3)
-        if len(who) < n_rows:
-            slot = [who.index(i) if i in who else 0 for i in range(n_rows)]
-            member = mx.array([i in who for i in range(n_rows)])[:, None, None, None]
-            s = mx.where(member, s[mx.array(slot)], mx.array(low, s.dtype))
-        blocks.append(s)
-        readers.append(("shared", view, who))
-    stacked, single = _split_own(plan.own)
-    if stacked is not None:
-        arrays, width, used = stacked
-        s = codec.scores(grouped, arrays, 0, width)
-        seen = mx.arange(width)[None] < mx.array(used)[:, None]
-        blocks.append(mx.where(seen[:, None, None, :], s, mx.array(low, s.dtype)))
-        readers.append(("stacked", arrays, width))
-    for i, view in single:
-        s = codec.scores(grouped[i : i + 1], *view)
-        above = mx.full((i, n_kv, repeats, s.shape[-1]), low, s.dtype)
-        below = mx.full((n_rows - i - 1, n_kv, repeats, s.shape[-1]), low, s.dtype)
-        blocks.append(mx.concatenate([above, s, below], axis=0))
-        readers.append(("single", view, i))
+    by_row = (q * scale).reshape(n_rows, n_kv, repeats, dim)
+    by_head = by_row.transpose(1, 0, 2, 3)
+    stack = _stack(rows, plan) if plan.width else []
+    blocks = [_shared_scores(by_head, rows[i][j], who, codec) for i, j, who in plan.shared]
+    if plan.width:
+        blocks.append(codec.scores(by_row, stack, 0, plan.width).transpose(1, 0, 2, 3))
+    for i, j in plan.single:
+        v = rows[i][j]
+        s = codec.scores(by_row[i : i + 1], v.arrays, v.lo, v.hi).transpose(1, 0, 2, 3)
+        blocks.append(mx.pad(s, [(0, 0), (i, n_rows - i - 1), (0, 0), (0, 0)]))
+    blocks = [b if h is None else b + h for b, h in zip(blocks, plan.hidden, strict=True)]
+    scores = _cat(blocks)
+    probs = _rows_softmax(scores, sinks)
 
-    scores = _cat(blocks)[:, :, :, None, :]
-    probs = _softmax(scores, sinks)[:, :, :, 0, :]
-    out, at = None, 0
-    for block, (how, *what) in zip(blocks, readers, strict=True):
-        p = probs[..., at : at + block.shape[-1]]
-        at += block.shape[-1]
-        if how == "shared":
-            folded = p.transpose(1, 0, 2, 3).reshape(1, n_kv, n_rows * repeats, -1)
-            part = codec.mix(folded, *what[0]).reshape(n_kv, n_rows, repeats, -1).transpose(1, 0, 2, 3)
-        elif how == "stacked":
-            part = codec.mix(p, what[0], 0, what[1])
-        else:
-            i = what[1]
-            one = codec.mix(p[i : i + 1], *what[0])
-            part = mx.pad(one, [(i, n_rows - i - 1), (0, 0), (0, 0), (0, 0)])
+    out: mx.array | None = None
+    at = 0
+    for i, j, who in plan.shared:
+        v = rows[i][j]
+        part = _shared_mix(probs[..., at : at + v.hi - v.lo], v, who, n_rows, codec)
         out = part if out is None else out + part
+        at += v.hi - v.lo
+    if plan.width:
+        p = probs[..., at : at + plan.width].transpose(1, 0, 2, 3)
+        part = codec.mix(p, stack, 0, plan.width).transpose(1, 0, 2, 3)
+        out = part if out is None else out + part
+        at += plan.width
+    for i, j in plan.single:
+        v = rows[i][j]
+        p = probs[:, i : i + 1, :, at : at + v.hi - v.lo].transpose(1, 0, 2, 3)
+        part = codec.mix(p, v.arrays, v.lo, v.hi).transpose(1, 0, 2, 3)
+        part = mx.pad(part, [(0, 0), (i, n_rows - i - 1), (0, 0), (0, 0)])
+        out = part if out is None else out + part
+        at += v.hi - v.lo
     assert out is not None
-    return out.reshape(n_rows, n_q, 1, out.shape[-1]).astype(q.dtype)
+    return out.transpose(1, 0, 2, 3).reshape(n_rows, n_q, 1, out.shape[-1]).astype(q.dtype)
 
 
-def _split_own(
-    own: list[list[PieceView]],
-) -> tuple[tuple[list[mx.array], int, list[int]] | None, list[tuple[int, PieceView]]]:
-    """Each row's last short piece goes into one stack `[rows, heads, width, dim]`; the rest stay single."""
-    tails: list[PieceView | None] = []
-    single: list[tuple[int, PieceView]] = []
-    for i, views in enumerate(own):
-        tail = views[-1] if views and views[-1][2] - views[-1][1] <= STACK_TOKENS else None
-        tails.append(tail)
-        single.extend((i, v) for v in (views[:-1] if tail is not None else views))
-    found = [t for t in tails if t is not None]
-    if len(found) < 2:
-        single.extend((i, t) for i, t in enumerate(tails) if t is not None)
-        return None, single
-    width = max(hi - lo for _, lo, hi in found)
-    width = min((a[0].shape[2] - lo for a, lo, _ in found if a[0].shape[2] - lo >= width), default=width)
+def _shared_scores(by_head: mx.array, v: View, who: list[int], codec: Codec) -> mx.array:
+    """One product for all the rows that read this piece: [kv heads, rows, repeats, tokens]."""
+    n_kv, n_rows, repeats, dim = by_head.shape
+    picked = by_head if len(who) == n_rows else by_head[:, mx.array(who)]
+    folded = picked.reshape(1, n_kv, len(who) * repeats, dim)
+    s = codec.scores(folded, v.arrays, v.lo, v.hi).reshape(n_kv, len(who), repeats, v.hi - v.lo)
+    if len(who) == n_rows:
+        return s
+    places = [who.index(r) if r in who else 0 for r in range(n_rows)]  # the others' columns are hidden
+    return s[:, mx.array(places)]
+
+
+def _shared_mix(p: mx.array, v: View, who: list[int], n_rows: int, codec: Codec) -> mx.array:
+    n_kv, _, repeats, n = p.shape
+    picked = p if len(who) == n_rows else p[:, mx.array(who)]
+    part = codec.mix(picked.reshape(1, n_kv, len(who) * repeats, n), v.arrays, v.lo, v.hi)
+    part = part.reshape(n_kv, len(who), repeats, -1)
+    if len(who) == n_rows:
+        return part
+    spread = mx.zeros((n_kv, n_rows, repeats, part.shape[-1]), part.dtype)
+    spread[:, mx.array(who)] = part
+    return spread
+
+
+def _rows_softmax(scores: mx.array, sinks: mx.array | None) -> mx.array:
+    n_kv, n_rows, repeats, total = scores.shape
+    if sinks is None:
+        return mx.softmax(scores, axis=-1, precise=True)
+    column = sinks.astype(scores.dtype).reshape(n_kv, 1, repeats, 1)
+    column = mx.broadcast_to(column, (n_kv, n_rows, repeats, 1))
+    return mx.softmax(mx.concatenate([scores, column], axis=-1), axis=-1, precise=True)[..., :total]
+
+
+def _stack(rows: list[list[View]], plan: _Plan) -> list[mx.array]:
+    """The rows' short tails side by side: [rows, heads, width, dim], for each of the layer's arrays."""
+    tails = [None if j is None else rows[i][j] for i, j in enumerate(plan.stacked)]
+    like = next(v for v in tails if v is not None).arrays
     stack = []
-    for j, like in enumerate(found[0][0]):
+    for k, a in enumerate(like):
         parts = []
-        for tail in tails:
-            if tail is None:
-                parts.append(mx.zeros((1, like.shape[1], width, like.shape[3]), like.dtype))
+        for v in tails:
+            if v is None:
+                parts.append(mx.zeros((1, a.shape[1], plan.width, a.shape[3]), a.dtype))
                 continue
-            arrays, lo, _ = tail
-            part = arrays[j] if lo == 0 and arrays[j].shape[2] == width else arrays[j][..., lo : lo + width, :]
-            if part.shape[2] < width:
-                part = mx.pad(part, [(0, 0), (0, 0), (0, width - part.shape[2]), (0, 0)])
+            part, n = v.arrays[k], _room(v)
+            if v.lo or n != part.shape[2]:
+                part = part[..., v.lo : v.lo + n, :]
+            if n < plan.width:
+                part = mx.pad(part, [(0, 0), (0, 0), (0, plan.width - n), (0, 0)])
             parts.append(part)
         stack.append(mx.concatenate(parts, axis=0))
-    used = [0 if t is None else t[2] - t[1] for t in tails]
-    return (stack, width, used), single
+    return stack

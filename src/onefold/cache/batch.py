@@ -40,7 +40,8 @@ class Batch:
         """What the model takes as its cache, for one token per row."""
         if self._layers is None:
             own = [lease.layers[: self._n_layers] for lease in self.leases]
-            self._layers = [RowsLayer.over([row[i] for row in own]) for i in range(self._n_layers)]
+            plans: dict[Any, Any] = {}
+            self._layers = [RowsLayer.over([row[i] for row in own], plans) for i in range(self._n_layers)]
         return self._layers
 
     def step(self, tokens: mx.array) -> mx.array:

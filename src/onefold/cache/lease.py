@@ -27,7 +27,7 @@ from onefold.cache.checkpoints import GRID, Checkpoint, wanted
 from onefold.cache.kinds.full import SegmentedLayer
 from onefold.cache.ledger import Account, Purpose
 from onefold.cache.segment import Track
-from onefold.cache.stock import SLICEABLE, Kind
+from onefold.cache.stock import SLICEABLE
 from onefold.cache.tree import Node, Tokens, as_tokens, common_length
 from onefold.errors import BudgetError, CommitError, LeaseClosed, LeaseError, WrongThread
 
@@ -68,20 +68,13 @@ class Beat:
             self._marks = None  # whole: nothing to undo, and no second reference to any state
 
     @property
-    def position(self) -> int | None:
-        """Where the layers stand; None for a model whose layers do not say."""
-        known = [leaf.offset for leaf in self.leaves if self._counts(leaf)]
-        if not known:
-            return None
-        return known[0] if min(known) == max(known) else min(known)
+    def position(self) -> int:
+        """Where the layers stand."""
+        return min((leaf.offset for leaf in self.leaves), default=0)
 
     @property
     def uniform(self) -> bool:
-        known = {leaf.offset for leaf in self.leaves if self._counts(leaf)}
-        return len(known) <= 1
-
-    def _counts(self, leaf: Any) -> bool:
-        return leaf.kind is not Kind.RECURRENT or self.anatomy.recurrent_counts
+        return len({leaf.offset for leaf in self.leaves}) <= 1
 
     def undo(self) -> None:
         """Back to where the unfinished forward began."""
@@ -136,10 +129,9 @@ class Lease:
     # -- the request's side ----------------------------------------------------------------
 
     @property
-    def offset(self) -> int | None:
-        """Tokens that the layers hold now; None for a model whose layers do not say."""
-        known = [b.position for b in self._beats if b.position is not None]
-        return min(known) if known else None
+    def offset(self) -> int:
+        """Tokens that the layers hold now; 0 for a model that runs uncached."""
+        return min((b.position for b in self._beats), default=0)
 
     @property
     def rest(self) -> Tokens:
@@ -176,8 +168,8 @@ class Lease:
             raise CommitError("the list of layers was changed; what they hold cannot be known")
         for beat in self._beats:
             beat.undo()
-        held = self._beats[0].position if self._beats else None
-        if held is not None and len(found) > held:
+        held = self._beats[0].position if self._beats else len(found)
+        if len(found) > held:
             raise CommitError(f"{len(found)} tokens committed, but the layers hold {held}")
         if not all(b.uniform for b in self._beats):
             offsets = sorted({leaf.offset for b in self._beats for leaf in b.leaves})
@@ -196,9 +188,8 @@ class Lease:
         self._usable()
         for beat in self._beats:
             beat.undo()
-        held = self.offset
         sound = all(b.uniform for b in self._beats) and not self._layers_changed()
-        keep = 0 if held is None or not sound else min(held, len(self.tokens))
+        keep = min(self.offset, len(self.tokens)) if sound else 0
         self._cache._settle(self, self.tokens[:keep], close=True)
 
     def __enter__(self) -> Lease:
@@ -232,7 +223,7 @@ class Lease:
         """Growth for all layers, windows and states, and the forward's scratch; or BudgetError, and nothing."""
         cache = self._cache
         with cache._lock:
-            start = beat.position or 0
+            start = beat.position
             offsets = [leaf.offset for b in self._beats for leaf in b.leaves]
             total = start + n_tokens
             cache._reserve_scratch(beat.anatomy.scratch_bytes(n_tokens, total) + 2 * self._points.bytes)
@@ -248,7 +239,7 @@ class Lease:
         return all(b.rotated for b in self._beats)
 
     def _point_bytes(self, beat: Beat, n_tokens: int) -> int:
-        start = beat.position or 0
+        start = beat.position
         total = beat.anatomy.point_bytes(start, n_tokens)
         if beat.rotated:
             total += beat.anatomy.ring_bytes(start, n_tokens)
@@ -279,7 +270,7 @@ class Lease:
         """The bound is reached: this model's sliceable layers become rings."""
         bound = beat.anatomy.bound
         assert bound is not None
-        start = beat.position or 0
+        start = beat.position
         need = beat.anatomy.ring_bytes(start, 1)
         alone = len(self._beats) == 1
         give_up = False
@@ -308,7 +299,7 @@ class Lease:
         if not self._cache._pointwise and not self._spanless:
             return
         position = self.offset
-        if position is None or any(b.position != position for b in self._beats):
+        if any(b.position != position for b in self._beats):
             return
         last = max([c.position for c in self._taken], default=self._restored.position if self._restored else 0)
         if position <= len(self.tokens) and wanted(position, last, len(self.tokens), self._asked):
@@ -317,7 +308,7 @@ class Lease:
             if taken is not None:
                 self._taken.append(taken)
 
-    def snapshots(self, position: int) -> list[Any]:
+    def snapshots(self) -> list[Any]:
         """Every leaf's own state, None where it lies in the track."""
         found: list[Any] = []
         for beat in self._beats:
@@ -325,8 +316,6 @@ class Lease:
                 if leaf.kind in SLICEABLE and leaf.ring is None:
                     found.append(None)
                     continue
-                if leaf.kind is Kind.RECURRENT:
-                    leaf.offset = position
                 found.append(leaf.snapshot(0))
         return found
 

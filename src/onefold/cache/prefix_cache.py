@@ -103,6 +103,8 @@ class PrefixCache:
         mx.eval([m.parameters() for m in models])
         self._anatomies = [Anatomy.of(m, kv=form, bound=bound) for m in models]
         self._seam = [name for m in models for name in stock.install(m, attention)]
+        silent = [m for m, a in zip(models, self._anatomies, strict=True) if a.silent]
+        self._counters = [stock.count_tokens(m) for m in silent]
         budget_bytes = (
             device.default_budget(*models)
             if budget is None
@@ -215,6 +217,8 @@ class PrefixCache:
                 self._release(lease)
             self.clear()
             stock.uninstall(self._seam)
+            for counter in self._counters:
+                stock.stop_counting(counter)
             device.restore_pool(self._pool_before)
             self._pool.close()
             for account in self._scratch.values():
@@ -429,8 +433,8 @@ class PrefixCache:
     def _store_work(self, lease: Lease, tokens: Tokens) -> None:
         shelf, tree, track = self._shelf, self._shelf.tree(lease.namespace), lease._track
         position = lease.offset
-        keep = len(tokens) if position is None else min(len(tokens), position)
-        if position is None or position == keep:
+        keep = min(len(tokens), position)
+        if position == keep:
             self._take_end(lease, keep)
         if self._recurrent:
             # without a checkpoint behind it a segment could never be resumed: do not keep it
@@ -482,7 +486,7 @@ class PrefixCache:
         except BudgetError:
             self._reasons["no room for a checkpoint"] += 1
             return None
-        snapshots = lease.snapshots(position)
+        snapshots = lease.snapshots()
         spanless = all(s is not None for s in snapshots)
         checkpoint = Checkpoint(position, snapshots, account, spanless=spanless)
         account.resize(checkpoint.bytes, force=True)

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache import stock
-from onefold.cache.attention import Handle
+from onefold.cache.attention import Handle, View
 from onefold.cache.kinds.full import PlainCodec, SegmentedLayer
 from onefold.cache.stock import Kind
 
@@ -23,43 +23,54 @@ class RowsLayer:
     """Makes the right kind of row layer; see `over`."""
 
     @staticmethod
-    def over(layers: list[Any]) -> Any:
+    def over(layers: list[Any], plans: dict[Any, Any] | None = None) -> Any:
+        """`plans` is shared by the layers of one batch: positions and reading plans are worked out once a step."""
+        plans = {} if plans is None else plans
         kind = layers[0].kind
         if kind is Kind.COMPOSITE:
             members = zip(*(layer.caches for layer in layers), strict=True)
-            return stock.CacheList(*(RowsLayer.over(list(m)) for m in members))
+            return stock.CacheList(*(RowsLayer.over(list(m), plans) for m in members))
         if kind is Kind.RECURRENT:
             return _RecurrentRows(layers)
-        return _AttentionRows(layers)
+        return _AttentionRows(layers, plans)
 
 
 class _AttentionRows:
-    def __init__(self, layers: list[Any]) -> None:
+    def __init__(self, layers: list[Any], plans: dict[Any, Any]) -> None:
         self.layers = layers
+        self._plans = plans
 
     @property
     def offset(self) -> mx.array:
-        return mx.array([layer.offset for layer in self.layers])
+        offsets = [layer.offset for layer in self.layers]
+        if self._plans.get("offsets") != offsets:
+            self._plans["offsets"], self._plans["offset"] = offsets, mx.array(offsets)
+        offset: mx.array = self._plans["offset"]
+        return offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
-        for i, layer in enumerate(self.layers):
-            layer.update_and_fetch(keys[i : i + 1], values[i : i + 1])
+        n = len(self.layers)
+        for layer, k, v in zip(self.layers, mx.split(keys, n), mx.split(values, n), strict=True):
+            if isinstance(layer, SegmentedLayer):
+                layer.append(k, v)
+            else:
+                layer.update_and_fetch(k, v)
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Handle, Handle]:
-        rows, first = [], self.layers[0]
+        rows, first = list[list[View]](), self.layers[0]
         for layer in self.layers:
             if isinstance(layer, SegmentedLayer) and layer.ring is None:
                 rows.append(layer.track.read(layer.index, layer.offset))
             else:
                 k, v = layer.keys_and_values()
-                rows.append([([k, v], 0, k.shape[2])])
+                rows.append([View([k, v], 0, k.shape[2], id(layer))])
         codec = first.codec if isinstance(first, SegmentedLayer) and first.ring is None else PlainCodec()
-        longest = max(sum(hi - lo for _, lo, hi in row) for row in rows)
-        n, arrays = len(rows), rows[0][0][0]
+        longest = max(sum(v.hi - v.lo for v in row) for row in rows)
+        n, arrays = len(rows), rows[0][0].arrays
 
         def handle(a: mx.array) -> Handle:
-            return Handle(rows, codec, (n, a.shape[1], longest, a.shape[3]), a.dtype, [0])
+            return Handle(rows, codec, (n, a.shape[1], longest, a.shape[3]), a.dtype, [0], self._plans)
 
         return handle(arrays[0]), handle(arrays[codec.n_keys()])
 
@@ -108,3 +119,7 @@ class _RecurrentRows(stock.ArraysCache):  # type: ignore[misc, valid-type]
     def advance(self, N: int) -> None:
         for layer in self.layers:
             layer.advance(N)
+
+    def told(self, n_tokens: int) -> None:
+        for layer in self.layers:
+            layer.told(n_tokens)

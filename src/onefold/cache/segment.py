@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from onefold.cache.attention import View
 from onefold.cache.ledger import Ledger, Purpose
 from onefold.cache.tree import Node
 from onefold.errors import BudgetError
@@ -226,10 +227,10 @@ class Track:
 
     # -- reading ----------------------------------------------------------------------
 
-    def read(self, index: int, upto: int) -> list[tuple[list[mx.array], int, int]]:
+    def read(self, index: int, upto: int) -> list[View]:
         """For layer `index`, the arrays and index ranges that hold the positions [0, upto)."""
         return [
-            (p.slab.arrays(index), p.lo, min(p.hi, p.lo + upto - p.pos))
+            View(p.slab.arrays(index), p.lo, min(p.hi, p.lo + upto - p.pos), id(p.slab))
             for p in self.pieces
             if p.pos < upto
         ]
@@ -293,6 +294,13 @@ class Track:
     def write(self, index: int, start: int, new: Arrays) -> None:
         """Store `new` (arrays of some tokens from `start` on) for layer `index`, from `floor` up."""
         n = new[0].shape[2]
+        last = self.pieces[-1]
+        if start >= self.floor and start >= last.pos:  # nearly always
+            lo = last.lo + start - last.pos
+            arrays = last.slab.arrays(index)
+            for j, x in enumerate(new):
+                arrays[j][..., lo : lo + n, :] = x
+            return
         low = max(start, self.floor)
         for piece in self.pieces:
             a, b = max(low, piece.pos), min(start + n, piece.end)

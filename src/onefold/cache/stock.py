@@ -7,6 +7,7 @@ capability (`kind_of`), never read off its class's name.
 from __future__ import annotations
 
 import enum
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -112,3 +113,36 @@ def uninstall(names: list[str]) -> None:
             _installed[name] = (space, original, count - 1)
         else:
             space[ATTENTION] = original
+
+
+# -- counting tokens --------------------------------------------------------------------------
+
+_counted: dict[type, tuple[Any, int]] = {}
+
+
+def count_tokens(model: nn.Module) -> type:
+    """Some recurrent models (mamba, rwkv7, jamba) never tell their caches how many tokens passed. Have the model's
+    class tell them after each forward: every layer that has a method `told`. Counted like `install`."""
+    cls = type(model)
+    original, count = _counted.get(cls, (cls.__call__, 0))
+    _counted[cls] = (original, count + 1)
+    if count == 0:
+
+        @functools.wraps(original)
+        def call(self: nn.Module, inputs: mx.array, cache: Any = None, *args: Any, **kwargs: Any) -> Any:
+            out = original(self, inputs, cache, *args, **kwargs)
+            for layer in cache or ():
+                if hasattr(layer, "told"):
+                    layer.told(inputs.shape[1])
+            return out
+
+        cls.__call__ = call  # type: ignore[method-assign]
+    return cls
+
+
+def stop_counting(cls: type) -> None:
+    original, count = _counted.pop(cls)
+    if count > 1:
+        _counted[cls] = (original, count - 1)
+    else:
+        cls.__call__ = original

@@ -91,7 +91,8 @@ def close_all(*snapshots: Any) -> None:
 
 
 _SLOP = 1 << 20
-"""`mx.contiguous` leaves up to 16 KiB of a parent behind an array: nothing for one of this size, much for a small one."""
+"""`mx.contiguous` leaves up to 16 KiB of a parent behind an array: nothing for one of this size, much for a
+small one."""
 
 
 def own_bytes(array: mx.array) -> mx.array:
@@ -102,6 +103,6 @@ def own_bytes(array: mx.array) -> mx.array:
 
 
 def own_name(array: mx.array) -> mx.array:
-    """Another Python object for the same values. A write through `array[...] = x` changes the Python object it
-    is made on; whoever else holds that object (a snapshot, an undo mark) would see it."""
+    """Another Python object for the same values. A write through `array[...] = x` changes the Python object
+    that it is made on; whoever else holds that object (a snapshot, an undo mark) would see it."""
     return copy.copy(array)

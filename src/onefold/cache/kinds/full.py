@@ -76,6 +76,11 @@ class SegmentedLayer:
     # -- what mlx-lm's models call ---------------------------------------------------------
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        fetched = self.append(keys, values)
+        return self.keys_and_values() if fetched is None else fetched
+
+    def append(self, keys: mx.array, values: mx.array) -> tuple[Any, Any] | None:
+        """Write, without reading back; a ring's write gives what there is to read."""
         n = keys.shape[2]
         if self._pulse is not None:
             self._pulse.enter(self, n)
@@ -87,14 +92,15 @@ class SegmentedLayer:
             return fetched
         self.track.write(self.index, self.offset, self.codec.encode(keys, values))
         self.offset += n
-        return self.keys_and_values()
+        return None
 
     def keys_and_values(self) -> tuple[Any, Any]:
         if self.ring is not None:
             return self.ring.keys_and_values()
         views = self.track.read(self.index, self.offset)
-        if self.codec.plain and not self._always_handles and len(views) == 1 and views[0][1] == 0:
-            (k, v), _, hi = views[0]
+        if self.codec.plain and not self._always_handles and len(views) == 1 and views[0].lo == 0:
+            k, v = views[0].arrays
+            hi = views[0].hi
             return k[..., :hi, :], v[..., :hi, :]
         codec: Codec = self.codec
         spec = self.track.store.specs[self.index].arrays
@@ -157,7 +163,7 @@ class SegmentedLayer:
             return None
         parts: list[list[mx.array]] = []
         at = 0
-        for arrays, lo, hi in self.track.read(self.index, self.offset):
+        for arrays, lo, hi, _ in self.track.read(self.index, self.offset):
             a, b = max(lo, lo + start - at), hi
             if a < b:
                 parts.append([x[..., a:b, :] for x in arrays])

@@ -4,7 +4,7 @@
 - Models replace states, they never write into them, so a snapshot is a second reference and costs nothing
   until the state moves on.
 - States are often slices of a whole forward's activations: each is given a buffer of its own when it is set.
-- Most models say how many tokens passed (`advance`); the position of the others is their owner's to know.
+- Most models say how many tokens passed (`advance`); for the others the model's class does (`told`).
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ class RecurrentLayer(stock.ArraysCache):  # type: ignore[misc, valid-type]
     def advance(self, N: int) -> None:
         super().advance(N)
         self.offset += N
+
+    def told(self, n_tokens: int) -> None:
+        """The model's class says what the model does not: see `stock.count_tokens`."""
+        self.offset += n_tokens
 
     def snapshot(self, from_offset: int = 0) -> Snapshot | None:
         if self.empty() or self.offset <= from_offset:

@@ -1,0 +1,130 @@
+"""Who goes first: a pure choice over nodes."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onefold.cache.eviction import SMALLEST_CUT, Victim, choose, leaves
+from onefold.cache.tree import Node, Tree
+
+TOKEN_BYTES = 10
+
+
+def leaf(tree: Tree, first: int, n: int, *, last_use: int, parent: Node | None = None) -> Node:
+    node = tree.add(parent or tree.root, np.array([first, *[0] * (n - 1)], np.int32))
+    node.last_use = last_use
+    return node
+
+
+def whole(node: Node) -> int:
+    return (node.end - node.start) * TOKEN_BYTES
+
+
+def pick(
+    tree: Tree, missing: int = 1, *, frees: dict[int, int] | None = None, may_cut: bool = False
+) -> Victim | None:
+    def bytes_of(node: Node) -> int:
+        return whole(node) if frees is None else frees.get(id(node), whole(node))
+
+    return choose(tree.root.walk(), missing, bytes_of, TOKEN_BYTES, may_cut=may_cut)
+
+
+def test_nothing_to_give_up() -> None:
+    assert pick(Tree()) is None
+
+
+def test_the_least_recently_used_leaf_goes_first() -> None:
+    tree = Tree()
+    nodes = [leaf(tree, i, 10, last_use=use) for i, use in enumerate((5, 2, 9))]
+    assert leaves(tree.root.walk()) == [nodes[1], nodes[0], nodes[2]]
+    assert pick(tree) == Victim(nodes[1], 0)
+
+
+def test_among_those_used_together_the_deeper_goes_first() -> None:
+    tree = Tree()
+    shallow, deep = leaf(tree, 1, 10, last_use=3), leaf(tree, 2, 50, last_use=3)
+    assert leaves(tree.root.walk()) == [deep, shallow]
+
+
+def test_a_parent_goes_after_its_children() -> None:
+    tree = Tree()
+    parent = leaf(tree, 1, 10, last_use=1)
+    child = leaf(tree, 2, 10, last_use=9, parent=parent)
+    assert pick(tree) == Victim(child, 0)
+    tree.remove(child)
+    assert pick(tree) == Victim(parent, 0)
+
+
+def test_leased_and_pinned_nodes_are_never_chosen() -> None:
+    tree = Tree()
+    leased, pinned = leaf(tree, 1, 10, last_use=1), leaf(tree, 2, 10, last_use=2)
+    leased.leases, pinned.pins = 1, 1
+    assert pick(tree) is None
+    free = leaf(tree, 3, 10, last_use=99)
+    assert pick(tree) == Victim(free, 0)
+
+
+def test_what_would_free_nothing_is_passed_over() -> None:
+    """A range whose buffer a lease still reads."""
+    tree = Tree()
+    read, other = leaf(tree, 1, 10, last_use=1), leaf(tree, 2, 10, last_use=2)
+    assert pick(tree, frees={id(read): 0}) == Victim(other, 0)
+    assert pick(tree, frees={id(read): 0, id(other): 0}) is None
+
+
+def test_a_long_leaf_is_cut_where_that_is_enough() -> None:
+    tree = Tree()
+    node = leaf(tree, 1, 1000, last_use=1)
+    assert pick(tree, 95, may_cut=True) == Victim(node, 990)  # ten tokens, rounded up
+    assert pick(tree, 95) == Victim(node, 0)
+    assert pick(tree, 10_000, may_cut=True) == Victim(node, 0)
+    assert pick(tree, 99_999, may_cut=True) == Victim(node, 0)
+
+
+def test_too_little_is_not_left_behind() -> None:
+    tree = Tree()
+    node = leaf(tree, 1, 1000, last_use=1)
+    enough = (1000 - SMALLEST_CUT) * TOKEN_BYTES
+    assert pick(tree, enough, may_cut=True) == Victim(node, SMALLEST_CUT)
+    assert pick(tree, enough + 1, may_cut=True) == Victim(node, 0)
+
+
+def test_a_checkpoint_goes_with_its_whole_leaf() -> None:
+    tree = Tree()
+    node = leaf(tree, 1, 1000, last_use=1)
+    node.checkpoint = object()
+    assert pick(tree, 95, may_cut=True) == Victim(node, 0)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 300), st.integers(0, 9), st.booleans(), st.booleans()),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(1, 4000),
+    st.booleans(),
+)
+def test_the_choice_is_idle_useful_and_the_oldest_such(
+    found: list[tuple[int, int, bool, bool]], missing: int, may_cut: bool
+) -> None:
+    tree, frees = Tree(), dict[int, int]()
+    nodes = []
+    for i, (n, use, leased, read) in enumerate(found):
+        node = leaf(tree, i, n, last_use=use)
+        node.leases = int(leased)
+        frees[id(node)] = 0 if read else whole(node)
+        nodes.append(node)
+    able = [n for n in nodes if n.idle and frees[id(n)] > 0]
+    victim = pick(tree, missing, frees=frees, may_cut=may_cut)
+    if victim is None:
+        assert not able
+        return
+    node, keep = victim
+    assert node in able and all((node.last_use, -node.end) <= (n.last_use, -n.end) for n in able)
+    assert 0 <= keep < node.end - node.start
+    if keep:
+        assert may_cut and keep >= SMALLEST_CUT
+        assert missing <= (node.end - node.start - keep) * TOKEN_BYTES < missing + TOKEN_BYTES

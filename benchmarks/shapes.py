@@ -24,9 +24,12 @@ def llama_model(
     head_dim: int = 128,
     intermediate: int = 256,
     vocab: int = 128,
+    window: int = 0,
+    seed: int = 0,
     dtype: mx.Dtype = mx.float32,
 ) -> nn.Module:
-    mx.random.seed(0)
+    """Full attention; with a `window`, every second layer slides over that many tokens."""
+    mx.random.seed(seed)
     args = llama.ModelArgs(
         model_type="llama",
         hidden_size=hidden,
@@ -38,6 +41,8 @@ def llama_model(
         rms_norm_eps=1e-5,
         vocab_size=vocab,
         tie_word_embeddings=False,
+        layer_types=["sliding_attention" if window and i % 2 == 0 else "full_attention" for i in range(layers)],
+        sliding_window=window or None,
     )
     return _ready(llama.Model(args), dtype)
 

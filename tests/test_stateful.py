@@ -7,15 +7,16 @@ with a stock run. In the end, closing the cache must give back every byte.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from functools import cache as memoize
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from fake import FakeModel, FaultAt, Session, assert_close, logits_of, settled
+from fake import FakeModel, FaultAt, Session, assert_close, logits_of, settled, text
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -27,14 +28,35 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from onefold import BudgetError, Pin, PrefixCache
+from onefold import BudgetError, ConfigError, Pin, PrefixCache
 
 BUDGETS = (330_000, 450_000, 700_000, 4_000_000)
 NAMESPACES = ("", "other")
 SLACK_BYTES = 4096
 
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=24)
+places = st.lists(st.integers(1, 60), max_size=2)
 which = st.integers(0, 1 << 16)
+
+
+class Asked(NamedTuple):
+    """How a prompt goes on from something known."""
+
+    fresh: bool
+    base: int
+    cut: int | None
+    repeat: bool
+    more: list[int]
+
+
+prompts = st.builds(
+    Asked,
+    fresh=st.sampled_from([False, False, False, False, True]),
+    base=which,
+    cut=st.one_of(st.none(), st.integers(1, 60)),
+    repeat=st.booleans(),
+    more=tokens,
+)
 
 
 @memoize
@@ -62,50 +84,40 @@ class Requests(RuleBasedStateMachine):
         self.open: list[tuple[str, Session]] = []
         self.pins: list[Pin] = []
 
-    @initialize(budget=st.sampled_from(BUDGETS[1:]))
-    def start(self, budget: int) -> None:
+    @initialize(budget=st.sampled_from(BUDGETS[1:]), first=st.integers(5, 45))
+    def start(self, budget: int, first: int) -> None:
         options: dict[str, Any] = {}
         if self.bound is not None:
             options = {"max_kv_size": self.bound[0], "keep": self.bound[1]}
         self.cache = PrefixCache(self.model, budget, min_checkpoint_tokens=1, **options)
+        for name in NAMESPACES:
+            self._turn(name, [t % 4 for t in text(first)], chunk=9, n=3)
 
     # -- requests --------------------------------------------------------------------------
 
+    @rule(of=prompts, chunk=st.integers(1, 20), n=st.integers(0, 6))
+    def turn(self, of: Asked, chunk: int, n: int) -> None:
+        """A whole request."""
+        name, prompt = self._prompt(of)
+        self._turn(name, prompt, chunk=chunk, n=n)
+
     @precondition(lambda self: len(self.open) < 4)
-    @rule(
-        base=which,
-        cut=st.one_of(st.just(None), st.integers(0, 60)),
-        more=tokens,
-        repeat=st.booleans(),
-        places=st.lists(st.integers(1, 60), max_size=2),
-        name=st.sampled_from(NAMESPACES),
-    )
-    def lease(
-        self, base: int, cut: int | None, more: list[int], repeat: bool, places: list[int], name: str
-    ) -> None:
-        """A continuation, a branch, a rewind, a repeat, or something new."""
-        prompt = list(more)
-        if self.known:
-            name, old = self.known[base % len(self.known)]
-            prompt = list(old) if repeat else old[:cut] + more
+    @rule(of=prompts, places=places, chunk=st.integers(1, 20), n=st.integers(0, 60))
+    def lease(self, of: Asked, places: list[int], chunk: int, n: int) -> None:
+        """A request that stays open, some of its prompt read."""
+        name, prompt = self._prompt(of)
         try:
-            session = Session(
-                self.model, self.cache, prompt, namespace=name, checkpoints=places, bound=self.bound
-            )
+            session = self._session(name, prompt, places)
         except BudgetError:
             return
-        told = [old for space, old in self.known if space == name]
-        assert session.matched <= max((_common(prompt, old) for old in told), default=0)
         self.open.append((name, session))
+        self._read(session, chunk, n)
 
-    @precondition(lambda self: self.open)
+    @precondition(lambda self: len(self.ready) < len(self.open))
     @rule(i=which, chunk=st.integers(1, 20), n=st.integers(1, 40))
     def prefill(self, i: int, chunk: int, n: int) -> None:
-        _, session = self.open[i % len(self.open)]
-        try:
-            session.prefill(chunk, upto=min(len(session.prompt), len(session.tokens) + n))
-        except BudgetError:
-            session.holds()
+        waiting = [s for _, s in self.open if len(s.tokens) < len(s.prompt)]
+        self._read(waiting[i % len(waiting)], chunk, n)
 
     @precondition(lambda self: self.ready)
     @rule(i=which, n=st.integers(1, 6))
@@ -174,42 +186,30 @@ class Requests(RuleBasedStateMachine):
             session.holds()
             return
         self._close(session)
-        if keep and session.tokens:
-            self._remember(name, session.tokens)
+        said = session.tokens if keep else session.tokens[: len(session.prompt)]
+        self._remember(name, said)
+        if keep and said:
             session.commit()
         else:
-            self._remember(name, session.tokens[: len(session.prompt)])
             session.cancel()
+        self._turn(name, [*said, 1], chunk=5, n=1)
 
     # -- the cache itself ------------------------------------------------------------------
 
-    @precondition(lambda self: self.known)
-    @rule(i=which, cut=st.integers(1, 60))
-    def pin(self, i: int, cut: int) -> None:
-        name, old = self.known[i % len(self.known)]
-        try:
-            self.pins.append(self.cache.pin(old[:cut], namespace=name))
-        except ValueError:
-            return
-
-    @precondition(lambda self: self.pins)
-    @rule(i=which)
-    def unpin(self, i: int) -> None:
-        self.pins.pop(i % len(self.pins)).release()
-
-    @rule(budget=st.sampled_from(BUDGETS))
-    def set_budget(self, budget: int) -> None:
-        before = self.cache.stats().budget_bytes
-        try:
-            self.cache.set_budget(budget)
-        except BudgetError:
-            assert self.cache.stats().budget_bytes == before
-
-    @rule()
-    def clear(self) -> None:
-        self.cache.clear()
-        if not self.open:
-            assert self.cache.stats().nodes == 0
+    @rule(what=st.sampled_from(["pin", "unpin", "clear", *BUDGETS]), i=which, cut=st.integers(1, 60))
+    def upkeep(self, what: str | int, i: int, cut: int) -> None:
+        if isinstance(what, int):
+            self._set_budget(what)
+        elif what == "pin":
+            name, old = self.known[i % len(self.known)]
+            with contextlib.suppress(ConfigError):  # gone by now
+                self.pins.append(self.cache.pin(old[:cut], namespace=name))
+        elif what == "unpin" and self.pins:
+            self.pins.pop(i % len(self.pins)).release()
+        elif what == "clear" and i % 4 == 0:
+            self.cache.clear()
+            if not self.open:
+                assert self.cache.stats().nodes == 0
 
     # -- what always holds -----------------------------------------------------------------
 
@@ -235,6 +235,49 @@ class Requests(RuleBasedStateMachine):
         assert abs(active_bytes() - self.before) <= SLACK_BYTES
 
     # -- details ---------------------------------------------------------------------------
+
+    def _prompt(self, of: Asked) -> tuple[str, list[int]]:
+        """A continuation, a branch, a rewind, a repeat, or something new."""
+        if of.fresh:
+            return NAMESPACES[of.base % 2], of.more
+        name, old = self.known[-1 - of.base % min(6, len(self.known))]
+        return name, list(old[: of.cut]) if of.repeat else old[: of.cut] + of.more
+
+    def _session(self, name: str, prompt: list[int], places: list[int]) -> Session:
+        session = Session(
+            self.model, self.cache, prompt, namespace=name, checkpoints=places, bound=self.bound
+        )
+        told = [old for space, old in self.known if space == name]
+        assert session.matched <= max((_common(prompt, old) for old in told), default=0)
+        return session
+
+    def _read(self, session: Session, chunk: int, n: int) -> None:
+        try:
+            session.prefill(chunk, upto=min(len(session.prompt), len(session.tokens) + n))
+        except BudgetError:
+            session.holds()
+
+    def _turn(self, name: str, prompt: list[int], *, chunk: int, n: int) -> None:
+        try:
+            session = self._session(name, prompt, [])
+        except BudgetError:
+            return
+        try:
+            session.prefill(chunk).decode(n)
+        except BudgetError:
+            session.holds()
+        self._remember(name, session.tokens)
+        if session.tokens:
+            session.commit()
+        else:
+            session.cancel()
+
+    def _set_budget(self, budget: int) -> None:
+        before = self.cache.stats().budget_bytes
+        try:
+            self.cache.set_budget(budget)
+        except BudgetError:
+            assert self.cache.stats().budget_bytes == before
 
     @property
     def ready(self) -> list[tuple[str, Session]]:
@@ -280,7 +323,7 @@ def test_any_sequence_of_requests_leaves_everything_right(
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=int(os.environ.get("ONEFOLD_EXAMPLES", "8")),
+            max_examples=int(os.environ.get("ONEFOLD_EXAMPLES", "15")),
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=list(HealthCheck),

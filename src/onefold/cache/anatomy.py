@@ -95,7 +95,7 @@ class Anatomy:
     heads: int = 1
     itemsize: int = 4
     silent: bool = False
-    """The recurrent layers are not told how many tokens passed, unless `stock.count_tokens` is installed."""
+    """The recurrent layers are not told how many tokens passed, but by `stock.watch`."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -332,13 +332,14 @@ def _measure_weights(model: nn.Module, anatomy: Anatomy) -> None:
 
 def _trial(model: nn.Module, run: Callable[[], None]) -> bool:
     """Run a build with the seam installed; False if the model cannot do it."""
-    installed = stock.install(model, attention)
+    installed, watched = stock.install(model, attention), stock.watch(model)
     try:
         run()
     except _BUILD_ERRORS:
         return False
     finally:
         stock.uninstall(installed)
+        stock.unwatch(watched)
     return True
 
 
@@ -354,19 +355,11 @@ def _takes_handles(model: nn.Module, anatomy: Anatomy) -> bool:
             if any(leaf.consumed[0] == 0 for leaf in readers):
                 raise ValueError("keys went somewhere else than to attention")
 
-    def told() -> bool:
-        return all(leaf.offset == sum(_TRIAL) for leaf in leaves if leaf.kind is Kind.RECURRENT)
-
     taken = _trial(model, run)
-    if taken and not told():
-        anatomy.silent = True
-        counter = stock.count_tokens(model)
-        try:
-            taken = _trial(model, run)
-        finally:
-            stock.stop_counting(counter)
-        if not told():
-            anatomy.reason = "its recurrent layers do not say how many tokens have passed"
+    recurrent = [leaf for leaf in leaves if leaf.kind is Kind.RECURRENT]
+    anatomy.silent = taken and any(leaf.offset != sum(_TRIAL) for leaf in recurrent)
+    if anatomy.silent and any(leaf.offset for leaf in recurrent):
+        anatomy.reason = "some of its recurrent layers say how many tokens have passed, and some do not"
     return taken
 
 

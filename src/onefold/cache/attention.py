@@ -47,7 +47,13 @@ class Codec(Protocol):
 
     def mix(self, p: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array: ...
 
-    def n_keys(self) -> int: ...
+    def n_keys(self) -> int:
+        """How many of a layer's arrays belong to its keys; the values' come after them."""
+        ...
+
+    def dim(self, first: Any) -> int:
+        """The dimension of a head, given the spec of the first array of the keys or values."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,11 +57,10 @@ def surplus(places: list[Place], limit: int = PER_PATH) -> list[int]:
     while len(kept) > limit:
         end = kept[-1].position
 
-        def worth(i: int, kept: list[Place] = kept, end: int = end) -> float:
+        def worth(i: int, kept: list[Place] = kept, end: int = end) -> tuple[bool, float]:
             before = kept[i - 1].position if i else 0
             lost = kept[i].position - before  # tokens to prefill again if this one is gone
-            away = end - kept[i].position + 1
-            return (4.0 if kept[i].branches else 1.0) * lost / away
+            return kept[i].branches, lost / (end - kept[i].position + 1)
 
         victim = min(range(len(kept) - 1), key=worth)
         gone.append(kept.pop(victim).position)

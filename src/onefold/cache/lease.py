@@ -27,7 +27,7 @@ from onefold.cache.checkpoints import GRID, Checkpoint, wanted
 from onefold.cache.kinds.full import SegmentedLayer
 from onefold.cache.ledger import Account, Purpose
 from onefold.cache.segment import Track
-from onefold.cache.stock import SLICEABLE
+from onefold.cache.stock import SLICEABLE, Kind
 from onefold.cache.tree import Node, Tokens, as_tokens, common_length
 from onefold.errors import BudgetError, CommitError, LeaseClosed, LeaseError, WrongThread
 
@@ -47,6 +47,7 @@ class Beat:
         """Nothing of this model lies in the track: it has no sliceable layer, or they have become rings."""
         self._sized = True
         self._entered = 0
+        self._watched = False
         self._marks: list[tuple[Any, ...]] | None = None
 
     def enter(self, layer: Any, n_tokens: int | None) -> None:
@@ -64,8 +65,11 @@ class Beat:
             except BudgetError:
                 self.undo()
                 raise
-        if self._entered == len(self.leaves):
-            self._marks = None  # whole: nothing to undo, and no second reference to any state
+            if self._marks is not None:  # layers that have just become rings begin this forward as rings
+                kept = zip(self.leaves, self._marks, strict=True)
+                self._marks = [m if x.kind is Kind.RECURRENT else x.mark() for x, m in kept]
+        if self._entered == len(self.leaves) and not self._watched:
+            self._marks = None  # whole, as far as can be seen from here
 
     @property
     def position(self) -> int:
@@ -75,6 +79,21 @@ class Beat:
     @property
     def uniform(self) -> bool:
         return len({leaf.offset for leaf in self.leaves}) <= 1
+
+    def begun(self) -> None:
+        self._watched = True
+
+    def ended(self, n_tokens: int) -> None:
+        self._watched = False
+        self._marks = None  # nothing to undo, and no second reference to any state
+        if self.anatomy.silent:
+            for leaf in self.leaves:
+                if leaf.kind is Kind.RECURRENT:
+                    leaf.offset += n_tokens
+
+    def failed(self) -> None:
+        self._watched = False
+        self.undo()
 
     def undo(self) -> None:
         """Back to where the unfinished forward began."""

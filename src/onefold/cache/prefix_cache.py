@@ -103,8 +103,7 @@ class PrefixCache:
         mx.eval([m.parameters() for m in models])
         self._anatomies = [Anatomy.of(m, kv=form, bound=bound) for m in models]
         self._seam = [name for m in models for name in stock.install(m, attention)]
-        silent = [m for m, a in zip(models, self._anatomies, strict=True) if a.silent]
-        self._counters = [stock.count_tokens(m) for m in silent]
+        self._watched = [stock.watch(m) for m in models]
         budget_bytes = (
             device.default_budget(*models)
             if budget is None
@@ -147,7 +146,7 @@ class PrefixCache:
         `checkpoints` are positions where a later request will branch off, such as the end of the prompt as the next
         turn will render it. Raises BudgetError if the rest can not be given room; then nothing stored was lost.
         """
-        found = as_tokens(tokens)
+        found = as_tokens(tokens).copy()  # the caller may go on with its buffer
         with self._lock:
             if self._closed:
                 raise ConfigError("this cache is closed")
@@ -217,8 +216,8 @@ class PrefixCache:
                 self._release(lease)
             self.clear()
             stock.uninstall(self._seam)
-            for counter in self._counters:
-                stock.stop_counting(counter)
+            for cls in self._watched:
+                stock.unwatch(cls)
             device.restore_pool(self._pool_before)
             self._pool.close()
             for account in self._scratch.values():

@@ -16,6 +16,7 @@ import mlx.core as mx
 from onefold.cache import stock
 from onefold.cache.attention import Handle, View
 from onefold.cache.kinds.full import PlainCodec, SegmentedLayer
+from onefold.cache.segment import ArraySpec
 from onefold.cache.stock import Kind
 
 
@@ -29,13 +30,20 @@ class RowsLayer:
         kind = layers[0].kind
         if kind is Kind.COMPOSITE:
             members = zip(*(layer.caches for layer in layers), strict=True)
-            return stock.CacheList(*(RowsLayer.over(list(m), plans) for m in members))
+            return _CompositeRows(*(RowsLayer.over(list(m), plans) for m in members))
         if kind is Kind.RECURRENT:
             return _RecurrentRows(layers)
         return _AttentionRows(layers, plans)
 
 
-class _AttentionRows:
+class _Rows:
+    layers: list[Any]
+
+    def watchers(self) -> list[Any]:
+        return [w for layer in self.layers for w in layer.watchers()]
+
+
+class _AttentionRows(_Rows):
     def __init__(self, layers: list[Any], plans: dict[Any, Any]) -> None:
         self.layers = layers
         self._plans = plans
@@ -67,10 +75,11 @@ class _AttentionRows:
                 rows.append([View([k, v], 0, k.shape[2], id(layer))])
         codec = first.codec if isinstance(first, SegmentedLayer) and first.ring is None else PlainCodec()
         longest = max(sum(v.hi - v.lo for v in row) for row in rows)
-        n, arrays = len(rows), rows[0][0].arrays
+        arrays, dtype = rows[0][0].arrays, rows[0][0].arrays[codec.n_keys() - 1].dtype
 
         def handle(a: mx.array) -> Handle:
-            return Handle(rows, codec, (n, a.shape[1], longest, a.shape[3]), a.dtype, [0], self._plans)
+            dim = codec.dim(ArraySpec(a.shape[1], a.shape[3], a.dtype))
+            return Handle(rows, codec, (len(rows), a.shape[1], longest, dim), dtype, [0], self._plans)
 
         return handle(arrays[0]), handle(arrays[codec.n_keys()])
 
@@ -91,7 +100,13 @@ class _AttentionRows:
         return [a for layer in self.layers for a in layer.live_arrays()]
 
 
-class _RecurrentRows(stock.ArraysCache):  # type: ignore[misc, valid-type]
+class _CompositeRows(stock.CacheList):  # type: ignore[misc, valid-type]
+    def watchers(self) -> list[Any]:
+        found: list[Any] = self.caches[0].watchers()
+        return found
+
+
+class _RecurrentRows(_Rows, stock.ArraysCache):  # type: ignore[misc, valid-type]
     """Reads the rows' states side by side, writes each row's back to it."""
 
     def __init__(self, layers: list[Any]) -> None:
@@ -112,14 +127,10 @@ class _RecurrentRows(stock.ArraysCache):  # type: ignore[misc, valid-type]
     def batch_size(self) -> int:
         return len(self.layers)
 
-    @property
+    @property  # type: ignore[misc]
     def state(self) -> list[mx.array]:
         return [a for layer in self.layers for a in layer.live_arrays()]
 
     def advance(self, N: int) -> None:
         for layer in self.layers:
             layer.advance(N)
-
-    def told(self, n_tokens: int) -> None:
-        for layer in self.layers:
-            layer.told(n_tokens)

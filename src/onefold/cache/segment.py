@@ -270,11 +270,12 @@ class Track:
         `keep` is the furthest position that any layer still needs. May raise BudgetError; then
         nothing has been allocated and every layer reads what it read before.
         """
+        stop = start + n
         start = max(start, self.floor)
         keep = self.end if keep is None else min(keep, self.end)
         if start < self.frozen or any(p.end > start and not self.writable(p) for p in self.pieces):
             self._reseat(start, keep)
-        missing = start + n - self.end
+        missing = stop - self.end
         if missing <= 0:
             return
         if self.pieces and self.writable(self.pieces[-1]):

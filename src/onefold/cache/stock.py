@@ -115,34 +115,45 @@ def uninstall(names: list[str]) -> None:
             space[ATTENTION] = original
 
 
-# -- counting tokens --------------------------------------------------------------------------
+# -- watching forwards -------------------------------------------------------------------------
 
-_counted: dict[type, tuple[Any, int]] = {}
+_watched: dict[type, tuple[Any, int]] = {}
 
 
-def count_tokens(model: nn.Module) -> type:
-    """Some recurrent models (mamba, rwkv7, jamba) never tell their caches how many tokens passed. Have the model's
-    class tell them after each forward: every layer that has a method `told`. Counted like `install`."""
+def watch(model: nn.Module) -> type:
+    """Have the model's class say when a forward begins and how it ended, to whoever `watchers()` of the first layer
+    it was given names: `begun()`, then `ended(n_tokens)` or `failed()`. So layers are put back after a forward that
+    raised before anybody reads them again, and tokens are counted for models (mamba, rwkv7, jamba) that do not
+    count them. Counted like `install`."""
     cls = type(model)
-    original, count = _counted.get(cls, (cls.__call__, 0))
-    _counted[cls] = (original, count + 1)
+    original, count = _watched.get(cls, (cls.__call__, 0))
+    _watched[cls] = (original, count + 1)
     if count == 0:
 
         @functools.wraps(original)
         def call(self: nn.Module, inputs: mx.array, cache: Any = None, *args: Any, **kwargs: Any) -> Any:
-            out = original(self, inputs, cache, *args, **kwargs)
-            for layer in cache or ():
-                if hasattr(layer, "told"):
-                    layer.told(inputs.shape[1])
+            watchers = cache[0].watchers() if cache and hasattr(cache[0], "watchers") else []
+            for watcher in watchers:
+                watcher.begun()
+            worked = False
+            try:
+                out = original(self, inputs, cache, *args, **kwargs)
+                worked = True
+            finally:
+                for watcher in watchers:
+                    if worked:
+                        watcher.ended(inputs.shape[1])
+                    else:
+                        watcher.failed()
             return out
 
         cls.__call__ = call  # type: ignore[method-assign]
     return cls
 
 
-def stop_counting(cls: type) -> None:
-    original, count = _counted.pop(cls)
+def unwatch(cls: type) -> None:
+    original, count = _watched.pop(cls)
     if count > 1:
-        _counted[cls] = (original, count - 1)
+        _watched[cls] = (original, count - 1)
     else:
-        cls.__call__ = original
+        cls.__call__ = original  # type: ignore[method-assign]

@@ -170,6 +170,7 @@ class Tree:
             lower.span.join(upper.span)
         lower.tokens = np.concatenate([upper.tokens, lower.tokens])
         lower.start, lower.parent = upper.start, upper.parent
+        lower.last_use = max(lower.last_use, upper.last_use)
         upper.parent.children[int(lower.tokens[0])] = lower
         upper.parent, upper.span, upper.children = None, None, {}
 

@@ -30,12 +30,40 @@ class Pulse(Protocol):
         """Before a layer's first write of a forward; may refuse by raising, and then nothing was written."""
         ...
 
+    def begun(self) -> None:
+        """A forward of the whole model begins; `ended` or `failed` will follow."""
+        ...
+
+    def ended(self, n_tokens: int) -> None: ...
+
+    def failed(self) -> None:
+        """The forward raised half-way: put every layer back to where it began."""
+        ...
+
 
 class NoPulse:
     """For a layer that stands alone."""
 
     def enter(self, layer: Any, n_tokens: int | None) -> None:
         pass
+
+    def begun(self) -> None:
+        pass
+
+    def ended(self, n_tokens: int) -> None:
+        pass
+
+    def failed(self) -> None:
+        pass
+
+
+class Watched:
+    """Says who wants to hear how a forward ends: see `stock.watch`."""
+
+    _pulse: Any
+
+    def watchers(self) -> list[Any]:
+        return [] if self._pulse is None else [self._pulse]
 
 
 class Snapshot:

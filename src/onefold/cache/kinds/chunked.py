@@ -11,11 +11,11 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache import stock
-from onefold.cache.kinds.base import NoPulse, Pulse, Snapshot, close_all, own_bytes, own_name
+from onefold.cache.kinds.base import NoPulse, Pulse, Snapshot, close_all, own_bytes, own_name, Watched
 from onefold.cache.stock import Kind
 
 
-class ChunkedLayer(stock.ChunkedKVCache):  # type: ignore[misc, valid-type]
+class ChunkedLayer(Watched, stock.ChunkedKVCache):  # type: ignore[misc, valid-type]
     kind = Kind.CHUNKED
     keys: Any
     values: Any

@@ -72,7 +72,7 @@ class CompositeLayer(stock.CacheList):  # type: ignore[misc, valid-type]
         members = [c.merge(p, k) for c, p, k in pairs]
         parent.members, child.members = [], []
         close_all(parent, child)
-        return CompositeSnapshot(members)
+        return CompositeSnapshot(members) if any(m is not None for m in members) else None
 
     def split(self, snapshot: CompositeSnapshot | None, at: int) -> tuple[Any, Any]:
         if snapshot is None:
@@ -85,6 +85,10 @@ class CompositeLayer(stock.CacheList):  # type: ignore[misc, valid-type]
             upper, lower = [u or m for u, m in halves], []
         make = lambda side: CompositeSnapshot(side) if any(m is not None for m in side) else None  # noqa: E731
         return make(upper), make(lower)
+
+    def watchers(self) -> list[Any]:
+        found: list[Any] = self.caches[0].watchers()
+        return found
 
     def free(self) -> None:
         for cache in self.caches:

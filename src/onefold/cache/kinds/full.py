@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from onefold.cache import stock
 from onefold.cache.attention import Codec, Handle
-from onefold.cache.kinds.base import Pulse, Snapshot, close_all, own_bytes
+from onefold.cache.kinds.base import Pulse, Snapshot, Watched, close_all, own_bytes
 from onefold.cache.kinds.rotating import RotatingLayer
 from onefold.cache.segment import ArraySpec, LayerSpec, Track
 from onefold.cache.stock import Kind
@@ -41,6 +41,9 @@ class PlainCodec:
     def n_keys(self) -> int:
         return 1
 
+    def dim(self, first: ArraySpec) -> int:
+        return first.dim
+
     def scores(self, q: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array:
         return q @ arrays[0][..., lo:hi, :].swapaxes(-1, -2)
 
@@ -48,7 +51,7 @@ class PlainCodec:
         return p @ arrays[1][..., lo:hi, :]
 
 
-class SegmentedLayer:
+class SegmentedLayer(Watched):
     """One sliceable layer of one sequence."""
 
     def __init__(
@@ -105,8 +108,12 @@ class SegmentedLayer:
         codec: Codec = self.codec
         spec = self.track.store.specs[self.index].arrays
         k_spec, v_spec = spec[0], spec[codec.n_keys()]
-        make = lambda s: Handle([views], codec, (1, s.heads, self.offset, s.dim), s.dtype, self.consumed)  # noqa: E731
-        return make(k_spec), make(v_spec)
+        shape = lambda s: (1, s.heads, self.offset, codec.dim(s))  # noqa: E731
+        dtype = spec[codec.n_keys() - 1].dtype
+        return (
+            Handle([views], codec, shape(k_spec), dtype, self.consumed),
+            Handle([views], codec, shape(v_spec), dtype, self.consumed),
+        )
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         if self.ring is not None:

@@ -37,6 +37,9 @@ class AffineCodec:
     def n_keys(self) -> int:
         return 3
 
+    def dim(self, first: ArraySpec) -> int:
+        return first.dim * 32 // self.bits
+
     def scores(self, q: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array:
         (w, scales, biases), lo, hi = _whole_or_slice(arrays[:3], lo, hi)
         s = mx.quantized_matmul(

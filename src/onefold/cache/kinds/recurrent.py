@@ -4,7 +4,8 @@
 - Models replace states, they never write into them, so a snapshot is a second reference and costs nothing
   until the state moves on.
 - States are often slices of a whole forward's activations: each is given a buffer of its own when it is set.
-- Most models say how many tokens passed (`advance`); for the others the model's class does (`told`).
+- Most models say how many tokens passed (`advance`); for the others their owner does, when a
+  forward has ended.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache import stock
-from onefold.cache.kinds.base import NoPulse, Pulse, Snapshot, close_all, own_bytes
+from onefold.cache.kinds.base import NoPulse, Pulse, Snapshot, close_all, own_bytes, Watched
 from onefold.cache.stock import Kind
 
 
-class RecurrentLayer(stock.ArraysCache):  # type: ignore[misc, valid-type]
+class RecurrentLayer(Watched, stock.ArraysCache):  # type: ignore[misc, valid-type]
     kind = Kind.RECURRENT
     cache: list[mx.array | None]  # type: ignore[assignment]
 
@@ -39,10 +40,6 @@ class RecurrentLayer(stock.ArraysCache):  # type: ignore[misc, valid-type]
     def advance(self, N: int) -> None:
         super().advance(N)
         self.offset += N
-
-    def told(self, n_tokens: int) -> None:
-        """The model's class says what the model does not: see `stock.count_tokens`."""
-        self.offset += n_tokens
 
     def snapshot(self, from_offset: int = 0) -> Snapshot | None:
         if self.empty() or self.offset <= from_offset:

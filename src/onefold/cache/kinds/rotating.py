@@ -13,11 +13,11 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache import stock
-from onefold.cache.kinds.base import NoPulse, Pulse, Snapshot, close_all, own_bytes, own_name
+from onefold.cache.kinds.base import NoPulse, Pulse, Snapshot, close_all, own_bytes, own_name, Watched
 from onefold.cache.stock import Kind
 
 
-class RotatingLayer(stock.RotatingKVCache):  # type: ignore[misc, valid-type]
+class RotatingLayer(Watched, stock.RotatingKVCache):  # type: ignore[misc, valid-type]
     kind = Kind.ROTATING
     keys: Any
     values: Any

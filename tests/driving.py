@@ -1,0 +1,67 @@
+"""Driving models warm and cold on the same grid of chunks, and comparing what comes out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+import onefold
+
+GRID = 8
+"""Chunks end at multiples of this, warm or cold, so that both make the same calls."""
+
+
+def forward(model: nn.Module, layers: list[Any], tokens: list[int], start: int, grid: int = GRID) -> mx.array:
+    """Feed tokens[start:] chunk by chunk; the last position's logits. The last token goes alone."""
+    at, last, logits = start, len(tokens) - 1, None
+    while at < len(tokens):
+        stop = len(tokens) if at == last else min((at // grid + 1) * grid, last)
+        logits = model(mx.array([tokens[at:stop]]), cache=layers)[:, -1, :]
+        mx.eval(logits, [c.state for c in layers])
+        at = stop
+    assert logits is not None
+    return logits
+
+
+def greedy(model: nn.Module, layers: list[Any], logits: mx.array, n: int) -> tuple[list[int], list[mx.array]]:
+    out, seen = [], [logits]
+    for _ in range(n):
+        token = int(mx.argmax(seen[-1], axis=-1).item())
+        out.append(token)
+        seen.append(model(mx.array([[token]]), cache=layers)[:, -1, :])
+        mx.eval(seen[-1])
+    return out, seen
+
+
+def cold(model: nn.Module, tokens: list[int], n: int, grid: int = GRID) -> tuple[list[int], list[mx.array]]:
+    layers = make_prompt_cache(model)
+    return greedy(model, layers, forward(model, layers, tokens, 0, grid), n)
+
+
+def same(warm: list[mx.array], reference: list[mx.array], tolerance: float = 1e-4) -> bool:
+    """Logits agree, relative to their scale, until a near tie may send the two different ways."""
+    for a, b in zip(warm, reference, strict=True):
+        scale = mx.abs(b).max().item()
+        if mx.abs(a - b).max().item() > tolerance * scale:
+            return False
+        best = mx.sort(b[0])[-2:]
+        if (best[1] - best[0]).item() <= tolerance * scale:
+            return True
+    return True
+
+
+def turn(
+    cache: onefold.PrefixCache, model: nn.Module, tokens: list[int], n: int = 4, grid: int = GRID, **options: Any
+) -> tuple[onefold.Lease, list[int]]:
+    """One request, warm; asserts that it equals a cold run. Returns the lease and all tokens."""
+    reference = cold(model, tokens, n, grid)
+    with cache.lease(tokens, **options) as lease:
+        out, seen = greedy(model, lease.layers, forward(model, lease.layers, tokens, lease.cached, grid), n)
+        assert same(seen, reference[1]), "warm logits differ from cold ones"
+        lease.commit(tokens + out)
+    cache.check()
+    assert cache.stats().used_bytes <= cache.stats().budget_bytes
+    return lease, tokens + out

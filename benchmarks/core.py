@@ -33,7 +33,7 @@ from onefold.cache.device import weight_bytes
 from onefold.cache.tree import Tree
 
 sys.path.insert(0, str(Path(__file__).parent))
-from shapes import hybrid_model, llama_model  # noqa: E402
+from shapes import hybrid_model, llama_model
 
 
 @dataclass

@@ -176,16 +176,22 @@ class Requests(RuleBasedStateMachine):
         session.cancel()
 
     @precondition(lambda self: self.open and self.faults)
-    @rule(i=which, at=which, said=tokens, keep=st.booleans())
-    def fail(self, i: int, at: int, said: list[int], keep: bool) -> None:
-        """A forward breaks off; the request is given up, with or without what it had said."""
+    @rule(i=which, at=which, more=tokens, then=st.sampled_from(["again", "commit", "cancel"]))
+    def fail(self, i: int, at: int, more: list[int], then: str) -> None:
+        """A forward breaks off; it is run again, or the request is given up, with or without what it had said."""
         name, session = self.open[i % len(self.open)]
+        waiting = session.prompt[len(session.tokens) :]
+        fed = waiting[: len(more)] if waiting else more
         try:
-            session.fail(said, self.faults[at % len(self.faults)])
+            session.fail(fed, self.faults[at % len(self.faults)])
+            if then == "again":
+                session.feed(fed)
+                return
         except BudgetError:
             session.holds()
             return
         self._close(session)
+        keep = then == "commit"
         said = session.tokens if keep else session.tokens[: len(session.prompt)]
         self._remember(name, said)
         if keep and said:

@@ -25,8 +25,8 @@ from onefold.cache.batch import Batch
 from onefold.cache.checkpoints import Checkpoint
 from onefold.cache.fingerprint import model_digest
 from onefold.cache.kinds.full import Bound
-from onefold.cache.ledger import Account, Ledger, Purpose
 from onefold.cache.lease import Lease
+from onefold.cache.ledger import Account, Ledger, Purpose
 from onefold.cache.segment import Store, Track, round_up
 from onefold.cache.shelf import Shelf
 from onefold.cache.tree import Node, Tokens, as_tokens
@@ -100,15 +100,15 @@ class PrefixCache:
         self._water = (low_water, high_water)
         self._lock = threading.RLock()
         models = [m for m in (model, draft_model) if m is not None]
-        mx.eval([m.parameters() for m in models])
-        self._anatomies = [Anatomy.of(m, kv=form, bound=bound) for m in models]
-        self._seam = [name for m in models for name in stock.install(m, attention)]
-        self._watched = [stock.watch(m) for m in models]
         budget_bytes = (
             device.default_budget(*models)
             if budget is None
             else parse_size(budget, total_bytes=device.memory_bytes())
         )
+        mx.eval([m.parameters() for m in models])
+        self._anatomies = [Anatomy.of(m, kv=form, bound=bound) for m in models]
+        self._seam = [name for m in models for name in stock.install(m, attention)]
+        self._watched = [stock.watch(m) for m in models]
         self._ledger = Ledger(budget_bytes)
         pool, self._pool_before = device.limit_pool(budget_bytes)
         self._pool = self._ledger.open(Purpose.POOL, pool)
@@ -158,11 +158,13 @@ class PrefixCache:
                 return self._open_uncached(lease)
             try:
                 self._open(lease, reserve_tokens)
+                self._leases.add(lease)
             except BudgetError:
                 self._reasons["no room"] += 1
-                self._release(lease)
                 raise
-            self._leases.add(lease)
+            finally:
+                if lease not in self._leases:
+                    self._release(lease)
             self._totals["hits"] += lease.cached > 0
             self._totals["tokens_matched"] += lease.matched
             self._totals["tokens_cached"] += lease.cached

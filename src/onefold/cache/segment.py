@@ -145,26 +145,38 @@ class Slab:
         try:
             if grown:
                 self.account.resize(self.account.bytes + grown)
-            kept = sum(hi - lo for lo, hi in ranges)
-            for index, layer in enumerate(self.layers):
-                if layer is None:
-                    continue
-                room = self.store.zeros(index, capacity - kept)
-                new = [
-                    _join([a[..., lo:hi, :] for lo, hi in ranges] + ([r] if capacity > kept else []))
-                    for a, r in zip(layer, room, strict=True)
-                ]
-                mx.eval(new)
-                self.layers[index] = new
+            self._rewrite_layers(ranges, capacity)
             self.capacity = capacity
             self.account.resize(capacity * per_token)
         finally:
             transient.close()
 
 
-def _join(parts: list[mx.array]) -> mx.array:
+    def _rewrite_layers(self, ranges: list[tuple[int, int]], capacity: int) -> None:
+        kept = sum(hi - lo for lo, hi in ranges)
+        done = 0
+        try:
+            for index, layer in enumerate(self.layers):
+                if layer is not None:
+                    room = self.store.zeros(index, capacity - kept) if capacity > kept else ()
+                    parts = [[a[..., lo:hi, :] for lo, hi in ranges] for a in layer]
+                    new = [_join(p + [r]) for p, r in zip(parts, room or [None] * len(parts), strict=True)]
+                    mx.eval(new)
+                    self.layers[index] = new
+                done = index + 1
+        finally:
+            if done < len(self.layers) and capacity > self.capacity:  # growing failed: back to what it was
+                for index, layer in enumerate(self.layers[:done]):
+                    if layer is not None:
+                        self.layers[index] = [mx.contiguous(a[..., : self.capacity, :]) for a in layer]
+                        mx.eval(self.layers[index])
+                self.account.resize(self.capacity * self.store.token_bytes)
+
+
+def _join(parts: list[mx.array | None]) -> mx.array:
     """One array of its own bytes: never a view of a larger buffer."""
-    return mx.concatenate(parts, axis=2) if len(parts) > 1 else mx.contiguous(parts[0])
+    found = [p for p in parts if p is not None]
+    return mx.concatenate(found, axis=2) if len(found) > 1 else mx.contiguous(found[0])
 
 
 @dataclass(eq=False, slots=True)
@@ -388,7 +400,7 @@ class Track:
                 piece.slab.settle()
 
     def _copy(self, index: int, start: int, stop: int, capacity: int) -> list[mx.array]:
-        parts: list[list[mx.array]] = [[] for _ in self.store.specs[index].arrays]
+        parts: list[list[mx.array | None]] = [[] for _ in self.store.specs[index].arrays]
         for p in self.pieces:
             a, b = max(start, p.pos), min(stop, p.end)
             if a < b:

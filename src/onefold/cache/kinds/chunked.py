@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache import stock
-from onefold.cache.kinds.base import NoPulse, Pulse, Snapshot, close_all, own_bytes, own_name, Watched
+from onefold.cache.kinds.base import NoPulse, Pulse, Snapshot, Watched, close_all, own_bytes, own_name
 from onefold.cache.stock import Kind
 
 

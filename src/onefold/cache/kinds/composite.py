@@ -83,7 +83,7 @@ class CompositeLayer(stock.CacheList):  # type: ignore[misc, valid-type]
         upper, lower = [h[0] for h in halves], [h[1] for h in halves]
         if at >= snapshot.end and any(m is not None for m in upper):  # what cannot be split goes along
             upper, lower = [u or m for u, m in halves], []
-        make = lambda side: CompositeSnapshot(side) if any(m is not None for m in side) else None  # noqa: E731
+        make = lambda side: CompositeSnapshot(side) if any(m is not None for m in side) else None
         return make(upper), make(lower)
 
     def watchers(self) -> list[Any]:

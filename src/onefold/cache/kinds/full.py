@@ -108,7 +108,7 @@ class SegmentedLayer(Watched):
         codec: Codec = self.codec
         spec = self.track.store.specs[self.index].arrays
         k_spec, v_spec = spec[0], spec[codec.n_keys()]
-        shape = lambda s: (1, s.heads, self.offset, codec.dim(s))  # noqa: E731
+        shape = lambda s: (1, s.heads, self.offset, codec.dim(s))
         dtype = spec[codec.n_keys() - 1].dtype
         return (
             Handle([views], codec, shape(k_spec), dtype, self.consumed),

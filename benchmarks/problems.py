@@ -1,0 +1,871 @@
+"""The problems that Onefold is there to solve, each shown on a small model, with mlx-lm's own figure beside it.
+
+    make problems              # or: python benchmarks/problems.py [--only A1,B4,...]
+
+docs/problems.md has a row for each. The models have random weights in shapes where KV outweighs activations; what is
+measured is MLX's own count of memory, less the weights, and the tokens that come out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import tracemalloc
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onefold  # first: it preloads a real BLAS
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.generate import generate_step, speculative_generate_step
+from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+from rich.console import Console
+from rich.table import Table
+from shapes import hybrid_model, llama_model
+
+from onefold.cache.device import memory_bytes
+from onefold.cache.kinds.base import Snapshot
+from onefold.cache.kinds.recurrent import RecurrentLayer
+from onefold.cache.kinds.rotating import RotatingLayer
+from onefold.cache.tree import as_tokens
+
+ROOT = Path(__file__).resolve().parent.parent
+NONE = "—"
+
+
+@dataclass(frozen=True)
+class Shown:
+    what: str
+    figure: str
+    stock: str
+    ok: bool
+
+
+# -- driving ------------------------------------------------------------------------------------------
+
+
+def words(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 120, n).tolist()
+
+
+def active() -> int:
+    gc.collect()
+    mx.synchronize()
+    mx.clear_cache()
+    return int(mx.get_active_memory())
+
+
+def peak_over(run: Callable[[], object]) -> int:
+    """The highest that MLX's active memory stood during `run`, weights included."""
+    active()
+    mx.reset_peak_memory()
+    run()
+    return int(mx.get_peak_memory())
+
+
+def generate(model: nn.Module, prompt: Any, layers: list[Any], n: int, step: int = 256) -> list[int]:
+    found = generate_step(mx.array(np.asarray(prompt)), model, max_tokens=n, prompt_cache=layers, prefill_step_size=step)
+    return [token for token, _ in found]
+
+
+def cold(model: nn.Module, tokens: list[int], n: int) -> list[int]:
+    return generate(model, tokens, make_prompt_cache(model), n)
+
+
+def ask(
+    cache: onefold.PrefixCache, model: nn.Module, tokens: list[int], n: int = 4, **options: Any
+) -> tuple[onefold.Lease, list[int]]:
+    """One request: lease, generate, commit. The lease, and the conversation as it stands then."""
+    with cache.lease(tokens, **options) as lease:
+        out = generate(model, lease.rest, lease.layers, n)
+        lease.commit(tokens + out)
+    return lease, tokens + out
+
+
+class Stock:
+    """The same request as mlx-lm serves it: fetch a copy, generate, insert."""
+
+    def __init__(self, *models: nn.Module, max_bytes: int = 1 << 63, kv_bits: int | None = None) -> None:
+        self.models = models
+        self.lru = LRUPromptCache(max_size=1000, max_bytes=max_bytes)
+        self.kv_bits = kv_bits
+        self.reused = 0
+
+    def fetch(self, tokens: list[int]) -> tuple[list[Any], list[int]]:
+        layers, rest = self.lru.fetch_nearest_cache("m", tokens)
+        self.reused = len(tokens) - len(rest)
+        if layers is None:
+            layers = [c for m in self.models for c in make_prompt_cache(m)]
+            if self.kv_bits:
+                layers = [c.to_quantized(group_size=64, bits=self.kv_bits) for c in layers]
+        return layers, rest
+
+    def ask(self, tokens: list[int], n: int = 4) -> list[int]:
+        layers, rest = self.fetch(tokens)
+        known = tokens + generate(self.models[0], rest, layers, n)
+        self.lru.insert_cache("m", known, layers)
+        return known
+
+
+def run(model: nn.Module, lease: onefold.Lease) -> list[float]:
+    """The rest of a lease in one forward; its last logits."""
+    logits = model(mx.array(lease.rest)[None], cache=lease.layers)[0, -1]
+    mx.eval(logits, [c.state for c in lease.layers])
+    return logits.tolist()  # type: ignore[no-any-return]
+
+
+def held_bytes(cache: onefold.PrefixCache) -> int:
+    found = cache.stats().bytes
+    return found["live"] + found["stored"] + found["checkpoint"]
+
+
+def known_tokens(cache: onefold.PrefixCache, tokens: list[int]) -> int:
+    """How much of a conversation the tree still knows, without a request."""
+    return int(cache._shelf.tree(("", cache._format)).match(as_tokens(tokens)).matched)
+
+
+def address(array: mx.array) -> int:
+    """Where an array's buffer lies (floats only: what numpy can view)."""
+    return int(np.asarray(array).__array_interface__["data"][0])
+
+
+def slab_addresses(cache: onefold.PrefixCache) -> set[int]:
+    return {address(a) for slab in cache._store.slabs for layer in slab.layers if layer for a in layer}
+
+
+# -- A. reuse doubles peak memory ---------------------------------------------------------------------
+
+
+def a1_move() -> Shown:
+    model, first, turn = llama_model(layers=24), words(1000), words(16, 1)
+    base = active()
+    with onefold.PrefixCache(model, "2GB") as cache:
+        _, known = ask(cache, model, first, 8)
+        found: list[onefold.Lease] = []
+        peak = peak_over(lambda: found.append(ask(cache, model, known + turn, 32)[0])) - base
+        ratio = peak / (active() - base)
+        moved = cache.stats().moves == 1 and found[0].cached == len(known)
+        cache.check()
+    stock = Stock(model)
+    stock.ask(first, 8)
+    stock_peak = peak_over(lambda: stock.ask(known + turn, 32)) - base
+    stock_ratio = stock_peak / (active() - base)
+    return Shown(
+        "a 1,008-token conversation continued in place: peak over the turn / what it occupies after it",
+        f"{ratio:.2f} ×",
+        f"{stock_ratio:.2f} ×",
+        moved and ratio < 1.1,
+    )
+
+
+def decode(model: nn.Module, layers: list[list[Any]], rests: list[Any], n: int) -> list[list[int]]:
+    """Several requests at once, a token of each in turn."""
+    for rest, own in zip(rests, layers, strict=True):
+        mx.eval(model(mx.array(np.asarray(rest[:-1]))[None], cache=own), [c.state for c in own])
+    told = [[int(rest[-1])] for rest in rests]
+    for _ in range(n):
+        for row, own in zip(told, layers, strict=True):
+            row.append(int(mx.argmax(model(mx.array([row[-1:]]), cache=own)[:, -1]).item()))
+    return [row[1:] for row in told]
+
+
+def a2_share() -> Shown:
+    model, prefix = llama_model(layers=24), words(1000)
+    prompts = [[*prefix, *words(8, i)] for i in (1, 2)]
+    base, answers, expected = active(), list[list[int]](), list[list[int]]()
+    with onefold.PrefixCache(model, "2GB") as cache:
+        ask(cache, model, prefix, 1)
+        entry = active() - base
+
+        def ours() -> None:
+            leases = [cache.lease(p) for p in prompts]
+            assert all(lease.cached == len(prefix) for lease in leases)
+            answers.extend(decode(model, [x.layers for x in leases], [x.rest for x in leases], 8))
+            for lease in leases:
+                lease.cancel()
+
+        extra = peak_over(ours) - base - entry
+        cache.check()
+    stock = Stock(model)
+    stock.ask(prefix, 1)
+    stock_entry = active() - base
+
+    def theirs() -> None:
+        found = [stock.fetch(p) for p in prompts]
+        expected.extend(decode(model, [layers for layers, _ in found], [rest for _, rest in found], 8))
+
+    stock_extra = peak_over(theirs) - base - stock_entry
+    tails = 2 * 256 / len(prefix)  # a buffer of 256 tokens each, for their own tokens
+    ratio = extra / entry
+    return Shown(
+        "two requests decode on one 1,000-token prefix at once, answers as mlx-lm's: extra peak / the prefix "
+        f"(two tails of 256 tokens are {tails:.2f})",
+        f"{ratio:.2f} ×",
+        f"{stock_extra / stock_entry:.2f} ×",
+        answers == expected and ratio < tails + 0.1,
+    )
+
+
+def a3_draft() -> Shown:
+    model, draft = llama_model(layers=20), llama_model(layers=4, seed=1)
+    prompt, turn = words(800), words(16, 1)
+
+    def speculate(tokens: Any, layers: list[Any]) -> list[int]:
+        found = speculative_generate_step(
+            mx.array(np.asarray(tokens)), model, draft, max_tokens=24, prompt_cache=layers, prefill_step_size=256
+        )
+        return [t for t, _, _ in found]
+
+    base = active()
+    answers: list[int] = []
+    with onefold.PrefixCache(model, "2GB", draft_model=draft) as cache:
+
+        def ours(tokens: list[int]) -> list[int]:
+            with cache.lease(tokens) as lease:
+                answers[:] = speculate(lease.rest, lease.layers)
+                known = (tokens + answers)[: lease.offset]
+                lease.commit(known)
+            return known
+
+        known = ours(prompt)
+        peak = peak_over(lambda: ours(known + turn)) - base
+        ratio, stats = peak / (active() - base), cache.stats()
+        cache.check()
+    right = answers == cold(model, known + turn, 24)
+
+    stock = Stock(model, draft)
+
+    def theirs(tokens: list[int]) -> None:
+        layers, rest = stock.fetch(tokens)
+        speculate(rest, layers)
+        stock.lru.insert_cache("m", tokens[: layers[0].offset], layers)
+
+    theirs(prompt)
+    stock_peak = peak_over(lambda: theirs(prompt + turn)) - base
+    stock_ratio = stock_peak / (active() - base)
+    return Shown(
+        "speculative decoding, target's and draft's KV leased together, same answer: peak / what they occupy after it",
+        f"{ratio:.2f} ×",
+        f"{stock_ratio:.2f} ×",
+        right and stats.tokens_cached == len(known) and ratio < 1.1,
+    )
+
+
+def a4_budget() -> Shown:
+    model, budget = llama_model(layers=8), 40_000_000
+    turns = [words(64, i) for i in range(60)]
+    base, top, whole, entry = active(), 0, 0, 0
+    with onefold.PrefixCache(model, budget) as cache:
+        known = ask(cache, model, turns[0])[1]
+        for turn in turns[1:]:
+            before, found = known, list[Any]()
+            try:
+                top = max(top, peak_over(lambda p=known + turn, f=found: f.append(ask(cache, model, p))) - base)  # type: ignore[misc]
+            except onefold.BudgetError:
+                break
+            lease, known = found[0]
+            whole += lease.cached == len(before)
+            entry = cache.stats().bytes["stored"]
+        asked = turns.index(turn)
+        last = cache.lease([*before, 1])
+        still = last.cached
+        last.cancel()
+        stats = cache.stats()
+        cache.check()
+    stock, stock_top, tokens = Stock(model, max_bytes=budget), 0, list[int]()
+    for turn in turns[:asked]:
+        found = []
+        stock_top = max(stock_top, peak_over(lambda p=tokens + turn, f=found: f.append(stock.ask(p))) - base)  # type: ignore[misc]
+        tokens = found[0]
+    ok = whole == asked - 1 and still >= len(before) and max(stats.peak_bytes, top) <= budget and entry > budget / 2
+    return Shown(
+        f"one conversation grows to {entry / budget:.0%} of a 40 MB limit, {whole} of {asked - 1} turns whole hits, then "
+        "refused and kept: peak / limit",
+        f"{top / budget:.2f} ×",
+        f"{stock_top / budget:.2f} ×",
+        ok,
+    )
+
+
+def a5_reserve() -> Shown:
+    model, limit = llama_model(layers=8), 16_000_000
+    refused = allocations = 0
+    with onefold.PrefixCache(model, limit) as cache:
+        known = ask(cache, model, words(200))[1]
+        allocate = cache._store.allocate
+
+        def counted(*args: Any) -> mx.array:
+            nonlocal allocations
+            allocations += 1
+            return allocate(*args)
+
+        cache._store.allocate = counted
+        untouched = True
+        for prompt in (words(1_000_000, 5), [*known[:150], *words(1_000_000, 5)]):  # a new one, and a branch
+            before = active()
+            mx.reset_peak_memory()
+            try:
+                cache.lease(prompt)
+            except onefold.BudgetError as error:
+                refused += error.needed_bytes > error.available_bytes
+            allocations += max(int(mx.get_peak_memory()), active()) > before
+            untouched = untouched and active() == before
+        untouched = untouched and allocations == 0
+
+        def failing(*_: Any) -> mx.array:
+            raise MemoryError("injected")
+
+        cache._store.allocate = failing
+        survived = False
+        try:
+            ask(cache, model, words(200, 1))
+        except MemoryError:
+            survived = True
+        cache._store.allocate = allocate
+        cache.check()
+        lease, _ = ask(cache, model, [*known, 1, 2])
+        again = lease.cached == len(known)
+    base = active()
+    stock = Stock(model, max_bytes=limit)
+    stock_peak = peak_over(lambda: stock.ask(words(2000))) - base
+    return Shown(
+        "requests that cannot fit are refused, a new one and a branch; an allocation made to fail costs that request only: "
+        "allocations before a refusal (mlx-lm: peak / limit)",
+        f"{allocations}",
+        f"{stock_peak / limit:.1f} ×, allowed",
+        bool(refused == 2 and untouched and survived and again),
+    )
+
+
+# -- B. RAM usage ---------------------------------------------------------------------------------------
+
+_heard: Counter[str] | None = None
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+def _hear(event: str, args: tuple[Any, ...]) -> None:
+    if _heard is None:
+        return
+    if event == "open":
+        mode, flags = args[1], args[2]
+        if (isinstance(mode, str) and set(mode) & set("wax+")) or (isinstance(flags, int) and flags & _WRITES):
+            _heard["writes"] += 1
+    elif event in ("os.mkdir", "_thread.start_new_thread", "subprocess.Popen", "socket.connect"):
+        _heard[event] += 1
+
+
+@contextmanager
+def heard() -> Iterator[Counter[str]]:
+    """Count what the interpreter does to the world: files opened for writing, folders, threads, processes."""
+    global _heard
+    if not getattr(_hear, "added", False):
+        sys.addaudithook(_hear)
+        _hear.added = True  # type: ignore[attr-defined]
+    _heard = Counter()
+    try:
+        yield _heard
+    finally:
+        _heard = None
+
+
+def b1_ram_only() -> Shown:
+    model, here = llama_model(layers=8), os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            threads = threading.active_count()
+            with heard() as did, onefold.PrefixCache(model, 24_000_000) as cache:
+                told = [ask(cache, model, words(200, i))[1] for i in range(12)]
+                stats, first = cache.stats(), known_tokens(cache, told[0])
+                cache.check()
+            left = os.listdir(folder)
+        finally:
+            os.chdir(here)
+    quiet = not did and not left and threading.active_count() == threads
+    return Shown(
+        f"12 conversations, {stats.evicted_tokens:,} tokens evicted and gone: files, folders, threads and processes made",
+        f"{sum(did.values()) + len(left)}",
+        NONE,
+        bool(quiet and stats.evicted_tokens and first == 0),
+    )
+
+
+def b2_arrays() -> Shown:
+    model = llama_model(layers=16)
+    base = active()
+    with onefold.PrefixCache(model, "1GB") as cache:
+        _, known = ask(cache, model, words(1000))
+        entry, before = active() - base, slab_addresses(cache)
+        active_before = active()
+        tracemalloc.start()
+        mx.reset_peak_memory()
+        lease = cache.lease([*known, 1, 2, 3])
+        python_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        fresh = max(int(mx.get_peak_memory()), active()) - active_before
+        run(model, lease)
+        lease.commit([*known, 1, 2, 3])
+        after = slab_addresses(cache)
+        cache.check()
+    stock = Stock(model)
+    stock_known = stock.ask(words(1000))
+    stock_before = {address(a) for c in stock.fetch(stock_known)[0] for a in (c.keys, c.values)}
+    layers, rest = stock.fetch([*stock_known, 1, 2, 3])
+    generate(model, rest, layers, 1)
+    stock_same = len(stock_before & {address(a) for c in layers for a in (c.keys, c.values)})
+    ok = lease.cached == len(known) and before == after and fresh == 0 and python_bytes < entry / 100
+    return Shown(
+        f"a hit on {entry / 1e6:.0f} MB: device bytes it allocated, Python bytes it made, buffers still at the same address after the turn",
+        f"{fresh} B, {python_bytes / 1e3:.1f} kB, {len(before & after)} of {len(before)}",
+        f"{stock_same} of {len(stock_before)}",
+        ok,
+    )
+
+
+def b3_quantised() -> Shown:
+    model, turn = llama_model(layers=16), words(8, 1)
+    base = active()
+    plain_token = 16 * 2 * 2 * 128 * 4
+    with onefold.PrefixCache(model, "1GB", kv="8") as cache:
+        _, known = ask(cache, model, words(1200))
+        entry = active() - base
+
+        def packed() -> set[mx.Dtype]:
+            return {layer[0].dtype for slab in cache._store.slabs for layer in slab.layers if layer}
+
+        kinds = packed()
+        peak = peak_over(lambda: ask(cache, model, known + turn)) - base
+        kinds |= packed()
+        hit = cache.stats().tokens_cached == len(known)
+        two = [cache.lease([*known, i]) for i in (1, 2)]  # and while it is shared
+        shared = peak_over(lambda: [run(model, x) for x in two]) - base
+        for lease in two:
+            lease.cancel()
+        kinds |= packed()
+        cache.check()
+    stock = Stock(model, kv_bits=8)
+    stock_known = stock.ask(words(1200))
+    stock_entry = active() - base
+    stock_peak = peak_over(lambda: stock.ask(stock_known + turn)) - base
+    ratio, plain = max(peak, shared) / entry, plain_token * len(known)
+    return Shown(
+        f"kv=8, entry {entry / plain:.0%} of plain KV, codes stay packed when continued and when shared: peak / the entry",
+        f"{ratio:.2f} ×",
+        f"{stock_peak / stock_entry:.2f} ×",
+        kinds == {mx.uint32} and hit and ratio < 1.4 and peak < plain,
+    )
+
+
+def b4_real_state() -> Shown:
+    asked = reused = stock_reused = n_bytes = stock_bytes = 0
+    right = True
+    for model in (llama_model(layers=4, window=64), hybrid_model(layers=4)):
+        base = active()
+        stock = Stock(model)
+        known, ends = words(120), list[list[int]]()
+        for i in range(3):
+            ends.append(stock.ask(known, 24))
+            known = ends[-1] + words(40, i)
+        # ask the last turn otherwise; go on; break the last answer off half-way
+        prompts = [[*ends[1], *words(40, 8)], known, [*ends[2][:-12], *words(20, 9)]]
+        for prompt in prompts:
+            stock.fetch(prompt)
+            stock_reused += stock.reused
+        stock_bytes += active() - base
+        del stock
+        base = active()
+        with onefold.PrefixCache(model, "256MB", min_checkpoint_tokens=16) as cache:
+            for end in ends:
+                right = ask(cache, model, end[:-24], 24)[1] == end and right
+            n_bytes += active() - base
+            for prompt in prompts:
+                lease, told = ask(cache, model, prompt, 6)
+                right = right and told[len(prompt) :] == cold(model, prompt, 6) and lease.cached > 0
+                asked, reused = asked + lease.matched, reused + lease.cached
+            cache.check()
+    return Shown(
+        "sliding-window and gated-delta-net models go on, walk back a turn and into an answer, same answers: "
+        "tokens put back / known, bytes held",
+        f"{reused / asked:.0%}, {n_bytes / 1e6:.1f} MB",
+        f"{stock_reused / asked:.0%}, {stock_bytes / 1e6:.1f} MB",
+        right and reused / asked > 0.9,
+    )
+
+
+def open_snapshots() -> int:
+    gc.collect()
+    return sum(isinstance(x, Snapshot) and not x.closed for x in gc.get_objects())
+
+
+def b5_snapshots() -> Shown:
+    model, leaves, turns = hybrid_model(layers=4), 3, 8
+    base, before = active(), open_snapshots()
+    with onefold.PrefixCache(model, "256MB") as cache:
+        for i in range(20):  # too short to be worth a state
+            ask(cache, model, words(12, i), 2)
+        none, flat = cache.stats().checkpoints, active() - base
+        known = words(100)
+        for i in range(turns):
+            known = ask(cache, model, known, 4)[1] + words(70, i)
+        stats = cache.stats()
+        real, counted = active() - base, held_bytes(cache)
+        alive = open_snapshots() - before
+        cache.check()
+        with cache.lease([*known, 1]) as lease:  # dropped in the middle of a turn
+            generate(model, lease.rest, lease.layers, 3)
+        after_cancel = open_snapshots() - before - leaves * cache.stats().checkpoints
+    at_close = open_snapshots() - before
+    stock, known = Stock(model), words(100)
+    for i in range(turns):
+        known = stock.ask(known, 4) + words(70, i)
+    states = sum(type(c).__name__ == "ArraysCache" for entry in _entries(stock.lru) for c in entry)
+    ok = (
+        none == 0 and flat < 4096 and stats.checkpoints <= 4 and alive == leaves * stats.checkpoints
+        and after_cancel == 0 and at_close == 0 and abs(real - counted) <= 0.01 * real
+    )  # fmt: skip
+    return Shown(
+        f"hybrid model, {turns} turns: layer states held ({stats.checkpoints} checkpoints of {leaves}); "
+        f"{none} after 20 requests too short to resume; {at_close} after close",
+        f"{alive}",
+        f"{states}",
+        ok,
+    )
+
+
+def _entries(lru: LRUPromptCache) -> list[list[Any]]:
+    kept = [key for queue in lru._lru._lrus.values() for key in queue]
+    return [lru._trie.get(model, tokens).prompt_cache for model, tokens in kept]
+
+
+def b6_failed_restore() -> Shown:
+    costs, right, said = list[int](), True, 0
+    for model, kind in ((hybrid_model(layers=4), RecurrentLayer), (llama_model(layers=4, window=64), RotatingLayer)):
+        with onefold.PrefixCache(model, "256MB") as cache:
+            _, known = ask(cache, model, words(170), 70)
+            prompt = [*known, *words(30, 1)]
+            expected, restore = cold(model, prompt, 4), kind.restore
+            kind.restore = lambda *_: False  # type: ignore[method-assign, assignment]
+            try:
+                lease, told = ask(cache, model, prompt, 4)
+            finally:
+                kind.restore = restore  # type: ignore[method-assign]
+            said += bool(lease.reason) and cache.stats().reasons.get(lease.reason, 0) > 0
+            right = right and told[len(prompt) :] == expected
+            costs.append(len(prompt) - lease.cached)
+            cache.check()
+            right = right and cache.stats().open_leases == 0 and cache.stats().bytes["live"] == 0
+            again, _ = ask(cache, model, [*known, *words(30, 2)])
+            right = right and again.cached > 0
+    return Shown(
+        "a state that cannot be put back (injected, window and recurrent): same answer, reason counted, tokens prefilled again",
+        f"{max(costs)} of {len(prompt)}",
+        NONE,
+        right and said == 2,
+    )
+
+
+def b7_statistics() -> Shown:
+    model, rng = llama_model(layers=8), np.random.default_rng(7)
+    base, asked, hits, cached, committed, worst = active(), 0, 0, 0, 0, 0.0
+    with onefold.PrefixCache(model, 40_000_000) as cache:
+        told: list[list[int]] = []
+        for i in range(30):
+            fresh = not told or rng.random() < 0.5
+            prompt = words(150, 100 + i) if fresh else [*told.pop(0), *words(20, i)]
+            lease, known = ask(cache, model, prompt)
+            told.append(known)
+            asked, hits, cached = asked + len(prompt), hits + (lease.cached > 0), cached + lease.cached
+            committed += len(known) - lease.cached
+            worst = max(worst, abs(held_bytes(cache) - (active() - base)) / held_bytes(cache))
+        stats, short = cache.stats(), 0
+        try:
+            cache.lease(words(1_000_000))
+        except onefold.BudgetError:
+            short = cache.stats().reasons.get("no room", 0)
+        cache.check()
+    counts = (stats.tokens_requested, stats.hits, stats.tokens_cached) == (asked, hits, cached)
+    kept = committed == stats.stored_tokens + stats.evicted_tokens + stats.discarded_tokens
+    return Shown(
+        f"30 mixed requests under a short budget: {hits} hits, {stats.evicted_tokens:,} tokens evicted, all as counted from "
+        "outside; bytes against MLX's own count: worst",
+        f"{worst:.2%} off",
+        NONE,
+        counts and kept and worst <= 0.01 and short == 1 and stats.evicted_tokens > 0,
+    )
+
+
+# -- C. unbounded growth --------------------------------------------------------------------------------
+
+
+class Ears(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """What Onefold logs, here instead of on the screen."""
+    log, ears = logging.getLogger("onefold"), Ears()
+    log.addHandler(ears)
+    propagate, log.propagate = log.propagate, False
+    try:
+        yield ears.said
+    finally:
+        log.removeHandler(ears)
+        log.propagate = propagate
+
+
+def c1_bound_everywhere() -> Shown:
+    model, draft, bound = llama_model(layers=4), llama_model(layers=2, seed=1), 64
+    per_token = 4 * 2 * 2 * 128 * 4
+    live: list[float] = []
+    options: dict[str, Any] = {"max_kv_size": bound, "keep": 4}
+    with listening():
+        with onefold.PrefixCache(model, "256MB", draft_model=draft, **options) as cache:
+            lease = cache.lease(words(10))  # the draft's layers too
+            leaves = [leaf for beat in lease._beats for leaf in beat.leaves]
+            right = len(leaves) == 6 and all(leaf.bound == (bound, 4) for leaf in leaves)
+        with onefold.PrefixCache(model, "256MB", **options) as cache:  # a batch
+            prompts = [words(40, i) for i in range(3)]
+            leases = [cache.lease(p) for p in prompts]
+            for lease in leases:
+                mx.eval(model(mx.array(lease.rest[:-1])[None], cache=lease.layers))
+            y, batch = mx.array([p[-1] for p in prompts]), cache.batch(leases)
+            for _ in range(60):
+                y = mx.argmax(batch.step(y), axis=-1)
+                mx.eval(y)
+            live.append(cache.stats().bytes["live"] / 3 / per_token)
+        base = active()
+        with onefold.PrefixCache(model, "256MB", **options) as cache:  # one at a time, resumed
+            known, stock, fed = words(40), make_prompt_cache(model, max_kv_size=bound), 0
+            for i in range(6):
+                expected = generate(model, known[fed:], stock, 60)
+                with cache.lease(known) as lease:
+                    out = generate(model, lease.rest, lease.layers, 60)
+                    live.append(cache.stats().bytes["live"] / per_token)
+                    lease.commit(known + out)
+                right = right and out == expected
+                fed, known = len(known) + 60, known + out + words(5, i)
+            del stock
+            kept = (active() - base) / per_token
+    unbounded = Stock(model)
+    base = active()
+    unbounded.ask(known[:-5])
+    stock_held = (active() - base) / per_token
+    checked = pytest_counts(["tests/test_structure.py"], r"factory").get("factory", Counter())
+    return Shown(
+        f"max_kv_size=64 for target, draft, batch and resumed turns ({checked['passed']} source checks for the one factory): "
+        f"KV of a {len(known) - 5}-token conversation in tokens, live and stored",
+        f"{max(live):.0f}, {kept:.0f}",
+        f"{stock_held:.0f}",
+        right and max(live) <= bound + 1 and kept <= 4 * bound + 1 and checked["passed"] > 0 and not checked["failed"],
+    )
+
+
+def c2_off_unless_asked() -> Shown:
+    model, off = llama_model(layers=4), True
+    with listening() as said:
+        for options in ({}, {"max_kv_size": 0}):
+            with onefold.PrefixCache(model, "256MB", **options) as cache:
+                known = ask(cache, model, words(100), 60)[1]
+                off = off and known_tokens(cache, known) == 160 and "rotated" not in cache.stats().reasons
+        off = off and not said
+        with onefold.PrefixCache(model, "256MB", max_kv_size=64) as cache:
+            ask(cache, model, words(40), 60)
+            reported = cache.stats().reasons.get("rotated", 0)
+    told = sum("max_kv_size=64" in line for line in said)
+    return Shown(
+        "off by default and at 0; when a conversation begins to rotate: times logged, times reported",
+        f"{told}, {reported}",
+        NONE,
+        off and told == 1 and reported == 1,
+    )
+
+
+def c3_same_below() -> Shown:
+    model = llama_model(layers=4)
+    runs = []
+    for bound in (None, 512):
+        record: list[Any] = []
+        with onefold.PrefixCache(model, "256MB", max_kv_size=bound) as cache:
+            known, first = words(60), list[int]()
+            for i in range(4):
+                lease, known = ask(cache, model, known, 20)
+                first = first or known
+                record += [lease.cached, lease.matched, lease.reason, known]
+                known = [*known, *words(10, i)]
+            for prompt in ([*first, *words(9, 5)], known[:100], known):  # branch, rewind, repeat
+                lease, told = ask(cache, model, prompt, 5)
+                record += [lease.cached, lease.matched, lease.reason, told]
+            two = [cache.lease([*known, i]) for i in (1, 2)]  # share
+            record += [x.cached for x in two] + [run(model, x) for x in two]
+            for lease in two:
+                lease.cancel()
+            stats = cache.stats()
+            record += [stats.moves, stats.borrows, stats.nodes, stats.stored_tokens, stats.bytes["stored"]]
+            cache.check()
+        runs.append(record)
+    same = sum(a == b for a, b in zip(*runs, strict=True))
+    return Shown(
+        "continue, branch, rewind, repeat and share below max_kv_size=512, against no bound: records that agree",
+        f"{same} of {len(runs[0])}",
+        NONE,
+        runs[0] == runs[1],
+    )
+
+
+def c4_oldest_first() -> Shown:
+    model = llama_model(layers=8)
+    asked: list[tuple[int, int]] = []
+    with onefold.PrefixCache(model, 40_000_000, high_water=1.0, low_water=1.0) as cache:
+        make_room, ledger = cache._ledger.make_room, cache._ledger
+        assert make_room is not None
+
+        def counted(missing: int) -> None:
+            before = ledger.used_bytes
+            make_room(missing)
+            asked.append((missing, before - ledger.used_bytes))
+
+        ledger.make_room = counted
+        told = [ask(cache, model, words(200, 0))[1]]
+        busy = cache.lease([*told[0], 1])  # the oldest, but somebody is using it
+        told += [ask(cache, model, words(200, i))[1] for i in range(1, 14)]
+        kept = [known_tokens(cache, t) for t in told]
+        busy_whole = kept.pop(0) == len(told[0])
+        busy.cancel()
+        cache.check()
+    gone, whole = kept.count(0), sum(k == 204 for k in kept)
+    in_order = kept == sorted(kept) and gone + whole >= len(kept) - 1 and gone > 0
+    ratio = sum(f for _, f in asked) / max(1, sum(m for m, _ in asked))
+    with onefold.PrefixCache(model, "80%") as cache:
+        share = cache.stats().budget_bytes / memory_bytes()
+    return Shown(
+        f'{gone} of 13 idle conversations dropped, oldest first, the leased one spared; "80%" is {share:.0%} of memory: '
+        "bytes freed / bytes missing",
+        f"{ratio:.2f} ×",
+        NONE,
+        busy_whole and in_order and 1 <= ratio < 1.5 and abs(share - 0.8) < 0.001,
+    )
+
+
+# -- D. the contract ------------------------------------------------------------------------------------
+
+
+def pytest_counts(paths: list[str], pattern: str) -> dict[str, Counter[str]]:
+    """Run tests; passed and failed by what `pattern` finds in their names."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *paths]
+        subprocess.run(command, cwd=ROOT, check=False, capture_output=True)
+        cases = list(ET.parse(report).getroot().iter("testcase")) if report.exists() else []
+    counts: dict[str, Counter[str]] = {}
+    for case in cases:
+        if (found := re.search(pattern, case.get("name", ""))) is not None:
+            bad = any(child.tag in ("failure", "error") for child in case)
+            counts.setdefault(found.group(0), Counter())["failed" if bad else "passed"] += 1
+    return counts
+
+
+_CONTRACT = {
+    "D1": "snapshot: live state unchanged, None for nothing new, pins its own bytes",
+    "D2": "restore(None, target): rewinds, or is refused and changes nothing",
+    "D3": "restore(snapshot, target): clamps, or is refused; the write position comes back",
+    "D4": "merge and split consume their inputs; what cannot split stays with the child",
+    "D5": "rotating: growth, rotation, order of tokens, as in mlx-lm's own rings",
+    "D6": "free releases everything, offset 0",
+}
+
+
+def contract(points: list[str]) -> dict[str, Shown]:
+    counts = pytest_counts(["tests/test_kinds_contract.py"], r"(?<=^test_)d[1-6](?=_)")
+    shown = {}
+    for point in points:
+        found = counts.get(point.lower(), Counter())
+        total = found["passed"] + found["failed"]
+        ok = total > 0 and not found["failed"]
+        shown[point] = Shown(_CONTRACT[point], f"{found['passed']} of {total} tests", NONE, ok)
+    return shown
+
+
+# -- all of them ----------------------------------------------------------------------------------------
+
+PROOFS: dict[str, Callable[[], Shown]] = {
+    "A1": a1_move,
+    "A2": a2_share,
+    "A3": a3_draft,
+    "A4": a4_budget,
+    "A5": a5_reserve,
+    "B1": b1_ram_only,
+    "B2": b2_arrays,
+    "B3": b3_quantised,
+    "B4": b4_real_state,
+    "B5": b5_snapshots,
+    "B6": b6_failed_restore,
+    "B7": b7_statistics,
+    "C1": c1_bound_everywhere,
+    "C2": c2_off_unless_asked,
+    "C3": c3_same_below,
+    "C4": c4_oldest_first,
+}
+
+
+def prove(name: str) -> Shown:
+    """A proof that raises has failed; what it raised is the figure, and the others go on."""
+    try:
+        return PROOFS[name]()
+    except Exception as error:
+        return Shown(f"{type(error).__name__}: {error}"[:160], "raised", NONE, False)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="comma-separated, such as A1,B4,D3")
+    args = parser.parse_args()
+    names = [*PROOFS, *_CONTRACT]
+    chosen = [n.strip().upper() for n in args.only.split(",") if n.strip()] or names
+    if unknown := [n for n in chosen if n not in names]:
+        parser.error(f"no such problem: {', '.join(unknown)}")
+    console = Console(width=150)
+    table = Table(title=f"Onefold {onefold.__version__}, MLX {mx.__version__}, {mx.default_device()}", show_lines=True)
+    for column in ("problem", "what was shown", "Onefold", "mlx-lm", ""):
+        table.add_column(column, justify="right" if column in ("Onefold", "mlx-lm") else "left")
+    failed = 0
+    points = [n for n in chosen if n in _CONTRACT]
+    with console.status("") as status:
+        shown: dict[str, Shown] = {}
+        for name in chosen:
+            if name in PROOFS:
+                status.update(name)
+                shown[name] = prove(name)
+        if points:
+            status.update("D")
+            shown |= contract(points)
+    for name, row in shown.items():
+        failed += not row.ok
+        table.add_row(name, row.what, row.figure, row.stock, "ok" if row.ok else "[bold red]FAILED")
+    console.print(table)
+    console.print("B3 with TurboQuant, B8, and the disk halves of B1, B2 and B7 come with the disk tier and TurboQuant.")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,258 @@
+"""Nonsense, misuse and faults: a clear error of our own, the cache still sound, nothing stored lost."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from driving import forward, turn
+from tiny import tiny
+
+import onefold
+
+
+def words(n: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(90), k=n)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("llama")
+
+
+@pytest.fixture
+def cache(model):
+    with onefold.PrefixCache(model, "16MB") as cache:
+        yield cache
+        cache.check()
+
+
+@pytest.fixture
+def known(cache, model) -> list[int]:
+    return turn(cache, model, words(40))[1]
+
+
+@pytest.mark.parametrize(
+    "tokens", [[], "text", [1.5, 2], [[1, 2]], [-1, 2], [1, 2**40], None, [None], np.array([], np.int32), ["a"], 7]
+)
+def test_tokens_that_are_none(cache, tokens):
+    with pytest.raises(onefold.TokenError):
+        cache.lease(tokens)
+    with pytest.raises(onefold.TokenError):
+        cache.pin(tokens)
+
+
+def test_a_commit_of_more_than_the_layers_hold_names_both_numbers(cache, model, known):
+    with cache.lease([*known, 1, 2]) as lease:
+        forward(model, lease.layers, [*known, 1, 2], lease.cached)
+        with pytest.raises(onefold.CommitError, match=f"{len(known) + 5}.*{len(known) + 2}"):
+            lease.commit([*known, 1, 2, 3, 4, 5])
+        cache.check()
+        lease.commit([*known, 1, 2])  # the lease is still good
+    assert cache.lease([*known, 1, 2, 9]).cached == len(known) + 2
+
+
+def test_a_commit_of_other_tokens_than_were_leased(cache, model, known):
+    with cache.lease([*known, 1, 2]) as lease:
+        forward(model, lease.layers, [*known, 1, 2], lease.cached)
+        with pytest.raises(onefold.CommitError, match=f"token {len(known)} .* 7.* 1"):
+            lease.commit([*known, 7, 2])
+    assert cache.lease([*known, 7, 2]).matched == len(known)
+
+
+def test_a_commit_of_fewer_tokens_keeps_those(cache, model, known):
+    with cache.lease([*known, 1, 2, 3]) as lease:
+        forward(model, lease.layers, [*known, 1, 2, 3], lease.cached)
+        lease.commit([*known, 1])
+    assert cache.lease([*known, 1, 2]).matched == len(known) + 1
+
+
+def test_a_lease_after_it_closed(cache, model, known):
+    lease = cache.lease([*known, 1])
+    layers = lease.layers
+    lease.cancel()
+    lease.cancel()  # twice is harmless
+    with pytest.raises(onefold.LeaseClosed):
+        lease.commit(known)
+    with pytest.raises(onefold.LeaseClosed):
+        model(mx.array([[1]]), cache=layers)
+    cache.check()
+    assert cache.lease([*known, 1]).cached == len(known)
+
+
+def test_a_lease_from_another_thread(cache, model, known):
+    lease = cache.lease([*known, 1])
+    caught: list[BaseException] = []
+
+    def use() -> None:
+        for run in (lambda: lease.commit(known), lease.cancel, lambda: model(mx.array([[1]]), cache=lease.layers)):
+            try:
+                run()
+            except onefold.WrongThread as error:
+                caught.append(error)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert len(caught) == 3
+    forward(model, lease.layers, [*known, 1], lease.cached)
+    lease.commit([*known, 1])
+
+
+def test_layers_changed_behind_its_back(cache, model, known):
+    with cache.lease([*known, 1]) as lease:
+        forward(model, lease.layers, [*known, 1], lease.cached)
+        lease.layers[0] = object()
+        with pytest.raises(onefold.CommitError, match="layers was changed"):
+            lease.commit([*known, 1])
+    with cache.lease([*known, 1]) as lease:
+        forward(model, lease.layers, [*known, 1], lease.cached)
+        lease.layers[0].offset -= 3
+        with pytest.raises(onefold.LeaseError, match=rf"{len(known) - 2} to {len(known) + 1}"):
+            model(mx.array([[1]]), cache=lease.layers)
+        with pytest.raises(onefold.CommitError):
+            lease.commit([*known, 1])
+    cache.check()
+    lease = cache.lease([*known, 1])
+    assert lease.cached == len(known)
+
+
+def test_a_budget_smaller_than_one_chunk(model):
+    with onefold.PrefixCache(model, "40KB") as cache:
+        with pytest.raises(onefold.BudgetError) as refused:
+            cache.lease(words(500))
+        assert refused.value.needed_bytes > refused.value.available_bytes
+        assert "needed" in str(refused.value) and "budget" in str(refused.value)
+        cache.check()
+
+
+@pytest.mark.parametrize("size", ["8 gigs", "", "-1GB", "0", "GB", "120%", "0%", 0, -5, float("nan"), None.__class__, [], True])
+def test_nonsense_sizes(model, size):
+    with pytest.raises(onefold.ConfigError):
+        onefold.PrefixCache(model, size)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kv": "3"}, {"kv": "fp8"}, {"max_kv_size": -4}, {"max_kv_size": 8, "keep": 8}, {"kv": "8", "max_kv_size": 64},
+     {"high_water": 0.5, "low_water": 0.9}],
+)  # fmt: skip
+def test_nonsense_options(model, options):
+    with pytest.raises(onefold.ConfigError):
+        onefold.PrefixCache(model, "8MB", **options)
+
+
+def test_a_refused_constructor_leaves_the_model_as_it_was(model):
+    before = type(model).__call__
+    with pytest.raises(onefold.ConfigError):
+        onefold.PrefixCache(model, "8 gigs")
+    assert type(model).__call__ is before
+
+
+def test_a_refused_lease_loses_nothing_stored(model):
+    with onefold.PrefixCache(model, "1MB") as cache:
+        _, known = turn(cache, model, words(40))
+        with pytest.raises(onefold.BudgetError):
+            cache.lease(words(5000, seed=3))
+        cache.check()
+        lease = cache.lease([*known, 1])
+        assert lease.cached == len(known)
+        assert cache.stats().evicted_tokens == 0
+
+
+def test_an_oversize_conversation_keeps_the_prefix_that_fits(model):
+    with onefold.PrefixCache(model, "1MB") as cache:
+        _, known = turn(cache, model, words(40))
+        prompt = words(200, seed=4)
+        with pytest.raises(onefold.BudgetError), cache.lease(prompt) as lease:
+            forward(model, lease.layers, prompt, 0)
+            while True:
+                mx.eval(model(mx.array([[5] * 64]), cache=lease.layers))
+        cache.check()
+        assert cache.lease([*prompt, 1]).cached == 200
+        assert cache.lease([*known, 1]).matched <= len(known)
+
+
+def test_an_allocation_that_fails(cache, model, known, monkeypatch):
+    """An impossible allocation would take the process down, so it is injected."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise MemoryError("no more")
+
+    prompt = words(40, seed=8)
+    monkeypatch.setattr(cache._store, "allocate", broken)
+    with pytest.raises(MemoryError), cache.lease(prompt) as lease:
+        forward(model, lease.layers, prompt, 0)
+    monkeypatch.undo()
+    cache.check()
+    assert cache.lease([*known, 1]).cached == len(known)
+    turn(cache, model, prompt)
+
+
+def test_an_allocation_that_fails_while_growing(model, monkeypatch):
+    with onefold.PrefixCache(model, "16MB") as cache:
+        _, known = turn(cache, model, words(250))
+        longer = known + words(300, seed=1)
+        store = cache._store
+        count = [0]
+        real = store.allocate
+
+        def second_fails(*args: object, **kwargs: object) -> mx.array:
+            count[0] += 1
+            if count[0] > 2:
+                raise MemoryError("no more")
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(store, "allocate", second_fails)
+        with pytest.raises(MemoryError):
+            cache.lease(longer)
+        monkeypatch.undo()
+        cache.check()
+        lease = cache.lease([*known, 1])
+        assert lease.cached == len(known)
+        lease.cancel()
+        turn(cache, model, longer)
+
+
+def test_a_closed_cache(model):
+    cache = onefold.PrefixCache(model, "8MB")
+    lease = cache.lease([1, 2, 3])
+    cache.close()
+    cache.close()
+    with pytest.raises(onefold.ConfigError):
+        cache.lease([1, 2, 3])
+    with pytest.raises(onefold.LeaseClosed):
+        lease.commit([1])
+
+
+def test_an_unknown_cache_class_runs_uncached_with_its_reason():
+    model = tiny("deepseek_v41")
+    with onefold.PrefixCache(model, "16MB") as cache:
+        with cache.lease(words(20)) as lease:
+            mx.eval(model(mx.array([words(20)]), cache=lease.layers))
+            assert lease.cached == 0 and lease.reason == "unknown cache"
+            lease.commit(words(20))
+        assert cache.lease(words(20)).matched == 0
+        assert cache.stats().reasons["unknown cache"] == 2
+        assert "LayerCache" in cache.uncached_reason
+        cache.check()
+
+
+def test_set_budget_while_running(model):
+    with onefold.PrefixCache(model, "4MB") as cache:
+        for i in range(8):
+            turn(cache, model, words(200, seed=i), n=1)
+        held = cache.stats().used_bytes
+        cache.set_budget("1MB")
+        cache.check()
+        assert cache.stats().used_bytes <= 1_000_000 < held
+        lease = cache.lease(words(200, seed=9))
+        with pytest.raises(onefold.BudgetError):
+            cache.set_budget("10KB")
+        assert cache.stats().budget_bytes == 1_000_000
+        lease.cancel()
+        cache.set_budget("16MB")
+        turn(cache, model, words(200, seed=3), n=1)

@@ -9,7 +9,8 @@ from mlx_lm.models import llama, qwen3_next
 
 
 def _ready(model: nn.Module, dtype: mx.Dtype = mx.float32) -> nn.Module:
-    model.update(tree_map(lambda p: p.astype(dtype) if mx.issubdtype(p.dtype, mx.floating) else p, model.parameters()))
+    cast = lambda p: p.astype(dtype) if mx.issubdtype(p.dtype, mx.floating) else p  # noqa: E731
+    model.update(tree_map(cast, model.parameters()))
     mx.eval(model.parameters())
     model.eval()
     return model
@@ -41,7 +42,7 @@ def llama_model(
         rms_norm_eps=1e-5,
         vocab_size=vocab,
         tie_word_embeddings=False,
-        layer_types=["sliding_attention" if window and i % 2 == 0 else "full_attention" for i in range(layers)],
+        layer_types=["full_attention" if i % 2 or not window else "sliding_attention" for i in range(layers)],
         sliding_window=window or None,
     )
     return _ready(llama.Model(args), dtype)

@@ -166,7 +166,8 @@ def test_many_turns(cache, model):
     assert lease.cached == lease.matched
 
 
-def test_batch_equals_single_runs(cache, model):
+@pytest.mark.parametrize("pooled", [False, True])
+def test_batch_equals_single_runs(cache, model, pooled):
     _, known = turn(cache, model, words(40))
     prompts = [[*known, 70 + i, *words(2 + i, seed=i)] for i in range(3)] + [words(11, seed=9)]
     references = [cold(model, p, 6) for p in prompts]
@@ -174,14 +175,56 @@ def test_batch_equals_single_runs(cache, model):
     last = []
     for lease, prompt in zip(leases, prompts, strict=True):
         last.append(forward(model, lease.layers, prompt, lease.cached))
-    batch = cache.batch(leases)
+    batch = cache.batch(leases, pooled=pooled)
     seen = [mx.concatenate(last, axis=0)]
     for _ in range(6):
         seen.append(batch.step(mx.argmax(seen[-1], axis=-1)))
         mx.eval(seen[-1])
     for row, reference in enumerate(references):
         assert same([s[row : row + 1] for s in seen], reference[1])
-    for lease in leases:
+    cache.check()
+    for lease, prompt, reference in zip(leases, prompts, references, strict=True):
+        lease.commit(prompt + reference[0])
+        cache.check()
+    for prompt, reference in zip(prompts, references, strict=True):
+        lease, _ = turn(cache, model, [*prompt, *reference[0], 5])
+        assert lease.cached == lease.matched == len(prompt) + 6
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_rows_come_and_go(cache, model, pooled):
+    """Rows join and leave between steps, one outgrows its region, one is read by a newcomer meanwhile."""
+    _, known = turn(cache, model, words(40))
+    prompts = [[*known, 70 + i, *words(2 + i, seed=i)] for i in range(3)]
+    references = [cold(model, p, 12) for p in prompts]
+    rows: dict[int, tuple[onefold.Lease, list[mx.array]]] = {}
+    batch = cache.batch([], pooled=pooled)
+
+    def join(i: int) -> None:
+        lease = cache.lease(prompts[i])
+        rows[i] = (lease, [forward(model, lease.layers, prompts[i], lease.cached)])
+        batch.add(lease)
+
+    def steps(n: int) -> None:
+        for _ in range(n):
+            logits = batch.step(mx.array([int(mx.argmax(rows[i][1][-1]).item()) for i in rows]))
+            for row, i in enumerate(rows):
+                rows[i][1].append(logits[row : row + 1])
+            cache.check()
+
+    join(0)
+    join(1)
+    steps(3)
+    join(2)
+    steps(4)
+    lease, seen = rows.pop(0)
+    batch.remove(lease)
+    assert same(seen, references[0][1][: len(seen)])
+    lease.commit(prompts[0] + references[0][0][: len(seen) - 1])
+    turn(cache, model, [*prompts[0], *references[0][0][: len(seen) - 1], 9])  # while the others go on
+    steps(4)
+    for i, (lease, seen) in rows.items():
+        assert same(seen, references[i][1][: len(seen)])
         lease.cancel()
     cache.check()
 

@@ -382,10 +382,14 @@ def test_an_error_in_the_first_forward_leaves_nothing(world: World, at: FaultAt)
     again.prefill().decode(1).commit()
 
 
-def test_an_error_after_the_last_layer_leaves_a_whole_forward(world: World) -> None:
+def test_an_error_after_the_last_layer_undoes_the_forward_too(world: World) -> None:
     prompt = text(2 * WINDOW)
+    last = FaultAt(len(world.case.kinds) - 1, "after")
     first = world.open(prompt).prefill(chunk=6, upto=12)
-    first.fail(prompt[12:20], FaultAt(len(world.case.kinds) - 1, "after"))
+    first.fail(prompt[12:20], last)
+    first.feed(prompt[12:20])
+    first.holds()
+    first.fail(prompt[20:21], last)
     first.cancel()
     again = world.open(prompt)
     assert again.cached == 20

@@ -178,7 +178,7 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: self.open and self.faults)
     @rule(i=which, at=which, more=tokens, then=st.sampled_from(["again", "commit", "cancel"]))
     def fail(self, i: int, at: int, more: list[int], then: str) -> None:
-        """A forward breaks off; it is run again, or the request is given up, with or without what it had said."""
+        """A forward breaks off; it is run again, or the request ends, with or without what it said."""
         name, session = self.open[i % len(self.open)]
         waiting = session.prompt[len(session.tokens) :]
         fed = waiting[: len(more)] if waiting else more

@@ -33,6 +33,13 @@ class View(NamedTuple):
     slab: int
     """Names the slab, whatever the layer: equal views of two rows are read once."""
 
+    @property
+    def capacity(self) -> int:
+        return self.arrays[0].shape[2]
+
+    def all(self) -> View:
+        return View(self.arrays, 0, self.capacity, self.slab)
+
 
 STACK_TOKENS = 512
 """Private pieces up to this long are stacked into one product for all rows."""
@@ -181,6 +188,8 @@ def _cat(parts: list[mx.array], axis: int = -1) -> mx.array:
 class _Plan:
     """How the rows' pieces are read, by (row, place in the row): the same for every layer of a step."""
 
+    common: list[tuple[int, int]]
+    """Short slabs of which several rows read different parts: read whole, each row sees its own."""
     shared: list[tuple[int, int, list[int]]]
     """Pieces that several rows read, and which."""
     stacked: list[int | None]
@@ -193,12 +202,19 @@ class _Plan:
 
 
 def _plan(rows: list[list[View]], dtype: mx.Dtype) -> _Plan:
+    n = len(rows)
     readers: dict[tuple[int, int, int], tuple[int, int, list[int]]] = {}
+    slabs: dict[int, tuple[int, int, set[int]]] = {}
     for i, row in enumerate(rows):
         for j, v in enumerate(row):
             readers.setdefault((v.slab, v.lo, v.hi), (i, j, []))[2].append(i)
-    shared = [found for found in readers.values() if len(found[2]) > 1]
+            slabs.setdefault(v.slab, (i, j, set()))[2].add(i)
+    whole = {slab for slab, (i, j, who) in slabs.items() if len(who) > 1 and rows[i][j].capacity <= n * STACK_TOKENS}
+    whole -= {slab for (slab, _, _), (_, _, who) in readers.items() if len(who) == len(slabs[slab][2])}
+    common = [slabs[slab][:2] for slab in whole]
+    shared = [found for (slab, _, _), found in readers.items() if len(found[2]) > 1 and slab not in whole]
     taken = {(rows[i][j].slab, rows[i][j].lo, rows[i][j].hi) for i, j, _ in shared}
+    taken |= {key for key in readers if key[0] in whole}
     own = [[j for j, v in enumerate(row) if (v.slab, v.lo, v.hi) not in taken] for row in rows]
     stacked = [
         js[-1] if js and rows[i][js[-1]].hi - rows[i][js[-1]].lo <= STACK_TOKENS else None
@@ -210,22 +226,29 @@ def _plan(rows: list[list[View]], dtype: mx.Dtype) -> _Plan:
     tails = [rows[i][j] for i, j in enumerate(stacked) if j is not None]
     width = max((_room(v) for v in tails), default=0)
 
-    def hide(seen: list[list[bool]]) -> mx.array:
+    def hide(seen: Any) -> mx.array:
         return mx.where(mx.array(seen), mx.array(0, dtype), mx.array(-mx.inf, dtype))[None, :, None, :]
 
-    n = len(rows)
-    hidden = [hide([[r in who] for r in range(n)]) if len(who) < n else None for _, _, who in shared]
+    hidden: list[mx.array | None] = []
+    for i, j in common:
+        seen = np.zeros((n, rows[i][j].capacity), dtype=bool)
+        for r, row in enumerate(rows):
+            for v in row:
+                if v.slab == rows[i][j].slab:
+                    seen[r, v.lo : v.hi] = True
+        hidden.append(hide(seen))
+    hidden += [hide([[r in who] for r in range(n)]) if len(who) < n else None for _, _, who in shared]
     if width:
         used = [0 if j is None else rows[i][j].hi - rows[i][j].lo for i, j in enumerate(stacked)]
-        hidden.append(hide((np.arange(width)[None] < np.array(used)[:, None]).tolist()))
+        hidden.append(hide(np.arange(width)[None] < np.array(used)[:, None]))
     hidden += [hide([[r == i] for r in range(n)]) for i, _ in single]
-    return _Plan(shared, stacked, width, single, hidden)
+    return _Plan(common, shared, stacked, width, single, hidden)
 
 
 def _room(v: View) -> int:
     """How many columns a short tail takes in the stack: its whole buffer, if that is short too, so that the
     stack keeps its shape while the tails grow."""
-    left = v.arrays[0].shape[2] - v.lo
+    left = v.capacity - v.lo
     return left if left <= STACK_TOKENS else v.hi - v.lo
 
 
@@ -249,7 +272,9 @@ def _attend_rows(
     by_row = (q * scale).reshape(n_rows, n_kv, repeats, dim)
     by_head = by_row.transpose(1, 0, 2, 3)
     stack = _stack(rows, plan) if plan.width else []
-    blocks = [_shared_scores(by_head, rows[i][j], who, codec) for i, j, who in plan.shared]
+    everyone = list(range(n_rows))
+    blocks = [_shared_scores(by_head, rows[i][j].all(), everyone, codec) for i, j in plan.common]
+    blocks += [_shared_scores(by_head, rows[i][j], who, codec) for i, j, who in plan.shared]
     if plan.width:
         blocks.append(codec.scores(by_row, stack, 0, plan.width).transpose(1, 0, 2, 3))
     for i, j in plan.single:
@@ -262,8 +287,9 @@ def _attend_rows(
 
     out: mx.array | None = None
     at = 0
-    for i, j, who in plan.shared:
-        v = rows[i][j]
+    groups = [(rows[i][j].all(), everyone) for i, j in plan.common]
+    groups += [(rows[i][j], who) for i, j, who in plan.shared]
+    for v, who in groups:
         part = _shared_mix(probs[..., at : at + v.hi - v.lo], v, who, n_rows, codec)
         out = part if out is None else out + part
         at += v.hi - v.lo

@@ -1,29 +1,35 @@
 """A decode batch: several leases, one forward per step.
 
-Rows are ragged and each stays its lease's own: add and remove rows between any two steps, nothing is copied or
-padded. A segment that several rows share is read once. A model that cannot carry rows at different positions is
-stepped row by row, behind the same call.
+Rows are ragged and each stays its lease's own: add and remove rows between any two steps; nothing is padded, and no
+more than a short tail is copied (see `arena`). A segment that several rows share is read once. A model that cannot
+carry rows at different positions is stepped row by row, behind the same call.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from onefold.cache.anatomy import Anatomy
+from onefold.cache.arena import Arena
 from onefold.cache.lease import Lease
 from onefold.cache.rows import RowsLayer
 
 
 class Batch:
-    def __init__(self, model: nn.Module, anatomy: Anatomy, leases: list[Lease]) -> None:
+    def __init__(
+        self, model: nn.Module, anatomy: Anatomy, leases: list[Lease], arena: Arena | None, lock: threading.RLock
+    ) -> None:
         self.model = model
         self.ragged = anatomy.ragged
         self._n_layers = anatomy.n_layers
         self.leases: list[Lease] = []
         self._layers: list[Any] | None = None
+        self._arena = arena
+        self._lock = lock
         for lease in leases:
             self.add(lease)
 
@@ -52,6 +58,9 @@ class Batch:
         if len(self.leases) == 1:
             return self.model(tokens, cache=self.leases[0].layers[: self._n_layers])[:, -1, :]
         if self.ragged:
+            with self._lock:
+                if self._arena is not None:
+                    self._arena.seat([lease._track for lease in self.leases if not lease._spanless])
             return self.model(tokens, cache=self.layers)[:, -1, :]
         rows = [
             self.model(tokens[i : i + 1], cache=lease.layers[: self._n_layers])[:, -1, :]

@@ -57,13 +57,41 @@ class _AttentionRows(_Rows):
         return offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
+        if self._write_together(keys, values):
+            return self.keys_and_values()
         n = len(self.layers)
         for layer, k, v in zip(self.layers, mx.split(keys, n), mx.split(values, n), strict=True):
-            if isinstance(layer, SegmentedLayer):
-                layer.append(k, v)
-            else:
-                layer.update_and_fetch(k, v)
+            layer.update_and_fetch(k, v)
         return self.keys_and_values()
+
+    def _write_together(self, keys: mx.array, values: mx.array) -> bool:
+        """Rows whose tails lie in one slab are written with one operation per array."""
+        first = self.layers[0]
+        if not isinstance(first, SegmentedLayer) or not first.track.pieces:
+            return False
+        for layer in self.layers:
+            layer.admit(1)
+        if any(layer.ring is not None or layer.offset < layer.track.floor for layer in self.layers):
+            return self._write_admitted(keys, values)
+        lasts = [layer.track.pieces[-1] for layer in self.layers]
+        slab = lasts[0].slab
+        if any(p.slab is not slab for p in lasts):
+            return self._write_admitted(keys, values)
+        spots = [p.lo + x.offset - p.pos for p, x in zip(lasts, self.layers, strict=True)]
+        if self._plans.get("spots") != spots:
+            self._plans["spots"], self._plans["spot"] = spots, mx.array(spots)
+        arrays, index = slab.arrays(first.index), self._plans["spot"]
+        for j, new in enumerate(first.codec.encode(keys, values)):
+            arrays[j][:, :, index, :] = new.transpose(2, 1, 0, 3)
+        for layer in self.layers:
+            layer.offset += 1
+        return True
+
+    def _write_admitted(self, keys: mx.array, values: mx.array) -> bool:
+        n = len(self.layers)
+        for layer, k, v in zip(self.layers, mx.split(keys, n), mx.split(values, n), strict=True):
+            layer.store(k, v)
+        return True
 
     def keys_and_values(self) -> tuple[Handle, Handle]:
         rows, first = list[list[View]](), self.layers[0]

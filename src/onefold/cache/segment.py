@@ -19,6 +19,7 @@ Knows nothing of models, tokens, or when to free.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -82,7 +83,7 @@ class Store:
 
 
 class Slab:
-    __slots__ = ("account", "capacity", "layers", "spans", "store", "tracks", "writer")
+    __slots__ = ("account", "capacity", "layers", "spans", "store", "tracks", "writers")
 
     def __init__(self, store: Store, capacity: int, reserved: int) -> None:
         self.store = store
@@ -91,7 +92,8 @@ class Slab:
         self.layers: list[list[mx.array] | None] = [None] * len(store.specs)
         self.spans: set[Span] = set()
         self.tracks: set[Track] = set()
-        self.writer: Track | None = None
+        self.writers: set[Track] = set()
+        """One, or the rows of a batch that write to regions of their own: see `arena`."""
         store.slabs.add(self)
 
     @property
@@ -126,7 +128,7 @@ class Slab:
                 self.layers = []
                 self.account.close()
         else:
-            self.account.move(Purpose.LIVE if self.writer is not None else Purpose.STORED)
+            self.account.move(Purpose.LIVE if self.writers else Purpose.STORED)
 
     def evaluate(self) -> None:
         mx.eval([a for layer in self.layers if layer for a in layer])
@@ -151,7 +153,6 @@ class Slab:
         finally:
             transient.close()
 
-
     def _rewrite_layers(self, ranges: list[tuple[int, int]], capacity: int) -> None:
         kept = sum(hi - lo for lo, hi in ranges)
         done = 0
@@ -160,7 +161,7 @@ class Slab:
                 if layer is not None:
                     room = self.store.zeros(index, capacity - kept) if capacity > kept else ()
                     parts = [[a[..., lo:hi, :] for lo, hi in ranges] for a in layer]
-                    new = [_join(p + [r]) for p, r in zip(parts, room or [None] * len(parts), strict=True)]
+                    new = [_join([*p, r]) for p, r in zip(parts, room or [None] * len(parts), strict=True)]
                     mx.eval(new)
                     self.layers[index] = new
                 done = index + 1
@@ -215,10 +216,16 @@ class Piece:
     lo: int
     hi: int
     pos: int
+    limit: int | None = None
+    """Where its region of the slab ends, if it may not have all of it."""
 
     @property
     def end(self) -> int:
         return self.pos + self.hi - self.lo
+
+    @property
+    def room(self) -> int:
+        return (self.slab.capacity if self.limit is None else self.limit) - self.hi
 
 
 class Track:
@@ -267,12 +274,12 @@ class Track:
         last = self.pieces[-1]
         if last.slab.tracks != {self} or last.slab.used > last.hi:
             return False
-        last.slab.writer = self
+        last.slab.writers = {self}
         last.slab.settle()
         return True
 
     def writable(self, piece: Piece) -> bool:
-        return piece.slab.writer is self and piece.slab.tracks == {self}
+        return self in piece.slab.writers and piece.slab.tracks <= piece.slab.writers
 
     # -- writing ------------------------------------------------------------------------
 
@@ -292,10 +299,9 @@ class Track:
             return
         if self.pieces and self.writable(self.pieces[-1]):
             last = self.pieces[-1]
-            room = last.slab.capacity - last.hi
-            if room < missing and self._grow(last, missing):
-                room = last.slab.capacity - last.hi
-            step = min(room, missing)
+            if last.room < missing and last.limit is None:
+                self._grow(last, missing)
+            step = min(last.room, missing)
             last.hi += step
             missing -= step
         if missing > 0:
@@ -346,8 +352,7 @@ class Track:
         """Let go of everything. What nodes own stays with them."""
         for piece in self.pieces:
             piece.slab.tracks.discard(self)
-            if piece.slab.writer is self:
-                piece.slab.writer = None
+            piece.slab.writers.discard(self)
         slabs = {id(p.slab): p.slab for p in self.pieces}
         self.pieces = []
         self.floor = self.frozen = 0
@@ -358,16 +363,13 @@ class Track:
 
     def _append(self, slab: Slab, n: int) -> None:
         slab.tracks.add(self)
-        slab.writer = self
+        slab.writers.add(self)
         self.pieces.append(Piece(slab, 0, n, self.end))
 
-    def _grow(self, last: Piece, missing: int) -> bool:
-        slab = last.slab
-        try:
-            slab.rewrite([(0, last.hi)], round_up(last.hi + missing))
-        except BudgetError:
-            return False
-        return True
+    def _grow(self, last: Piece, missing: int) -> None:
+        """Make room in place; where there is none for one layer's copy, a fresh slab will do."""
+        with contextlib.suppress(BudgetError):
+            last.slab.rewrite([(0, last.hi)], round_up(last.hi + missing))
 
     def _reseat(self, start: int, keep: int) -> None:
         """The positions from `start` on lie where this track may not write: go on in a fresh slab."""
@@ -379,7 +381,7 @@ class Track:
         self._cut(start)
         self.frozen = min(self.frozen, start)
         if self.pieces and self.pieces[-1].slab.used > self.pieces[-1].hi:
-            self.pieces[-1].slab.writer = None  # what lies behind is a node's
+            self.pieces[-1].slab.writers.discard(self)  # what lies behind is a node's
         if self.contiguous and self.pieces:
             self.merge(round_up(start), consume=set())
         if fresh is not None:
@@ -395,8 +397,7 @@ class Track:
         for piece in dropped:
             if id(piece.slab) not in left:
                 piece.slab.tracks.discard(self)
-                if piece.slab.writer is self:
-                    piece.slab.writer = None
+                piece.slab.writers.discard(self)
                 piece.slab.settle()
 
     def _copy(self, index: int, start: int, stop: int, capacity: int) -> list[mx.array]:

@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterator
 from onefold.cache import eviction
 from onefold.cache.checkpoints import Checkpoint, Place, surplus
 from onefold.cache.ledger import Ledger
-from onefold.cache.segment import STEP, Piece, Slab, Span, Store, Track
+from onefold.cache.segment import STEP, Piece, Slab, Span, Store, Track, round_up
 from onefold.cache.tree import Node, Tokens, Tree
 from onefold.errors import BudgetError
 
@@ -245,19 +245,33 @@ class Shelf:
             return False
         if not behind or tokens > track.end or not self.ledger.fits(tokens * self.store.token_bytes):
             return False
+        self._move_out(behind, room=0)
+        return True
+
+    def evacuate(self, path: list[Node], track: Track) -> None:
+        """A row leaves a batch: what its nodes own of the batch's common slab gets a slab of its own."""
+        common = {p.slab for p in track.pieces if p.limit is not None}
+        spans = [n.span for n in path if n.span is not None and n.span.slab in common]
+        tokens = sum(s.hi - s.lo for s in spans)
+        if spans and self.ledger.fits((tokens + STEP) * self.store.token_bytes):
+            self._move_out(spans, room=round_up(tokens) - tokens)
+
+    def _move_out(self, spans: list[Span], room: int) -> None:
+        """Copy these spans to a slab of their own, in this order, and let go of where they lay."""
         helper = Track(self.store)
-        for span in behind:
-            helper.pieces.append(Piece(slab, span.lo, span.hi, helper.end))
-        fresh = helper.merge(tokens, consume=set())
-        at = 0
-        for span in behind:
+        for span in spans:
+            helper.pieces.append(Piece(span.slab, span.lo, span.hi, helper.end))
+        fresh = helper.merge(helper.end + room, consume=set())
+        at, left = 0, {s.slab for s in spans}
+        for span in spans:
             width = span.hi - span.lo
-            slab.spans.discard(span)
+            span.slab.spans.discard(span)
             span.slab, span.lo, span.hi = fresh, at, at + width
             fresh.spans.add(span)
             at += width
         helper.free()
-        return True
+        for slab in left:
+            slab.settle()
 
     def unite(self, track: Track, path: list[Node], room: int) -> bool:
         """Merge a path of several slabs into one, where nobody else reads them and nothing else branches off."""

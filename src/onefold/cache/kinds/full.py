@@ -79,22 +79,25 @@ class SegmentedLayer(Watched):
     # -- what mlx-lm's models call ---------------------------------------------------------
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        fetched = self.append(keys, values)
+        self.admit(keys.shape[2])
+        fetched = self.store(keys, values)
         return self.keys_and_values() if fetched is None else fetched
 
-    def append(self, keys: mx.array, values: mx.array) -> tuple[Any, Any] | None:
-        """Write, without reading back; a ring's write gives what there is to read."""
-        n = keys.shape[2]
+    def admit(self, n: int) -> None:
+        """Before a write of `n` tokens: room for them is made, or refused."""
         if self._pulse is not None:
             self._pulse.enter(self, n)
         else:
             self._enter_alone(n)
+
+    def store(self, keys: mx.array, values: mx.array) -> tuple[Any, Any] | None:
+        """Write what was admitted, without reading back; a ring's write gives what there is to read."""
         if self.ring is not None:
             fetched = self.ring.update_and_fetch(keys, values)
             self.offset = self.ring.offset
             return fetched
         self.track.write(self.index, self.offset, self.codec.encode(keys, values))
-        self.offset += n
+        self.offset += keys.shape[2]
         return None
 
     def keys_and_values(self) -> tuple[Any, Any]:

@@ -681,8 +681,9 @@ def c1_bound_everywhere() -> Shown:
     stock_held = sum(c.keys.nbytes + c.values.nbytes for c in theirs) / per_token
     checked = pytest_counts(["tests/test_structure.py"], r"factory").get("factory", Counter())
     return Shown(
-        f"max_kv_size=64 for target, draft, batch and resumed turns, answers as a ring's ({checked['passed']} "
-        f"source checks for one factory): KV of a {len(known) - 5}-token conversation in tokens, live and stored",
+        f"max_kv_size=64 for target, draft, batch and resumed turns, answers as a ring's "
+        f"({checked['passed']} source checks for one factory): KV of a {len(known) - 5}-token conversation, "
+        "in tokens, live and stored",
         f"{max(live):.0f}, {kept:.0f}",
         f"{stock_held:.0f}",
         right and max(live) <= bound + 1 and kept <= 4 * bound + 1 and set(checked) == {"passed"},

@@ -2,8 +2,8 @@
 
     make demo                  # or: python examples/demo.py
 
-The model has random weights, in a shape where KV outweighs everything else: what it says means nothing, but both
-sides must say the same.
+The model has random weights, in a shape where KV outweighs everything else: what it says means nothing, but
+both sides must say the same.
 """
 
 from __future__ import annotations
@@ -194,19 +194,22 @@ def show(ours: Result, theirs: Result, entry_bytes: int, console: Console) -> No
     table.add_row("seconds", f"{ours.seconds:.1f}", f"{theirs.seconds:.1f}", "")
     console.print(table)
     console.print(
-        f"Both reuse the system prompt's KV ({mb(entry_bytes)}). mlx-lm holds it once per conversation, and a second "
-        "time for every request that is running; Onefold holds it once, and every agent reads it where it lies."
+        f"Both reuse the system prompt's KV ({mb(entry_bytes)}). mlx-lm holds it once per conversation, and "
+        "a second time for every request that is running; Onefold holds it once, and every agent reads it "
+        "where it lies."
     )
     same = ours.answers == theirs.answers
-    console.print(f"The {len(ours.answers)} answers are identical." if same else "[bold red]The answers differ.")
+    verdict = f"The {len(ours.answers)} answers are identical." if same else "[bold red]The answers differ."
+    console.print(verdict)
 
 
 def main() -> int:
     console, model = Console(width=110), small_model()
     weights = sum(p.nbytes for _, p in tree_flatten(model.parameters()))
     console.print(
-        f"{AGENTS} agents share a system prompt of {SYSTEM:,} tokens and talk for {TURNS} turns, all at the same time; "
-        f"then one branches off and one repeats itself. The model's weights ({weights / 1e6:.1f} MB) are not counted."
+        f"{AGENTS} agents share a system prompt of {SYSTEM:,} tokens and talk for {TURNS} turns, all at the "
+        "same time; then one branches off and one repeats itself. The model's weights "
+        f"({weights / 1e6:.1f} MB) are not counted."
     )
     with console.status("Onefold"):
         ours = play(model, Ours(model))

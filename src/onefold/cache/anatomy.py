@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from onefold.cache import stock
+from onefold.cache import device, stock
 from onefold.cache.attention import attention
 from onefold.cache.kinds.base import Pulse
 from onefold.cache.kinds.chunked import ChunkedLayer
@@ -160,9 +160,13 @@ class Anatomy:
     # -- bytes ---------------------------------------------------------------------------
 
     def scratch_bytes(self, n_tokens: int, total_tokens: int) -> int:
-        """An upper estimate of one forward's activations and attention scratch."""
+        """An upper estimate of one forward's activations and attention scratch. On a GPU a chunk's scores are never
+        laid out whole, unless the model does so itself (those outside the seam)."""
         per_token = self.widest * self.itemsize * 8
         scores = 3 * self.heads * n_tokens * total_tokens * 4
+        if device.on_gpu() and not self.contiguous:
+            few = min(n_tokens, 16)
+            scores = (3 * self.heads * few * 4 + 2 * n_tokens) * total_tokens
         logits = 3 * n_tokens * self.vocab * max(4, self.itemsize)
         return n_tokens * per_token + scores + logits + (1 << 16)
 

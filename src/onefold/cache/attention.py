@@ -3,8 +3,8 @@
 - A layer that reads several pieces returns *handles* instead of arrays; `attention` is what the seam puts
   in mlx-lm's place. It dispatches on the keys it is given: a handle is attended here, anything else goes
   to the stock function, untouched.
-- One decode step over pieces: scores against each piece's keys, one softmax over all of them, each slice
-  of it times that piece's values, sum. Exact; K and V are read in place.
+- One decode step over pieces: each piece is attended by itself, and the results are weighed by their
+  log-sum-exps. Exact; K and V are read in place, and nothing as long as a piece is ever joined or cut.
 - A prefill chunk joins one layer's pieces for the length of that layer and takes the stock fused kernel.
 - Rows of a batch are ragged. A piece that several rows share is read once, with the rows folded into
   the query dimension; short private tails are stacked, so that the number of operations does not grow
@@ -122,19 +122,51 @@ def _attend_row(
         widths = sum(a.shape[1] * a.shape[3] * a.dtype.size for a in row[0].arrays)
         if length * n_q * 8 > widths:
             return _attend_joined(q, row, scale, mask, sinks)
-    total = sum(v.hi - v.lo for v in row)
     folded = (q * scale).reshape(1, n_kv, n_q // n_kv * length, q.shape[3])
+    if mask is None:
+        blocks = []
+        for v in row:
+            block = _Block(codec.scores(folded, v.arrays, v.lo, v.hi))
+            block.out = codec.mix(block.probs, v.arrays, v.lo, v.hi)
+            blocks.append(block)
+        column = None if sinks is None else mx.repeat(sinks.reshape(1, n_kv, -1, 1), length, axis=2)
+        out = _weigh(blocks, column)
+        return out.reshape(1, n_q, length, out.shape[-1]).astype(q.dtype)
+    total = sum(v.hi - v.lo for v in row)
     scores = _cat([codec.scores(folded, v.arrays, v.lo, v.hi) for v in row])
-    scores = scores.reshape(1, n_kv, n_q // n_kv, length, total)
-    scores = _masked(scores, mask)
+    scores = _masked(scores.reshape(1, n_kv, n_q // n_kv, length, total), mask)
     probs = _softmax(scores, sinks).reshape(1, n_kv, n_q // n_kv * length, total)
-    out, at = None, 0
+    out, at = mx.array(0, q.dtype), 0
     for v in row:
-        part = codec.mix(probs[..., at : at + v.hi - v.lo], v.arrays, v.lo, v.hi)
-        out = part if out is None else out + part
+        out = out + codec.mix(probs[..., at : at + v.hi - v.lo], v.arrays, v.lo, v.hi)
         at += v.hi - v.lo
-    assert out is not None
     return out.reshape(1, n_q, length, out.shape[-1]).astype(q.dtype)
+
+
+class _Block:
+    """Attention over one part of the columns: its softmax, what it weighs, and (filled in later) its output."""
+
+    __slots__ = ("logsum", "out", "probs")
+
+    def __init__(self, scores: mx.array) -> None:
+        self.probs = mx.softmax(scores, axis=-1, precise=True)
+        largest = scores.max(axis=-1, keepdims=True).astype(mx.float32)
+        self.logsum = largest - mx.log(self.probs.max(axis=-1, keepdims=True).astype(mx.float32))
+        self.out: mx.array = self.probs
+
+
+def _weigh(blocks: list[_Block], sinks: mx.array | None) -> mx.array:
+    """Put blocks together. A sink takes its share of the sum and has no output."""
+    if len(blocks) == 1 and sinks is None:
+        return blocks[0].out
+    sums = [b.logsum for b in blocks]
+    if sinks is not None:
+        sums.append(mx.broadcast_to(sinks.astype(mx.float32), sums[0].shape))
+    weights = mx.softmax(mx.concatenate(sums, axis=-1), axis=-1).astype(blocks[0].out.dtype)
+    out = blocks[0].out * weights[..., :1]
+    for i, block in enumerate(blocks[1:], start=1):
+        out = out + block.out * weights[..., i : i + 1]
+    return out
 
 
 def _attend_joined(
@@ -198,7 +230,7 @@ class _Plan:
     single: list[tuple[int, int]]
     """What is left: a row's own long pieces."""
     hidden: list[mx.array | None]
-    """For each of these in turn, 0 where a row sees a column, -inf where not; None where all do."""
+    """For each of these in turn, 0 where a row sees a column, very low where not; None where all do."""
 
 
 def _plan(rows: list[list[View]], dtype: mx.Dtype) -> _Plan:
@@ -227,7 +259,8 @@ def _plan(rows: list[list[View]], dtype: mx.Dtype) -> _Plan:
     width = max((_room(v) for v in tails), default=0)
 
     def hide(seen: Any) -> mx.array:
-        return mx.where(mx.array(seen), mx.array(0, dtype), mx.array(-mx.inf, dtype))[None, :, None, :]
+        low = -6e4 if dtype == mx.float16 else -1e30  # finite: a row may see nothing of a block
+        return mx.where(mx.array(seen), mx.array(0, dtype), mx.array(low, dtype))[None, :, None, :]
 
     hidden: list[mx.array | None] = []
     for i, j in common:
@@ -281,31 +314,22 @@ def _attend_rows(
         v = rows[i][j]
         s = codec.scores(by_row[i : i + 1], v.arrays, v.lo, v.hi).transpose(1, 0, 2, 3)
         blocks.append(mx.pad(s, [(0, 0), (i, n_rows - i - 1), (0, 0), (0, 0)]))
-    blocks = [b if h is None else b + h for b, h in zip(blocks, plan.hidden, strict=True)]
-    scores = _cat(blocks)
-    probs = _rows_softmax(scores, sinks)
-
-    out: mx.array | None = None
-    at = 0
+    parts = [_Block(b if h is None else b + h) for b, h in zip(blocks, plan.hidden, strict=True)]
+    left = iter(parts)
     groups = [(rows[i][j].all(), everyone) for i, j in plan.common]
     groups += [(rows[i][j], who) for i, j, who in plan.shared]
     for v, who in groups:
-        part = _shared_mix(probs[..., at : at + v.hi - v.lo], v, who, n_rows, codec)
-        out = part if out is None else out + part
-        at += v.hi - v.lo
+        part = next(left)
+        part.out = _shared_mix(part.probs, v, who, n_rows, codec)
     if plan.width:
-        p = probs[..., at : at + plan.width].transpose(1, 0, 2, 3)
-        part = codec.mix(p, stack, 0, plan.width).transpose(1, 0, 2, 3)
-        out = part if out is None else out + part
-        at += plan.width
+        part = next(left)
+        part.out = codec.mix(part.probs.transpose(1, 0, 2, 3), stack, 0, plan.width).transpose(1, 0, 2, 3)
     for i, j in plan.single:
-        v = rows[i][j]
-        p = probs[:, i : i + 1, :, at : at + v.hi - v.lo].transpose(1, 0, 2, 3)
-        part = codec.mix(p, v.arrays, v.lo, v.hi).transpose(1, 0, 2, 3)
-        part = mx.pad(part, [(0, 0), (i, n_rows - i - 1), (0, 0), (0, 0)])
-        out = part if out is None else out + part
-        at += v.hi - v.lo
-    assert out is not None
+        part, v = next(left), rows[i][j]
+        p = part.probs[:, i : i + 1].transpose(1, 0, 2, 3)
+        own = codec.mix(p, v.arrays, v.lo, v.hi).transpose(1, 0, 2, 3)
+        part.out = mx.pad(own, [(0, 0), (i, n_rows - i - 1), (0, 0), (0, 0)])
+    out = _weigh(parts, None if sinks is None else sinks.reshape(n_kv, 1, repeats, 1))
     return out.transpose(1, 0, 2, 3).reshape(n_rows, n_q, 1, out.shape[-1]).astype(q.dtype)
 
 
@@ -331,15 +355,6 @@ def _shared_mix(p: mx.array, v: View, who: list[int], n_rows: int, codec: Codec)
     spread = mx.zeros((n_kv, n_rows, repeats, part.shape[-1]), part.dtype)
     spread[:, mx.array(who)] = part
     return spread
-
-
-def _rows_softmax(scores: mx.array, sinks: mx.array | None) -> mx.array:
-    n_kv, n_rows, repeats, total = scores.shape
-    if sinks is None:
-        return mx.softmax(scores, axis=-1, precise=True)
-    column = sinks.astype(scores.dtype).reshape(n_kv, 1, repeats, 1)
-    column = mx.broadcast_to(column, (n_kv, n_rows, repeats, 1))
-    return mx.softmax(mx.concatenate([scores, column], axis=-1), axis=-1, precise=True)[..., :total]
 
 
 def _stack(rows: list[list[View]], plan: _Plan) -> list[mx.array]:

@@ -22,6 +22,11 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def on_gpu() -> bool:
+    """Whether MLX computes on a GPU here and now."""
+    return bool(mx.default_device().type == mx.DeviceType.gpu)
+
+
 def _cuda() -> bool:
     return bool(hasattr(mx, "cuda") and mx.cuda.is_available())
 
@@ -35,10 +40,14 @@ def default_budget(*models: nn.Module | None) -> int:
     return max(1 << 20, memory_bytes() * 4 // 5 - weight_bytes(*models))
 
 
-def limit_pool(budget_bytes: int) -> tuple[int, int]:
-    """Bound the buffers that MLX keeps for reuse; returns the bound and what it was before."""
-    bound = min(POOL_MOST, budget_bytes // POOL_SHARE)
-    return bound, mx.set_cache_limit(bound)
+def pool_bytes(budget_bytes: int) -> int:
+    """The share of a budget that is left to MLX's pool."""
+    return min(POOL_MOST, budget_bytes // POOL_SHARE)
+
+
+def limit_pool(budget_bytes: int) -> int:
+    """Bound the buffers that MLX keeps for reuse; returns what the bound was before."""
+    return mx.set_cache_limit(pool_bytes(budget_bytes))
 
 
 def restore_pool(before: int) -> None:

@@ -314,14 +314,22 @@ class Lease:
         if give_up:
             self._points.resize(self._live_point_bytes())
 
+    @property
+    def _last_checkpoint(self) -> int:
+        """The deepest point that this conversation could be resumed at as it stands."""
+        restored = min(self._restored.position, self.cached) if self._restored is not None else 0
+        exact = self._restored is not None and self._restored.position == self.cached
+        return max([c.position for c in self._taken], default=restored if exact else 0)
+
     def _maybe_checkpoint(self) -> None:
         if not self._cache._pointwise and not self._spanless:
             return
         position = self.offset
         if any(b.position != position for b in self._beats):
             return
-        last = max([c.position for c in self._taken], default=self._restored.position if self._restored else 0)
-        if position <= len(self.tokens) and wanted(position, last, len(self.tokens), self._asked):
+        last = self._last_checkpoint
+        asked = self._asked | {self.matched} if self.matched > self.cached else self._asked
+        if position <= len(self.tokens) and wanted(position, last, len(self.tokens), asked):
             with self._cache._lock:
                 taken = self._cache._take_checkpoint(self, position, gap=position - last)
             if taken is not None:

@@ -111,8 +111,8 @@ class PrefixCache:
         self._seam = [name for m in models for name in stock.install(m, attention)]
         self._watched = [stock.watch(m) for m in models]
         self._ledger = Ledger(budget_bytes)
-        pool, self._pool_before = device.limit_pool(budget_bytes)
-        self._pool = self._ledger.open(Purpose.POOL, pool)
+        self._pool_before = device.limit_pool(budget_bytes)
+        self._pool = self._ledger.open(Purpose.POOL, device.pool_bytes(budget_bytes))
         self._store = Store([s for a in self._anatomies for s in a.specs], self._ledger)
         self._pointwise = any(a.pointwise for a in self._anatomies)
         self._recurrent = any(a.recurrent for a in self._anatomies)
@@ -176,8 +176,8 @@ class PrefixCache:
     def batch(self, leases: list[Lease], *, pooled: bool | None = None) -> Batch:
         """Rows for one decode step at a time: see `Batch`. `pooled` keeps their tails in one slab, which saves
         operations at the price of some arithmetic: by default on a GPU, and not on a CPU."""
-        on_gpu = mx.default_device().type == mx.DeviceType.gpu
-        arena = Arena(self._store) if (on_gpu if pooled is None else pooled) else None
+        pooled = device.on_gpu() if pooled is None else pooled
+        arena = Arena(self._store) if pooled else None
         return Batch(self.model, self._anatomies[0], leases, arena, self._lock)
 
     def pin(self, tokens: Any, *, namespace: Hashable = "") -> Pin:
@@ -211,7 +211,16 @@ class PrefixCache:
         """Change the budget while running. Frees what no longer fits; refuses what cannot be freed now."""
         with self._lock:
             n_bytes = parse_size(budget, total_bytes=device.memory_bytes())
-            self._ledger.set_budget(n_bytes)
+            pool, before = self._pool.bytes, self._ledger.budget_bytes
+            self._pool.resize(min(pool, device.pool_bytes(n_bytes)))
+            try:
+                self._ledger.set_budget(n_bytes)
+                self._pool.resize(device.pool_bytes(n_bytes))
+            except BudgetError:
+                self._ledger.set_budget(before)
+                self._pool.resize(pool)
+                raise
+            device.limit_pool(n_bytes)
 
     def close(self) -> None:
         """Let go of everything, leases included, and take the attention seam out again."""
@@ -322,6 +331,8 @@ class PrefixCache:
 
     def _readable(self, path: list[Node], matched: int) -> tuple[int, str]:
         """How far the path's segments can be read by this thread now."""
+        if not self._store.specs:
+            return matched, ""
         at, here = 0, threading.get_ident()
         for node in path:
             if node.span is None:
@@ -471,7 +482,7 @@ class PrefixCache:
         """The live state becomes the checkpoint at the end: it is moved, not copied, where it lies right."""
         if position == 0 or not (self._pointwise or lease._spanless):
             return
-        last = max([c.position for c in lease._taken], default=lease._restored.position if lease._restored else 0)
+        last = lease._last_checkpoint
         if position > last:
             taken = self._take_checkpoint(lease, position, gap=position - last)
             if taken is not None:

@@ -425,6 +425,7 @@ class Track:
         Their spans are for the caller to move. Raises BudgetError before anything has changed."""
         end, store = self.end, self.store
         fresh = store.slab(capacity, reserved=0)
+        fresh.tracks.add(self)  # not idle: reclaiming must not think it empty
         try:
             if consume:
                 transient = store.ledger.open(
@@ -441,6 +442,7 @@ class Track:
                 transient = store.ledger.open(Purpose.INFLIGHT, 0)
                 fresh.account.resize(capacity * store.token_bytes)
         except BudgetError:
+            fresh.tracks.discard(self)
             fresh.settle()
             raise
         for index in range(len(store.specs)):

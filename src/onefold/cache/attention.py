@@ -15,13 +15,16 @@ Knows nothing of trees, leases or budgets.
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from onefold.cache import stock
+from onefold.cache import device, stock
 
 
 class View(NamedTuple):
@@ -39,6 +42,26 @@ class View(NamedTuple):
 
     def all(self) -> View:
         return View(self.arrays, 0, self.capacity, self.slab)
+
+
+class Rows:
+    """The views of a batch's rows in one layer, made when they are asked for: where pieces lie is the same for every
+    layer of a step."""
+
+    __slots__ = ("index", "layout")
+
+    def __init__(self, layout: list[list[tuple[Any, int, int]]], index: int) -> None:
+        self.layout = layout
+        self.index = index
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+    def __getitem__(self, i: int) -> list[View]:
+        return [View(slab.arrays(self.index), lo, hi, id(slab)) for slab, lo, hi in self.layout[i]]
+
+    def __iter__(self) -> Iterator[list[View]]:
+        return (self[i] for i in range(len(self)))
 
 
 STACK_TOKENS = 512
@@ -67,7 +90,7 @@ class Codec(Protocol):
 class Handle:
     """Stands for the keys, or the values, of some rows in a model's attention code."""
 
-    rows: list[list[View]]
+    rows: Rows | list[list[View]]
     codec: Codec
     shape: tuple[int, int, int, int]
     dtype: mx.Dtype
@@ -161,12 +184,12 @@ def _weigh(blocks: list[_Block], sinks: mx.array | None) -> mx.array:
         return blocks[0].out
     sums = [b.logsum for b in blocks]
     if sinks is not None:
-        sums.append(mx.broadcast_to(sinks.astype(mx.float32), sums[0].shape))
-    weights = mx.softmax(mx.concatenate(sums, axis=-1), axis=-1).astype(blocks[0].out.dtype)
-    out = blocks[0].out * weights[..., :1]
-    for i, block in enumerate(blocks[1:], start=1):
-        out = out + block.out * weights[..., i : i + 1]
-    return out
+        sums.append(sinks.astype(mx.float32))
+    top = functools.reduce(mx.maximum, sums)
+    shares = [mx.exp(x - top) for x in sums]
+    total = functools.reduce(operator.add, shares)
+    weighed = [b.out.astype(mx.float32) * w for b, w in zip(blocks, shares, strict=False)]
+    return (functools.reduce(operator.add, weighed) / total).astype(blocks[0].out.dtype)
 
 
 def _attend_joined(
@@ -233,7 +256,16 @@ class _Plan:
     """For each of these in turn, 0 where a row sees a column, very low where not; None where all do."""
 
 
-def _plan(rows: list[list[View]], dtype: mx.Dtype) -> _Plan:
+def _plan_of(rows: Rows | list[list[View]], dtype: mx.Dtype, plans: dict[Any, Any]) -> _Plan:
+    if not isinstance(rows, Rows):
+        return _plan(rows, dtype)
+    if plans.get("planned") is not rows.layout or plans["plan"][0] != dtype:
+        plans["planned"], plans["plan"] = rows.layout, (dtype, _plan(list(rows), dtype))
+    plan: _Plan = plans["plan"][1]
+    return plan
+
+
+def _plan(rows: Rows | list[list[View]], dtype: mx.Dtype) -> _Plan:
     n = len(rows)
     readers: dict[tuple[int, int, int], tuple[int, int, list[int]]] = {}
     slabs: dict[int, tuple[int, int, set[int]]] = {}
@@ -287,7 +319,7 @@ def _room(v: View) -> int:
 
 def _attend_rows(
     q: mx.array,
-    rows: list[list[View]],
+    rows: Rows | list[list[View]],
     codec: Codec,
     scale: float,
     sinks: mx.array | None,
@@ -296,44 +328,71 @@ def _attend_rows(
     n_rows, n_q, _, dim = q.shape
     n_kv = rows[0][0].arrays[0].shape[1]
     repeats = n_q // n_kv
-    key = (q.dtype, tuple((v.slab, v.lo, v.hi) for row in rows for v in row))
-    plan = plans.get("plan") if plans.get("key") == key else None
-    if plan is None:
-        plan = _plan(rows, q.dtype)
-        plans["key"], plans["plan"] = key, plan
+    plan = _plan_of(rows, q.dtype, plans)
+
+    everyone = tuple(range(n_rows))
+    groups = [(rows[i][j].all(), everyone) for i, j in plan.common]
+    groups += [(rows[i][j], tuple(who)) for i, j, who in plan.shared]
+    ranges = tuple((v.lo, v.hi, who) for v, who in groups)
+    given = [v.arrays for v, _ in groups], plan.hidden[: len(groups)]
+    column = None if sinks is None else sinks.reshape(n_kv, 1, repeats, 1)
+    if not plan.width and not plan.single:
+        core = _core(plans, ranges, codec, scale)
+        out = core(q, *given, column)
+        return out.transpose(1, 0, 2, 3).reshape(n_rows, n_q, 1, out.shape[-1]).astype(q.dtype)
 
     by_row = (q * scale).reshape(n_rows, n_kv, repeats, dim)
-    by_head = by_row.transpose(1, 0, 2, 3)
-    stack = _stack(rows, plan) if plan.width else []
-    everyone = list(range(n_rows))
-    blocks = [_shared_scores(by_head, rows[i][j].all(), everyone, codec) for i, j in plan.common]
-    blocks += [_shared_scores(by_head, rows[i][j], who, codec) for i, j, who in plan.shared]
+    parts = _attend_groups(by_row.transpose(1, 0, 2, 3), *given, ranges, codec)
+    hidden = plan.hidden[len(groups) :]
     if plan.width:
-        blocks.append(codec.scores(by_row, stack, 0, plan.width).transpose(1, 0, 2, 3))
-    for i, j in plan.single:
-        v = rows[i][j]
-        s = codec.scores(by_row[i : i + 1], v.arrays, v.lo, v.hi).transpose(1, 0, 2, 3)
-        blocks.append(mx.pad(s, [(0, 0), (i, n_rows - i - 1), (0, 0), (0, 0)]))
-    parts = [_Block(b if h is None else b + h) for b, h in zip(blocks, plan.hidden, strict=True)]
-    left = iter(parts)
-    groups = [(rows[i][j].all(), everyone) for i, j in plan.common]
-    groups += [(rows[i][j], who) for i, j, who in plan.shared]
-    for v, who in groups:
-        part = next(left)
-        part.out = _shared_mix(part.probs, v, who, n_rows, codec)
-    if plan.width:
-        part = next(left)
+        stack = _stack(rows, plan)
+        s = codec.scores(by_row, stack, 0, plan.width).transpose(1, 0, 2, 3)
+        part = _Block(s + hidden[0])
         part.out = codec.mix(part.probs.transpose(1, 0, 2, 3), stack, 0, plan.width).transpose(1, 0, 2, 3)
-    for i, j in plan.single:
-        part, v = next(left), rows[i][j]
+        parts.append(part)
+    for (i, j), low in zip(plan.single, hidden[-len(plan.single) :] if plan.single else [], strict=True):
+        v, around = rows[i][j], [(0, 0), (i, n_rows - i - 1), (0, 0), (0, 0)]
+        s = codec.scores(by_row[i : i + 1], v.arrays, v.lo, v.hi).transpose(1, 0, 2, 3)
+        part = _Block(mx.pad(s, around) + low)
         p = part.probs[:, i : i + 1].transpose(1, 0, 2, 3)
-        own = codec.mix(p, v.arrays, v.lo, v.hi).transpose(1, 0, 2, 3)
-        part.out = mx.pad(own, [(0, 0), (i, n_rows - i - 1), (0, 0), (0, 0)])
-    out = _weigh(parts, None if sinks is None else sinks.reshape(n_kv, 1, repeats, 1))
+        part.out = mx.pad(codec.mix(p, v.arrays, v.lo, v.hi).transpose(1, 0, 2, 3), around)
+        parts.append(part)
+    out = _weigh(parts, column)
     return out.transpose(1, 0, 2, 3).reshape(n_rows, n_q, 1, out.shape[-1]).astype(q.dtype)
 
 
-def _shared_scores(by_head: mx.array, v: View, who: list[int], codec: Codec) -> mx.array:
+Ranges = tuple[tuple[int, int, tuple[int, ...]], ...]
+
+
+def _core(plans: dict[Any, Any], ranges: Ranges, codec: Codec, scale: float) -> Any:
+    """Attention over pieces that rows read together, which keeps its shape from step to step; so on a GPU it is
+    compiled, once for a batch."""
+    key = ("core", ranges, id(codec), scale)
+    if key not in plans:
+
+        def core(q: mx.array, arrays: Any, hidden: Any, sinks: Any) -> mx.array:
+            n_kv = arrays[0][0].shape[1]
+            by_row = (q * scale).reshape(q.shape[0], n_kv, -1, q.shape[3])
+            return _weigh(_attend_groups(by_row.transpose(1, 0, 2, 3), arrays, hidden, ranges, codec), sinks)
+
+        plans[key] = mx.compile(core) if device.on_gpu() else core
+    return plans[key]
+
+
+def _attend_groups(
+    by_head: mx.array, arrays: Any, hidden: Any, ranges: Ranges, codec: Codec
+) -> list[_Block]:
+    parts = []
+    for held, low, (lo, hi, who) in zip(arrays, hidden, ranges, strict=True):
+        view = View(held, lo, hi, 0)
+        s = _shared_scores(by_head, view, who, codec)
+        part = _Block(s if low is None else s + low)
+        part.out = _shared_mix(part.probs, view, who, by_head.shape[1], codec)
+        parts.append(part)
+    return parts
+
+
+def _shared_scores(by_head: mx.array, v: View, who: tuple[int, ...], codec: Codec) -> mx.array:
     """One product for all the rows that read this piece: [kv heads, rows, repeats, tokens]."""
     n_kv, n_rows, repeats, dim = by_head.shape
     picked = by_head if len(who) == n_rows else by_head[:, mx.array(who)]
@@ -345,7 +404,7 @@ def _shared_scores(by_head: mx.array, v: View, who: list[int], codec: Codec) -> 
     return s[:, mx.array(places)]
 
 
-def _shared_mix(p: mx.array, v: View, who: list[int], n_rows: int, codec: Codec) -> mx.array:
+def _shared_mix(p: mx.array, v: View, who: tuple[int, ...], n_rows: int, codec: Codec) -> mx.array:
     n_kv, _, repeats, n = p.shape
     picked = p if len(who) == n_rows else p[:, mx.array(who)]
     part = codec.mix(picked.reshape(1, n_kv, len(who) * repeats, n), v.arrays, v.lo, v.hi)
@@ -357,7 +416,7 @@ def _shared_mix(p: mx.array, v: View, who: list[int], n_rows: int, codec: Codec)
     return spread
 
 
-def _stack(rows: list[list[View]], plan: _Plan) -> list[mx.array]:
+def _stack(rows: Rows | list[list[View]], plan: _Plan) -> list[mx.array]:
     """The rows' short tails side by side: [rows, heads, width, dim], for each of the layer's arrays."""
     tails = [None if j is None else rows[i][j] for i, j in enumerate(plan.stacked)]
     like = next(v for v in tails if v is not None).arrays

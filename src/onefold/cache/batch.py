@@ -28,6 +28,7 @@ class Batch:
         self._n_layers = anatomy.n_layers
         self.leases: list[Lease] = []
         self._layers: list[Any] | None = None
+        self._plans: dict[Any, Any] = {}
         self._arena = arena
         self._lock = lock
         for lease in leases:
@@ -46,8 +47,8 @@ class Batch:
         """What the model takes as its cache, for one token per row."""
         if self._layers is None:
             own = [lease.layers[: self._n_layers] for lease in self.leases]
-            plans: dict[Any, Any] = {}
-            self._layers = [RowsLayer.over([row[i] for row in own], plans) for i in range(self._n_layers)]
+            self._plans = {}
+            self._layers = [RowsLayer.over([row[i] for row in own], self._plans) for i in range(self._n_layers)]
         return self._layers
 
     def step(self, tokens: mx.array) -> mx.array:
@@ -61,6 +62,7 @@ class Batch:
             with self._lock:
                 if self._arena is not None:
                     self._arena.seat([lease._track for lease in self.leases if not lease._spanless])
+            RowsLayer.begin_step(self._plans)
             return self.model(tokens, cache=self.layers)[:, -1, :]
         rows = [
             self.model(tokens[i : i + 1], cache=lease.layers[: self._n_layers])[:, -1, :]

@@ -14,9 +14,9 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache import stock
-from onefold.cache.attention import Handle, View
+from onefold.cache.attention import Handle, Rows, View
 from onefold.cache.kinds.full import PlainCodec, SegmentedLayer
-from onefold.cache.segment import ArraySpec
+from onefold.cache.segment import ArraySpec, Slab
 from onefold.cache.stock import Kind
 
 
@@ -34,6 +34,12 @@ class RowsLayer:
         if kind is Kind.RECURRENT:
             return _RecurrentRows(layers)
         return _AttentionRows(layers, plans)
+
+    @staticmethod
+    def begin_step(plans: dict[Any, Any]) -> None:
+        """Nothing that was worked out for the last step's positions holds for the next."""
+        for name in ("admitted", "laid out", "offsets"):
+            plans.pop(name, None)
 
 
 class _Rows:
@@ -57,53 +63,67 @@ class _AttentionRows(_Rows):
         return offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
-        if self._write_together(keys, values):
+        layers, n = self.layers, len(self.layers)
+        if not all(isinstance(layer, SegmentedLayer) for layer in layers):
+            for layer, k, v in zip(layers, mx.split(keys, n), mx.split(values, n), strict=True):
+                layer.update_and_fetch(k, v)
             return self.keys_and_values()
-        n = len(self.layers)
-        for layer, k, v in zip(self.layers, mx.split(keys, n), mx.split(values, n), strict=True):
-            layer.update_and_fetch(k, v)
+        before = [layer.offset for layer in layers]
+        if self._plans.get("admitted") != before:  # this step's first layer admits for all of them
+            for layer in layers:
+                layer.admit(1)
+            self._plans["admitted"] = before
+            self._plans["together"] = self._one_slab()
+        together = self._plans["together"]
+        if together is None:
+            for layer, k, v in zip(layers, mx.split(keys, n), mx.split(values, n), strict=True):
+                layer.store(k, v)
+            return self.keys_and_values()
+        slab, spots, where = together
+        arrays = slab.arrays(layers[0].index)
+        for j, part in enumerate(layers[0].codec.encode(keys, values)):
+            new = part.transpose(2, 1, 0, 3)
+            if new.shape not in where:
+                where[new.shape] = mx.broadcast_to(spots[:, None], new.shape)
+            arrays[j] = mx.put_along_axis(arrays[j], where[new.shape], new, axis=2)
+        for layer in layers:
+            layer.offset += 1
         return self.keys_and_values()
 
-    def _write_together(self, keys: mx.array, values: mx.array) -> bool:
-        """Rows whose tails lie in one slab are written with one operation per array."""
-        first = self.layers[0]
-        if not isinstance(first, SegmentedLayer) or not first.track.pieces:
-            return False
-        for layer in self.layers:
-            layer.admit(1)
-        if any(layer.ring is not None or layer.offset < layer.track.floor for layer in self.layers):
-            return self._write_admitted(keys, values)
-        lasts = [layer.track.pieces[-1] for layer in self.layers]
-        slab = lasts[0].slab
-        if any(p.slab is not slab for p in lasts):
-            return self._write_admitted(keys, values)
-        spots = [p.lo + x.offset - p.pos for p, x in zip(lasts, self.layers, strict=True)]
-        if self._plans.get("spots") != spots:
-            self._plans["spots"], self._plans["spot"] = spots, mx.array(spots)
-        arrays, index = slab.arrays(first.index), self._plans["spot"]
-        for j, new in enumerate(first.codec.encode(keys, values)):
-            arrays[j][:, :, index, :] = new.transpose(2, 1, 0, 3)
-        for layer in self.layers:
-            layer.offset += 1
-        return True
-
-    def _write_admitted(self, keys: mx.array, values: mx.array) -> bool:
-        n = len(self.layers)
-        for layer, k, v in zip(self.layers, mx.split(keys, n), mx.split(values, n), strict=True):
-            layer.store(k, v)
-        return True
+    def _one_slab(self) -> tuple[Slab, mx.array, dict[Any, mx.array]] | None:
+        """If this step's tokens all go to one slab: that slab and the indices, and room to keep what depends on the
+        shape of a write alone. Such a step is one write per array for all rows."""
+        layers = self.layers
+        if any(x.ring is not None or x.offset < x.track.floor or not x.track.pieces for x in layers):
+            return None
+        lasts = [x.track.pieces[-1] for x in layers]
+        if any(p.slab is not lasts[0].slab for p in lasts):
+            return None
+        spots = [p.lo + x.offset - p.pos for p, x in zip(lasts, layers, strict=True)]
+        return lasts[0].slab, mx.array(spots), {}
 
     def keys_and_values(self) -> tuple[Handle, Handle]:
-        rows, first = list[list[View]](), self.layers[0]
-        for layer in self.layers:
-            if isinstance(layer, SegmentedLayer) and layer.ring is None:
-                rows.append(layer.track.read(layer.index, layer.offset))
-            else:
+        first = self.layers[0]
+        if all(isinstance(x, SegmentedLayer) and x.ring is None for x in self.layers):
+            offsets = [x.offset for x in self.layers]
+            if self._plans.get("laid out") != offsets:
+                self._plans["laid out"] = offsets
+                self._plans["layout"] = [x.track.layout(x.offset) for x in self.layers]
+            layout = self._plans["layout"]
+            rows: Any = Rows(layout, first.index)
+            codec, arrays = first.codec, layout[0][0][0].arrays(first.index)
+            longest = max(offsets)
+        else:
+            found = []
+            for layer in self.layers:
                 k, v = layer.keys_and_values()
-                rows.append([View([k, v], 0, k.shape[2], id(layer))])
-        codec = first.codec if isinstance(first, SegmentedLayer) and first.ring is None else PlainCodec()
-        longest = max(sum(v.hi - v.lo for v in row) for row in rows)
-        arrays, dtype = rows[0][0].arrays, rows[0][0].arrays[codec.n_keys() - 1].dtype
+                if isinstance(k, Handle):
+                    found.append(k.rows[0])
+                else:
+                    found.append([View([k, v], 0, k.shape[2], id(layer))])
+            rows, codec, arrays = found, PlainCodec(), found[0][0].arrays
+            longest = max(sum(v.hi - v.lo for v in row) for row in found)
+        dtype = arrays[codec.n_keys() - 1].dtype
 
         def handle(a: mx.array) -> Handle:
             dim = codec.dim(ArraySpec(a.shape[1], a.shape[3], a.dtype))

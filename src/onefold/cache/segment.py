@@ -254,6 +254,10 @@ class Track:
             if p.pos < upto
         ]
 
+    def layout(self, upto: int) -> list[tuple[Slab, int, int]]:
+        """The same, whatever the layer."""
+        return [(p.slab, p.lo, min(p.hi, p.lo + upto - p.pos)) for p in self.pieces if p.pos < upto]
+
     # -- borrowing, from the tree ----------------------------------------------------------
 
     def borrow(self, spans: Iterable[Span]) -> None:

@@ -131,13 +131,14 @@ def watch(model: nn.Module) -> type:
     if count == 0:
 
         @functools.wraps(original)
-        def call(self: nn.Module, inputs: mx.array, cache: Any = None, *args: Any, **kwargs: Any) -> Any:
-            watchers = cache[0].watchers() if cache and hasattr(cache[0], "watchers") else []
+        def call(self: nn.Module, inputs: mx.array, *args: Any, **kwargs: Any) -> Any:
+            given = [kwargs.get("cache"), *args]  # models do not agree on where the cache stands
+            watchers = next((c[0].watchers() for c in given if _watchable(c)), [])
             for watcher in watchers:
                 watcher.begun()
             worked = False
             try:
-                out = original(self, inputs, cache, *args, **kwargs)
+                out = original(self, inputs, *args, **kwargs)
                 worked = True
             finally:
                 for watcher in watchers:
@@ -149,6 +150,10 @@ def watch(model: nn.Module) -> type:
 
         cls.__call__ = call  # type: ignore[method-assign]
     return cls
+
+
+def _watchable(cache: Any) -> bool:
+    return isinstance(cache, (list, tuple)) and len(cache) > 0 and hasattr(cache[0], "watchers")
 
 
 def unwatch(cls: type) -> None:

@@ -320,9 +320,11 @@ class PrefixCache:
             self._shelf.touch(node)
             if checkpoint is None or not checkpoint.spanless:
                 self._read_in_place(lease, node)
-        self._stand_at(lease, point, checkpoint)
+        if not self._stand_at(lease, point, checkpoint):
+            self._begin_again(lease, checkpoint)
         if not lease._spanless:
             rest = len(lease.tokens) + reserve_tokens - lease._track.end
+            self._require(lease, rest)
             self._make_writable(lease, rest)
             if rest > 0:
                 end = lease._track.end
@@ -388,23 +390,45 @@ class PrefixCache:
             if slab.writers:
                 slab.evaluate()  # sealed: its writer goes on elsewhere
 
-    def _stand_at(self, lease: Lease, point: int, checkpoint: Checkpoint | None) -> None:
-        """Put every layer at `point`."""
+    def _stand_at(self, lease: Lease, point: int, checkpoint: Checkpoint | None) -> bool:
+        """Put every layer at `point`; False if one of them will not have its snapshot."""
         lease._restored = checkpoint
-        at = 0
+        leaves = [(beat, leaf) for beat in lease._beats for leaf in beat.leaves]
+        snapshots = [None] * len(leaves) if checkpoint is None else checkpoint.snapshots
+        for (beat, leaf), snapshot in zip(leaves, snapshots, strict=True):
+            if snapshot is None:
+                leaf.offset = point
+            elif leaf.kind in stock.SLICEABLE:
+                leaf.rotate()
+                leaf.ring.adopt(snapshot)
+                leaf.offset = point
+                beat.rotated = True
+            elif not leaf.restore(snapshot, point):
+                return False
+        return True
+
+    def _begin_again(self, lease: Lease, checkpoint: Checkpoint | None) -> None:
+        """A checkpoint could not be put back: say so, give it up, and let the request prefill from the start."""
+        self._reasons["checkpoint refused"] += 1
+        log.warning("a checkpoint at %d could not be put back; prefilling from the start", lease.cached)
+        for node in lease._node.path() if lease._node is not None else []:
+            if node.checkpoint is checkpoint:
+                self._shelf.drop_checkpoint(node)
+        lease._restored, lease.cached, lease.reason = None, 0, "checkpoint refused"
         for beat in lease._beats:
+            beat.rotated = not beat.anatomy.sliceable
             for leaf in beat.leaves:
-                snapshot = checkpoint.snapshots[at] if checkpoint is not None else None
-                at += 1
-                if snapshot is None:
-                    leaf.offset = point
-                elif leaf.kind in stock.SLICEABLE:
-                    leaf.rotate()
-                    leaf.ring.adopt(snapshot)
-                    leaf.offset = point
-                    beat.rotated = True
+                if leaf.kind in stock.SLICEABLE:
+                    leaf.ring, leaf.offset = None, 0
                 else:
-                    leaf.restore(snapshot, point)
+                    leaf.free()
+
+    def _require(self, lease: Lease, rest: int) -> None:
+        """Refuse a rest that cannot be given room before anything is moved to make some."""
+        last = lease._track.pieces[-1] if lease._track.pieces else None
+        room = last.slab.capacity - last.hi if last is not None else 0
+        needed = max(0, rest - room) * self._store.token_bytes
+        self._ledger.open(Purpose.LIVE, needed, f"{rest} more tokens").close()
 
     def _make_writable(self, lease: Lease, rest: int) -> None:
         """Continue in place if nobody else reads these buffers; else the first write opens a fresh one."""

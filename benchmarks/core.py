@@ -60,7 +60,12 @@ def kv_peak(model: nn.Module, run: Callable[[], object]) -> int:
 
 
 def generate(model: nn.Module, prompt: object, layers: object, n: int, step: int = 512) -> list[int]:
-    return [t for t, _ in generate_step(mx.array(np.asarray(prompt)), model, max_tokens=n, prompt_cache=layers, prefill_step_size=step)]
+    return [
+        t
+        for t, _ in generate_step(
+            mx.array(np.asarray(prompt)), model, max_tokens=n, prompt_cache=layers, prefill_step_size=step
+        )
+    ]
 
 
 def conversation(rng: np.random.Generator, n: int) -> list[int]:
@@ -87,7 +92,7 @@ def bench_continue(tokens: int) -> list[Row]:
         history = first + generate(model, lease.rest, lease.layers, 8)
         lease.commit(history)
 
-    def ours() -> None:
+    def ours(cache: onefold.PrefixCache = cache) -> None:
         with cache.lease(history + turn) as lease:
             assert lease.cached == len(history), (lease.cached, len(history))
             out = generate(model, lease.rest, lease.layers, 64, step=32)
@@ -96,7 +101,7 @@ def bench_continue(tokens: int) -> list[Row]:
     peak = kv_peak(model, ours)
     cache.check()
     cache.close()
-    del cache
+    del cache, ours
     settle()
 
     stock = LRUPromptCache()
@@ -111,7 +116,15 @@ def bench_continue(tokens: int) -> list[Row]:
 
     stock_peak = kv_peak(model, theirs)
     ratio, stock_ratio = peak / (entry + room), stock_peak / (entry + room)
-    return [Row("continue by a short turn: peak KV / (entry + 512 tokens)", ratio, "≤ 1.05", ratio <= 1.05, f"{stock_ratio:.2f}")]
+    return [
+        Row(
+            "continue by a short turn: peak KV / (entry + 512 tokens)",
+            ratio,
+            "≤ 1.05",
+            ratio <= 1.05,
+            f"{stock_ratio:.2f}",
+        )
+    ]
 
 
 # -- 8 concurrent leases on one prefix --------------------------------------------------------------
@@ -127,7 +140,7 @@ def bench_share(tokens: int) -> list[Row]:
         lease.commit(prefix)
     held = mx.get_active_memory() - weight_bytes(model)
 
-    def ours() -> None:
+    def ours(cache: onefold.PrefixCache = cache) -> None:
         leases = [cache.lease([*prefix, 100 + i, i]) for i in range(rows)]
         for lease in leases:
             assert lease.cached == tokens
@@ -144,7 +157,7 @@ def bench_share(tokens: int) -> list[Row]:
     extra = (kv_peak(model, ours) - held) / rows / per_token
     cache.check()
     cache.close()
-    del cache
+    del cache, ours
     settle()
 
     stock = LRUPromptCache(max_size=64)
@@ -163,7 +176,14 @@ def bench_share(tokens: int) -> list[Row]:
 
     stock_extra = (kv_peak(model, theirs) - held) / rows / per_token
     return [
-        Row(f"{rows} leases on one {tokens}-token prefix, decoding: extra peak per lease", extra, "≤ 512", extra <= 512, f"{stock_extra:.0f}", "tokens")
+        Row(
+            f"{rows} leases on one {tokens}-token prefix, decoding: extra peak per lease",
+            extra,
+            "≤ 512",
+            extra <= 512,
+            f"{stock_extra:.0f}",
+            "tokens",
+        )
     ]
 
 
@@ -196,8 +216,17 @@ def bench_match() -> list[Row]:
     stock_branch = best(lambda: trie.search("m", branch_list), 1)
     per_token = tree.index_bytes() / n
     return [
-        Row("match, 131,072 tokens: extension", extend_ms, "≤ 2", extend_ms <= 2, f"{stock_extend:.0f}", "ms"),
-        Row("match, 131,072 tokens: branch at half", branch_ms, "≤ 2", branch_ms <= 2, f"{stock_branch:.0f}", "ms"),
+        Row(
+            "match, 131,072 tokens: extension", extend_ms, "≤ 2", extend_ms <= 2, f"{stock_extend:.0f}", "ms"
+        ),
+        Row(
+            "match, 131,072 tokens: branch at half",
+            branch_ms,
+            "≤ 2",
+            branch_ms <= 2,
+            f"{stock_branch:.0f}",
+            "ms",
+        ),
         Row("(a Python list: plus its conversion)", convert_ms, "—", True, "—", "ms"),
         Row("index memory per token", per_token, "≤ 16", per_token <= 16, "about 220", "bytes"),
     ]
@@ -227,7 +256,13 @@ def bench_ledger() -> list[Row]:
             prompt = base[:cut] + conversation(rng, int(rng.integers(1, 200)))
             lease = cache.lease(prompt)
             out: list[int] = []
-            for t, _ in generate_step(mx.array(lease.rest), model, max_tokens=int(rng.integers(1, 12)), prompt_cache=lease.layers, prefill_step_size=128):
+            for t, _ in generate_step(
+                mx.array(lease.rest),
+                model,
+                max_tokens=int(rng.integers(1, 12)),
+                prompt_cache=lease.layers,
+                prefill_step_size=128,
+            ):
                 out.append(t)
                 mx.eval([c.state for c in lease.layers])
                 mx.synchronize()
@@ -243,7 +278,16 @@ def bench_ledger() -> list[Row]:
                 cache.check()
         cache.close()
         del cache, model
-    return [Row("ledger against MLX's active memory, 200 mixed requests: worst difference", 100 * worst, "≤ 1", worst <= 0.01, "5 × off", "%")]
+    return [
+        Row(
+            "ledger against MLX's active memory, 200 mixed requests: worst difference",
+            100 * worst,
+            "≤ 1",
+            worst <= 0.01,
+            "5 times off",
+            "%",
+        )
+    ]
 
 
 # -- a hybrid model ----------------------------------------------------------------------------------
@@ -270,10 +314,17 @@ def bench_hybrid() -> list[Row]:
         for e in _stock_entries(stock)
     )
     ratio = stored.stored_tokens / unique
-    said = f"{stored.bytes['checkpoint'] / 1e6:.2f} MB in {stored.checkpoints} checkpoints beside {stored.bytes['stored'] / 1e6:.2f} MB of KV"
+    kept, kv = stored.bytes["checkpoint"] / 1e6, stored.bytes["stored"] / 1e6
+    said = f"{kept:.2f} MB in {stored.checkpoints} checkpoints beside {kv:.2f} MB of KV"
     cache.close()
     return [
-        Row("hybrid model, 5 turns: tokens of KV stored / unique tokens", ratio, "≤ 1.05", ratio <= 1.05, f"{stock_tokens / unique:.1f}"),
+        Row(
+            "hybrid model, 5 turns: tokens of KV stored / unique tokens",
+            ratio,
+            "≤ 1.05",
+            ratio <= 1.05,
+            f"{stock_tokens / unique:.1f}",
+        ),
         Row(f"  ({said})", float(stored.checkpoints), "≤ 4", stored.checkpoints <= 4, "—", "checkpoints"),
     ]
 
@@ -308,7 +359,7 @@ def bench_decode(tokens: int) -> list[Row]:
 
     long = conversation(rng, 64)
     branchy = onefold.PrefixCache(model, "8GB")
-    for turn in range(100):
+    for _ in range(100):
         for attempt in (0, 1):  # each turn is asked twice: a branch that stays behind
             prompt = [*long, *conversation(rng, 16), attempt]
             with branchy.lease(prompt) as lease:
@@ -343,13 +394,23 @@ def bench_decode(tokens: int) -> list[Row]:
     branchy.close()
     return [
         Row("decode speed, lone request on a moved entry / stock", ratio, "≥ 0.97", ratio >= 0.97, "1"),
-        Row(f"decode speed, 100 turns with branches ({n} tokens) / one buffer", branched, "≥ 0.95", branched >= 0.95, "1"),
+        Row(
+            f"decode speed, 100 turns with branches ({n} tokens) / one buffer",
+            branched,
+            "≥ 0.95",
+            branched >= 0.95,
+            "1",
+        ),
     ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="comma-separated: continue,share,match,ledger,hybrid,decode")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", help="comma-separated: continue,share,match,ledger,hybrid,decode"
+    )
     parser.add_argument("--tokens", type=int, default=4096)
     args = parser.parse_args()
     benches: dict[str, Callable[[], list[Row]]] = {
@@ -371,7 +432,13 @@ def main() -> int:
             rows = benches[name]()
         for row in rows:
             missed += not row.met
-            table.add_row(row.what, f"{row.ours:.2f} {row.unit}".strip(), row.target, "ok" if row.met else "MISSED", row.stock)
+            table.add_row(
+                row.what,
+                f"{row.ours:.2f} {row.unit}".strip(),
+                row.target,
+                "ok" if row.met else "MISSED",
+                row.stock,
+            )
     console.print(table)
     return 1 if missed else 0
 

@@ -34,7 +34,7 @@ def settle() -> None:
     mx.synchronize()
 
 
-def steps(batch: onefold.Batch, y: mx.array, n: int = 40) -> tuple[float, mx.array]:
+def steps(batch: onefold.Batch, y: mx.array, n: int = 120) -> tuple[float, mx.array]:
     """As a server decodes: the next step is built while the device works on this one."""
     took = []
     for i in range(n):
@@ -61,7 +61,9 @@ def ours(model: object, prefix: list[int], rows: int, table: list[str]) -> None:
     cache = onefold.PrefixCache(model, "60GB")
     t0 = time.perf_counter()
     with cache.lease(prefix) as lease:
-        for _ in generate_step(mx.array(lease.rest), model, max_tokens=1, prompt_cache=lease.layers, prefill_step_size=2048):
+        for _ in generate_step(
+            mx.array(lease.rest), model, max_tokens=1, prompt_cache=lease.layers, prefill_step_size=2048
+        ):
             pass
         lease.commit(prefix)
     table.append(f"prefill of {len(prefix)} tokens: {time.perf_counter() - t0:.2f} s")
@@ -79,7 +81,8 @@ def ours(model: object, prefix: list[int], rows: int, table: list[str]) -> None:
         extra = mx.get_peak_memory() - held
         built = statistics.median(build_time(batch, mx.array([7] * n)) for _ in range(5))
         table.append(f"  (building a step takes {built:.2f} ms of Python)")
-        table.append(f"ours: {n:2d} rows on {len(prefix)} tokens: {ms:6.2f} ms/step, +{extra / 1e9:.3f} GB peak (prefill of the tails +{first / 1e9:.3f})")
+        line = f"ours: {n:2d} rows on {len(prefix)} tokens: {ms:6.2f} ms/step, +{extra / 1e9:.3f} GB peak"
+        table.append(f"{line} (of which prefilling the tails +{first / 1e9:.3f})")
         for lease in leases:
             lease.cancel()
         cache.check()
@@ -91,17 +94,18 @@ def ours(model: object, prefix: list[int], rows: int, table: list[str]) -> None:
     mx.reset_peak_memory()
     held = mx.get_active_memory()
     with cache.lease([*prefix, *range(1, 33)]) as lease:
-        out = [t for t, _ in generate_step(mx.array(lease.rest), model, max_tokens=64, prompt_cache=lease.layers)]
-        moved = not any(len(lease._track.pieces) > 1 for _ in (0,))
+        out = [
+            t for t, _ in generate_step(mx.array(lease.rest), model, max_tokens=64, prompt_cache=lease.layers)
+        ]
+        moved = len(lease._track.pieces) == 1
         peak = mx.get_peak_memory() - held
         token, took = mx.array([[7]]), []
         for _ in range(40):
             start = time.perf_counter()
             mx.eval(model(token, cache=lease.layers))
             took.append(time.perf_counter() - start)
-    table.append(
-        f"ours: continue {entry / 1e9:.2f} GB by 32+64 tokens: peak +{peak / 1e9:.3f} GB = {1 + peak / entry:.3f} x (moved: {moved}), {1e3 * statistics.median(took[8:]):.2f} ms/token"
-    )
+    line = f"ours: continue {entry / 1e9:.2f} GB by 32+64 tokens: peak +{peak / 1e9:.3f} GB = {1 + peak / entry:.3f} x"
+    table.append(f"{line} (moved: {moved}), {1e3 * statistics.median(took[8:]):.2f} ms/token")
     del out
     cache.close()
     settle()
@@ -150,7 +154,8 @@ def stock(model: object, prefix: list[int], rows: int, table: list[str]) -> None
         generator.next()
         mx.synchronize()
         took.append(time.perf_counter() - start)
-    table.append(f"stock: {rows} rows, BatchGenerator: {1e3 * statistics.median(took[8:]):.2f} ms/step, peak +{(mx.get_peak_memory() - held) / 1e9:.1f} GB")
+    ms, peak = 1e3 * statistics.median(took[8:]), mx.get_peak_memory() - held
+    table.append(f"stock: {rows} rows, BatchGenerator: {ms:.2f} ms/step, peak +{peak / 1e9:.1f} GB")
     del generator
     settle()
 
@@ -162,27 +167,41 @@ def facts(table: list[str]) -> None:
     q = mx.random.normal((1, 32, 1, 128)).astype(mx.bfloat16)
     for lo, hi in ((0, 700), (0, 1024), (13, 700), (256, 768)):
         a = mx.fast.scaled_dot_product_attention(q, k[..., lo:hi, :], v[..., lo:hi, :], scale=0.088)
-        b = mx.fast.scaled_dot_product_attention(q, mx.contiguous(k[..., lo:hi, :]), mx.contiguous(v[..., lo:hi, :]), scale=0.088)
+        b = mx.fast.scaled_dot_product_attention(
+            q, mx.contiguous(k[..., lo:hi, :]), mx.contiguous(v[..., lo:hi, :]), scale=0.088
+        )
         worst = mx.abs(a - b).max().item()
-        table.append(f"fact: SDPA with one query on a slice [{lo}:{hi}) of 1024 differs from its copy by {worst:.1e}")
+        table.append(
+            f"fact: SDPA with one query on a slice [{lo}:{hi}) of 1024 differs from its copy by {worst:.1e}"
+        )
     big = mx.zeros((1, 8, 8192, 128), mx.bfloat16)
     mx.eval(big)
     settle()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     mx.eval(q.reshape(1, 8, 4, 128) @ big[..., :5000, :].swapaxes(-1, -2))
-    table.append(f"fact: matmul on a slice of 8192: extra peak {(mx.get_peak_memory() - before) / 1e6:.2f} MB (a copy would be {5000 * 8 * 128 * 2 / 1e6:.1f})")
+    extra, copied = (mx.get_peak_memory() - before) / 1e6, 5000 * 8 * 128 * 2 / 1e6
+    table.append(f"fact: matmul on a slice of 8192: extra peak {extra:.2f} MB (a copy would be {copied:.1f})")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--skip-stock", action="store_true")
     args = parser.parse_args()
     model = llama_model(
-        layers=args.layers, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256, dtype=mx.bfloat16
+        layers=args.layers,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=14336,
+        vocab=128256,
+        dtype=mx.bfloat16,
     )
     prefix = np.random.default_rng(0).integers(0, 100_000, args.tokens).tolist()
     table: list[str] = []

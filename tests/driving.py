@@ -54,7 +54,12 @@ def same(warm: list[mx.array], reference: list[mx.array], tolerance: float = 1e-
 
 
 def turn(
-    cache: onefold.PrefixCache, model: nn.Module, tokens: list[int], n: int = 4, grid: int = GRID, **options: Any
+    cache: onefold.PrefixCache,
+    model: nn.Module,
+    tokens: list[int],
+    n: int = 4,
+    grid: int = GRID,
+    **options: Any,
 ) -> tuple[onefold.Lease, list[int]]:
     """One request, warm; asserts that it equals a cold run. Returns the lease and all tokens."""
     reference = cold(model, tokens, n, grid)

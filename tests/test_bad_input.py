@@ -36,7 +36,8 @@ def known(cache, model) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "tokens", [[], "text", [1.5, 2], [[1, 2]], [-1, 2], [1, 2**40], None, [None], np.array([], np.int32), ["a"], 7]
+    "tokens",
+    [[], "text", [1.5, 2], [[1, 2]], [-1, 2], [1, 2**40], None, [None], np.array([], np.int32), ["a"], 7],
 )
 def test_tokens_that_are_none(cache, tokens):
     with pytest.raises(onefold.TokenError):
@@ -88,7 +89,11 @@ def test_a_lease_from_another_thread(cache, model, known):
     caught: list[BaseException] = []
 
     def use() -> None:
-        for run in (lambda: lease.commit(known), lease.cancel, lambda: model(mx.array([[1]]), cache=lease.layers)):
+        for run in (
+            lambda: lease.commit(known),
+            lease.cancel,
+            lambda: model(mx.array([[1]]), cache=lease.layers),
+        ):
             try:
                 run()
             except onefold.WrongThread as error:
@@ -129,7 +134,9 @@ def test_a_budget_smaller_than_one_chunk(model):
         cache.check()
 
 
-@pytest.mark.parametrize("size", ["8 gigs", "", "-1GB", "0", "GB", "120%", "0%", 0, -5, float("nan"), None.__class__, [], True])
+@pytest.mark.parametrize(
+    "size", ["8 gigs", "", "-1GB", "0", "GB", "120%", "0%", 0, -5, float("nan"), None.__class__, [], True]
+)
 def test_nonsense_sizes(model, size):
     with pytest.raises(onefold.ConfigError):
         onefold.PrefixCache(model, size)

@@ -50,7 +50,9 @@ def long_model():
 
 def stored(cache: onefold.PrefixCache, model, tokens: list[int]) -> list[int]:
     with cache.lease(tokens) as lease:
-        out = [t for t, _ in generate_step(mx.array(lease.rest), model, max_tokens=2, prompt_cache=lease.layers)]
+        out = [
+            t for t, _ in generate_step(mx.array(lease.rest), model, max_tokens=2, prompt_cache=lease.layers)
+        ]
         lease.commit(tokens + out)
     return tokens + out
 
@@ -425,7 +427,13 @@ def test_namespaces_never_share():
 def test_fingerprints_tell_weights_adapters_and_formats_apart():
     a, b = tiny("llama"), tiny("llama", seed=2)
     formats = set()
-    for model, options in ((a, {}), (b, {}), (a, {"adapter": "x"}), (a, {"kv": "8"}), (a, {"max_kv_size": 64})):
+    for model, options in (
+        (a, {}),
+        (b, {}),
+        (a, {"adapter": "x"}),
+        (a, {"kv": "8"}),
+        (a, {"max_kv_size": 64}),
+    ):
         with onefold.PrefixCache(model, "8MB", **options) as cache:
             formats.add(cache._format)
     assert len(formats) == 5

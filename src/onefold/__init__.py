@@ -6,10 +6,10 @@ from onefold import blas as _blas
 
 _blas.preload()
 
-from onefold.cache.batch import Batch
-from onefold.cache.lease import Lease
-from onefold.cache.prefix_cache import Pin, PrefixCache, Stats
-from onefold.errors import (
+from onefold.cache.batch import Batch  # noqa: E402
+from onefold.cache.lease import Lease  # noqa: E402
+from onefold.cache.prefix_cache import Pin, PrefixCache, Stats  # noqa: E402
+from onefold.errors import (  # noqa: E402
     BudgetError,
     CommitError,
     ConfigError,

@@ -36,7 +36,15 @@ from onefold.cache.segment import ArraySpec, LayerSpec, Store, Track
 from onefold.cache.stock import SLICEABLE, Kind
 from onefold.errors import ConfigError
 
-_BUILD_ERRORS = (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError, NotImplementedError)
+_BUILD_ERRORS = (
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    RuntimeError,
+    NotImplementedError,
+)
 """What a model's own code raises when it is handed something it cannot work with."""
 
 _TRIAL = (3, 1, 2)
@@ -185,7 +193,6 @@ class Anatomy:
                 total += entries * leaf.token_bytes
         return total
 
-
     def ring_bytes(self, offset: int, n_tokens: int) -> int:
         """What bounded layers may occupy once they have become rings."""
         if self.bound is None:
@@ -213,11 +220,7 @@ def _nest(flat: dict[tuple[int, ...], Any], path: tuple[int, ...]) -> Any:
 
 def _survey(model: nn.Module, kv: KvFormat, bound: Bound | None) -> Anatomy:
     caches = stock.make_prompt_cache(model)
-    leaves = [
-        _leaf(cache, path)
-        for i, top in enumerate(caches)
-        for path, cache in _flatten(top, (i,))
-    ]
+    leaves = [_leaf(cache, path) for i, top in enumerate(caches) for path, cache in _flatten(top, (i,))]
     anatomy = Anatomy(leaves, len(caches), bound=bound)
     _measure_weights(model, anatomy)
     unknown = sorted({type(_at(caches, leaf.path)).__name__ for leaf in leaves if leaf.kind is Kind.UNKNOWN})
@@ -235,7 +238,9 @@ def _survey(model: nn.Module, kv: KvFormat, bound: Bound | None) -> Anatomy:
         return anatomy
     anatomy.contiguous = not _takes_handles(model, anatomy)
     if anatomy.contiguous and kv.bits < 16:
-        anatomy.notes.append("kv stays 16 bits: quantised KV is read through the attention seam, which this model bypasses")
+        anatomy.notes.append(
+            "kv stays 16 bits: quantised KV is read through the attention seam, which this model bypasses"
+        )
         for leaf in anatomy.sliceable:
             _set_format(leaf, KvFormat())
     anatomy.ragged = not anatomy.contiguous and _takes_rows(model, anatomy)
@@ -313,7 +318,8 @@ def _set_format(leaf: Leaf, kv: KvFormat) -> None:
 def _measure_weights(model: nn.Module, anatomy: Anatomy) -> None:
     """The widths that bound a forward's activations."""
     widest = 0
-    for _, p in tree_flatten(model.parameters()):
+    weights: Any = tree_flatten(model.parameters())
+    for _, p in weights:
         if p.ndim >= 2 and mx.issubdtype(p.dtype, mx.floating):
             anatomy.itemsize = max(2, p.dtype.size)
     for name, module in model.named_modules():

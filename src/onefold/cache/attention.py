@@ -116,9 +116,13 @@ def attention(
 ) -> mx.array:
     """Stands in for mlx-lm's `scaled_dot_product_attention`."""
     if not isinstance(keys, Handle):
-        return stock.stock_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks, **options)
+        return stock.stock_attention(
+            queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks, **options
+        )
     if not isinstance(values, Handle) or options:
-        raise TypeError(f"attention over segments got values {type(values).__name__} and options {list(options)}")
+        raise TypeError(
+            f"attention over segments got values {type(values).__name__} and options {list(options)}"
+        )
     keys.consumed[0] += 1
     rows, codec = keys.rows, keys.codec
     if len(rows) == 1:
@@ -178,6 +182,10 @@ class _Block:
         self.out: mx.array = self.probs
 
 
+def _hidden(scores: mx.array, low: mx.array | None) -> mx.array:
+    return scores if low is None else scores + low
+
+
 def _weigh(blocks: list[_Block], sinks: mx.array | None) -> mx.array:
     """Put blocks together. A sink takes its share of the sum and has no output."""
     if len(blocks) == 1 and sinks is None:
@@ -192,9 +200,7 @@ def _weigh(blocks: list[_Block], sinks: mx.array | None) -> mx.array:
     return (functools.reduce(operator.add, weighed) / total).astype(blocks[0].out.dtype)
 
 
-def _attend_joined(
-    q: mx.array, row: list[View], scale: float, mask: Any, sinks: mx.array | None
-) -> mx.array:
+def _attend_joined(q: mx.array, row: list[View], scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
     """A prefill chunk: this layer's pieces side by side, for the length of this layer."""
     k = _cat([v.arrays[0][..., v.lo : v.hi, :] for v in row], axis=2)
     v = _cat([v.arrays[1][..., v.lo : v.hi, :] for v in row], axis=2)
@@ -208,7 +214,7 @@ def _masked(scores: mx.array, mask: Any) -> mx.array:
     """`scores` is [rows, kv heads, repeats, queries, keys]."""
     if mask is None:
         return scores
-    rows, n_kv, repeats, length, total = scores.shape
+    _, n_kv, repeats, length, total = scores.shape
     if isinstance(mask, str):
         first = total - length
         mask = mx.arange(first, total)[:, None] >= mx.arange(total)[None]
@@ -273,7 +279,11 @@ def _plan(rows: Rows | list[list[View]], dtype: mx.Dtype) -> _Plan:
         for j, v in enumerate(row):
             readers.setdefault((v.slab, v.lo, v.hi), (i, j, []))[2].append(i)
             slabs.setdefault(v.slab, (i, j, set()))[2].add(i)
-    whole = {slab for slab, (i, j, who) in slabs.items() if len(who) > 1 and rows[i][j].capacity <= n * STACK_TOKENS}
+    whole = {
+        slab
+        for slab, (i, j, who) in slabs.items()
+        if len(who) > 1 and rows[i][j].capacity <= n * STACK_TOKENS
+    }
     whole -= {slab for (slab, _, _), (_, _, who) in readers.items() if len(who) == len(slabs[slab][2])}
     common = [slabs[slab][:2] for slab in whole]
     shared = [found for (slab, _, _), found in readers.items() if len(found[2]) > 1 and slab not in whole]
@@ -347,13 +357,13 @@ def _attend_rows(
     if plan.width:
         stack = _stack(rows, plan)
         s = codec.scores(by_row, stack, 0, plan.width).transpose(1, 0, 2, 3)
-        part = _Block(s + hidden[0])
+        part = _Block(_hidden(s, hidden[0]))
         part.out = codec.mix(part.probs.transpose(1, 0, 2, 3), stack, 0, plan.width).transpose(1, 0, 2, 3)
         parts.append(part)
     for (i, j), low in zip(plan.single, hidden[-len(plan.single) :] if plan.single else [], strict=True):
         v, around = rows[i][j], [(0, 0), (i, n_rows - i - 1), (0, 0), (0, 0)]
         s = codec.scores(by_row[i : i + 1], v.arrays, v.lo, v.hi).transpose(1, 0, 2, 3)
-        part = _Block(mx.pad(s, around) + low)
+        part = _Block(_hidden(mx.pad(s, around), low))
         p = part.probs[:, i : i + 1].transpose(1, 0, 2, 3)
         part.out = mx.pad(codec.mix(p, v.arrays, v.lo, v.hi).transpose(1, 0, 2, 3), around)
         parts.append(part)
@@ -379,14 +389,12 @@ def _core(plans: dict[Any, Any], ranges: Ranges, codec: Codec, scale: float) -> 
     return plans[key]
 
 
-def _attend_groups(
-    by_head: mx.array, arrays: Any, hidden: Any, ranges: Ranges, codec: Codec
-) -> list[_Block]:
+def _attend_groups(by_head: mx.array, arrays: Any, hidden: Any, ranges: Ranges, codec: Codec) -> list[_Block]:
     parts = []
     for held, low, (lo, hi, who) in zip(arrays, hidden, ranges, strict=True):
         view = View(held, lo, hi, 0)
         s = _shared_scores(by_head, view, who, codec)
-        part = _Block(s if low is None else s + low)
+        part = _Block(_hidden(s, low))
         part.out = _shared_mix(part.probs, view, who, by_head.shape[1], codec)
         parts.append(part)
     return parts

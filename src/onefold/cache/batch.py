@@ -21,7 +21,12 @@ from onefold.cache.rows import RowsLayer
 
 class Batch:
     def __init__(
-        self, model: nn.Module, anatomy: Anatomy, leases: list[Lease], arena: Arena | None, lock: threading.RLock
+        self,
+        model: nn.Module,
+        anatomy: Anatomy,
+        leases: list[Lease],
+        arena: Arena | None,
+        lock: threading.RLock,
     ) -> None:
         self.model = model
         self.ragged = anatomy.ragged
@@ -48,7 +53,9 @@ class Batch:
         if self._layers is None:
             own = [lease.layers[: self._n_layers] for lease in self.leases]
             self._plans = {}
-            self._layers = [RowsLayer.over([row[i] for row in own], self._plans) for i in range(self._n_layers)]
+            self._layers = [
+                RowsLayer.over([row[i] for row in own], self._plans) for i in range(self._n_layers)
+            ]
         return self._layers
 
     def step(self, tokens: mx.array) -> mx.array:

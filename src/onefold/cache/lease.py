@@ -180,9 +180,8 @@ class Lease:
         shared = min(len(found), len(self.tokens))
         same = common_length(found[:shared], self.tokens[:shared])
         if same < shared:
-            raise CommitError(
-                f"token {same} of the commit is {int(found[same])}, but the lease was opened with {int(self.tokens[same])}"
-            )
+            given, leased = int(found[same]), int(self.tokens[same])
+            raise CommitError(f"token {same} of the commit is {given}, but the lease was opened with {leased}")
         if self._layers_changed():
             raise CommitError("the list of layers was changed; what they hold cannot be known")
         for beat in self._beats:
@@ -246,7 +245,9 @@ class Lease:
             offsets = [leaf.offset for b in self._beats for leaf in b.leaves]
             total = start + n_tokens
             cache._reserve_scratch(beat.anatomy.scratch_bytes(n_tokens, total) + 2 * self._points.bytes)
-            if not beat.rotated and any(isinstance(x, SegmentedLayer) and x.outgrows(n_tokens) for x in beat.leaves):
+            if not beat.rotated and any(
+                isinstance(x, SegmentedLayer) and x.outgrows(n_tokens) for x in beat.leaves
+            ):
                 self._rotate(beat)
             if not self._spanless:
                 self._track.ensure(start, n_tokens, keep=max(offsets, default=0))

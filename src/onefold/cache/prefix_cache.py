@@ -1,7 +1,7 @@
 """The door: `PrefixCache` hands out leases, takes back what they made, and keeps it under one budget.
 
-Continue is a move, share is a borrow, commit is a move. Bookkeeping is guarded by one lock: any thread may lease, commit
-and read statistics. A lease's forwards run on the thread that opened it; what is handed to other threads
+Continue is a move, share is a borrow, commit is a move. Bookkeeping is guarded by one lock: any thread may lease,
+commit and read statistics. A lease's forwards run on the thread that opened it; what is handed to other threads
 has been evaluated. A buffer that another thread is writing at this moment is not lent out: that is a shorter hit,
 with its reason.
 """
@@ -154,7 +154,9 @@ class PrefixCache:
             self._totals["requests"] += 1
             self._totals["tokens_requested"] += len(found)
             track = Track(self._store, contiguous=self._contiguous)
-            lease = Lease(self, found, (namespace, self._format), track, self._anatomies, frozenset(checkpoints))
+            lease = Lease(
+                self, found, (namespace, self._format), track, self._anatomies, frozenset(checkpoints)
+            )
             if self.uncached_reason:
                 return self._open_uncached(lease)
             try:
@@ -351,27 +353,22 @@ class PrefixCache:
         """The deepest point at which every layer can be put back."""
         if usable == 0:
             return 0, None, "nothing known"
+        clamped = self._clampable(path, readable) if self._pointwise else None
+        if clamped is not None:
+            return readable, clamped, ""
         for node in reversed(path):
             found = node.checkpoint
-            if found is not None and node.end <= usable and (found.spanless or node.end <= readable):
-                if found.spanless or self._pointwise:
-                    reason = "" if node.end == usable else "no checkpoint"
-                    best = node.end, found, reason
-                    if self._pointwise and readable > node.end and (c := self._clampable(path, readable)):
-                        return readable, c, ""
-                    if not self._pointwise and readable > node.end:
-                        break
-                    return best
+            if found is None or node.end > usable or not (found.spanless or node.end <= readable):
+                continue
+            if self._pointwise or node.end > readable:
+                return node.end, found, "" if node.end == usable else "no checkpoint"
         if not self._pointwise:
             return readable, None, "" if readable else "nothing known"
-        clamped = self._clampable(path, readable)
-        if clamped is not None and readable:
-            return readable, clamped, ""
         return 0, None, "no checkpoint"
 
     def _clampable(self, path: list[Node], target: int) -> Checkpoint | None:
         """A checkpoint at or behind `target` whose windows still hold everything before it."""
-        if not path or self._recurrent:
+        if not path or not target or self._recurrent:
             return None
         near = [*path, *list(path[-1].walk())[:16]]
         layers = [leaf for a in self._anatomies for leaf in a.make(Track(self._store))[1]]
@@ -379,7 +376,9 @@ class PrefixCache:
             found: Checkpoint | None = node.checkpoint
             if found is None or node.end < target or (found.spanless and self._store.specs):
                 continue
-            if all(s is None or x.can_restore(s, target) for x, s in zip(layers, found.snapshots, strict=True)):
+            if all(
+                s is None or x.can_restore(s, target) for x, s in zip(layers, found.snapshots, strict=True)
+            ):
                 return found
         return None
 
@@ -540,9 +539,7 @@ class PrefixCache:
     def _adopt(self, lease: Lease, node: Node) -> None:
         """A contiguous copy was made for this request: where nobody reads the original, the copy takes its place."""
         slab = lease._track.pieces[-1].slab
-        own = [
-            n for n in node.path() if n.span is not None and n.span.slab is not slab and n.span.slab.idle
-        ]
+        own = [n for n in node.path() if n.span is not None and n.span.slab is not slab and n.span.slab.idle]
         self._shelf.repoint(own, slab)
 
     def _release(self, lease: Lease) -> None:
@@ -599,7 +596,9 @@ class PrefixCache:
     def _rotated(self, lease: Lease, position: int, max_size: int) -> None:
         self._reasons["rotated"] += 1
         log.warning(
-            "a conversation of %d tokens reached max_kv_size=%d: its early context is being forgotten", position, max_size
+            "a conversation of %d tokens reached max_kv_size=%d: its early context is being forgotten",
+            position,
+            max_size,
         )
 
     def _abandon(self, lease: Lease) -> bool:
@@ -626,7 +625,9 @@ def _bound(max_kv_size: int | None, keep: int, form: KvFormat) -> Bound | None:
     if not max_kv_size:
         return None
     if max_kv_size < 0 or keep < 0 or keep >= max_kv_size:
-        raise ConfigError(f"keep must be from 0 to below max_kv_size, got keep={keep}, max_kv_size={max_kv_size}")
+        raise ConfigError(
+            f"keep must be from 0 to below max_kv_size, got keep={keep}, max_kv_size={max_kv_size}"
+        )
     if form.bits < 16:
         raise ConfigError(f"max_kv_size={max_kv_size} needs kv='16': mlx-lm has no quantised ring")
     return Bound(max_kv_size, keep)

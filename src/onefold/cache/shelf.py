@@ -11,6 +11,7 @@ Knows nothing of models or requests.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Hashable, Iterator
@@ -109,7 +110,9 @@ class Shelf:
         limit = self.ledger.budget_bytes // 4
         if n_bytes > limit:
             return False
-        held = sorted((n for n in self.nodes() if n.checkpoint is not None), key=lambda n: (n.last_use, n.end))
+        held = sorted(
+            (n for n in self.nodes() if n.checkpoint is not None), key=lambda n: (n.last_use, n.end)
+        )
         total = sum(n.checkpoint.account.bytes for n in held)
         for node in held:
             if total + n_bytes <= limit:
@@ -182,7 +185,11 @@ class Shelf:
             victims, freed = list[Slab](), 0
             while freed < short:
                 victim = eviction.choose(
-                    self.nodes(), short - freed, self.frees, self.store.token_bytes, may_cut=not self.pointwise
+                    self.nodes(),
+                    short - freed,
+                    self.frees,
+                    self.store.token_bytes,
+                    may_cut=not self.pointwise,
                 )
                 if victim is None:
                     break
@@ -355,7 +362,9 @@ def _check_node(node: Node) -> list[str]:
         if node.checkpoint.position != node.end:
             found.append(f"{where} has a checkpoint of {node.checkpoint.position}")
         if node.checkpoint.bytes != node.checkpoint.account.bytes:
-            found.append(f"{where}: checkpoint of {node.checkpoint.bytes} bytes counted {node.checkpoint.account.bytes}")
+            found.append(
+                f"{where}: checkpoint of {node.checkpoint.bytes} bytes counted {node.checkpoint.account.bytes}"
+            )
     return found
 
 
@@ -369,7 +378,9 @@ def _check_slab(slab: Slab) -> list[str]:
             if real != slab.capacity * slab.store.specs[index].token_bytes:
                 found.append(f"{where}: layer {index} has {real} bytes")
     edges = sorted((s.lo, s.hi) for s in slab.spans)
-    if any(a[1] > b[0] for a, b in zip(edges, edges[1:], strict=False)) or (edges and edges[-1][1] > slab.capacity):
+    if any(a[1] > b[0] for a, b in itertools.pairwise(edges)) or (
+        edges and edges[-1][1] > slab.capacity
+    ):
         found.append(f"{where}: spans overlap or overrun: {edges}")
     if not slab.spans and not slab.tracks:
         found.append(f"{where} belongs to nobody")

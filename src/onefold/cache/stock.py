@@ -133,7 +133,7 @@ def watch(model: nn.Module) -> type:
         @functools.wraps(original)
         def call(self: nn.Module, inputs: mx.array, *args: Any, **kwargs: Any) -> Any:
             given = [kwargs.get("cache"), *args]  # models do not agree on where the cache stands
-            watchers = next((c[0].watchers() for c in given if _watchable(c)), [])
+            watchers: list[Any] = next((c[0].watchers() for c in given if _watchable(c)), [])
             for watcher in watchers:
                 watcher.begun()
             worked = False

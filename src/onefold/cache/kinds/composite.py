@@ -35,6 +35,10 @@ class CompositeSnapshot:
         self.members = []
 
 
+def _composed(members: list[Any]) -> CompositeSnapshot | None:
+    return CompositeSnapshot(members) if any(m is not None for m in members) else None
+
+
 class CompositeLayer(stock.CacheList):  # type: ignore[misc, valid-type]
     kind = Kind.COMPOSITE
 
@@ -48,7 +52,7 @@ class CompositeLayer(stock.CacheList):  # type: ignore[misc, valid-type]
 
     def snapshot(self, from_offset: int = 0) -> CompositeSnapshot | None:
         members = [c.snapshot(from_offset) for c in self.caches]
-        return CompositeSnapshot(members) if any(m is not None for m in members) else None
+        return _composed(members)
 
     def can_restore(self, snapshot: CompositeSnapshot | None, target: int) -> bool:
         parts = [None] * len(self.caches) if snapshot is None else snapshot.members
@@ -72,7 +76,7 @@ class CompositeLayer(stock.CacheList):  # type: ignore[misc, valid-type]
         members = [c.merge(p, k) for c, p, k in pairs]
         parent.members, child.members = [], []
         close_all(parent, child)
-        return CompositeSnapshot(members) if any(m is not None for m in members) else None
+        return _composed(members)
 
     def split(self, snapshot: CompositeSnapshot | None, at: int) -> tuple[Any, Any]:
         if snapshot is None:
@@ -83,8 +87,7 @@ class CompositeLayer(stock.CacheList):  # type: ignore[misc, valid-type]
         upper, lower = [h[0] for h in halves], [h[1] for h in halves]
         if at >= snapshot.end and any(m is not None for m in upper):  # what cannot be split goes along
             upper, lower = [u or m for u, m in halves], []
-        make = lambda side: CompositeSnapshot(side) if any(m is not None for m in side) else None
-        return make(upper), make(lower)
+        return _composed(upper), _composed(lower)
 
     def watchers(self) -> list[Any]:
         found: list[Any] = self.caches[0].watchers()

@@ -111,12 +111,12 @@ class SegmentedLayer(Watched):
         codec: Codec = self.codec
         spec = self.track.store.specs[self.index].arrays
         k_spec, v_spec = spec[0], spec[codec.n_keys()]
-        shape = lambda s: (1, s.heads, self.offset, codec.dim(s))
         dtype = spec[codec.n_keys() - 1].dtype
-        return (
-            Handle([views], codec, shape(k_spec), dtype, self.consumed),
-            Handle([views], codec, shape(v_spec), dtype, self.consumed),
-        )
+
+        def handle(s: ArraySpec) -> Handle:
+            return Handle([views], codec, (1, s.heads, self.offset, codec.dim(s)), dtype, self.consumed)
+
+        return handle(k_spec), handle(v_spec)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         if self.ring is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,6 +162,15 @@ def values_of(snapshot: Any) -> list[np.ndarray]:
     if not isinstance(snapshot, Snapshot):
         return [a for m in snapshot.members if m is not None for a in values_of(m)]
     return [np.array(a) for a in snapshot.arrays if a is not None]
+
+
+@pytest.fixture(autouse=True)
+def no_pool() -> Iterator[None]:
+    """A buffer from MLX's pool may be larger than what was asked for; here bytes are counted exactly."""
+    before = mx.set_cache_limit(0)
+    mx.clear_cache()
+    yield
+    mx.set_cache_limit(before)
 
 
 def active() -> int:

@@ -495,3 +495,16 @@ def test_several_threads_may_lease_commit_and_read_statistics():
         cache.check()
         assert cache.stats().bytes["scratch"] == 0
         assert cache._ledger.by_purpose()[Purpose.LIVE.value] == 0
+
+
+def test_a_model_that_quantises_its_kv_by_itself_is_reused(monkeypatch):
+    from mlx_lm.models.cache import QuantizedKVCache
+
+    model = tiny("llama_q")
+    quantised = lambda self: [QuantizedKVCache(group_size=64, bits=8) for _ in self.layers]  # noqa: E731
+    monkeypatch.setattr(type(model), "make_cache", quantised)
+    with onefold.PrefixCache(model, "64MB") as cache:
+        _, known = turn(cache, model, words(40))
+        lease, _ = turn(cache, model, [*known, 1])
+        assert lease.cached == len(known)
+        assert cache._anatomies[0].kinds == {"quantized": 2}

@@ -86,6 +86,8 @@ class Leaf:
     token_bytes: int = 0
     state_bytes: int = 0
     plain: tuple[ArraySpec, ArraySpec] | None = None
+    native: AffineCodec | None = None
+    """The model quantises this layer by itself."""
 
 
 @dataclass
@@ -175,8 +177,9 @@ class Anatomy:
         if device.on_gpu() and not self.contiguous:
             few = min(n_tokens, 16)
             scores = (3 * self.heads * few * 4 + 2 * n_tokens) * total_tokens
+        joined = max((leaf.token_bytes for leaf in self.leaves), default=0) * total_tokens  # a chunk's pieces, one layer
         logits = 3 * n_tokens * self.vocab * max(4, self.itemsize)
-        return n_tokens * per_token + scores + logits + (1 << 16)
+        return n_tokens * per_token + scores + joined + logits + (1 << 16)
 
     def point_bytes(self, offset: int, n_tokens: int) -> int:
         """What windows and recurrent states may occupy after a forward of `n_tokens` at `offset`."""
@@ -236,7 +239,12 @@ def _survey(model: nn.Module, kv: KvFormat, bound: Bound | None) -> Anatomy:
     _read_shapes(anatomy, caches, kv)
     if anatomy.reason:
         return anatomy
+    if kv.bits < 16 and any(not leaf.codec.plain for leaf in anatomy.sliceable) != bool(anatomy.sliceable):
+        anatomy.notes.append(f"kv stays 16 bits: head dimensions are not multiples of 32, as kv='{kv.bits}' needs")
     anatomy.contiguous = not _takes_handles(model, anatomy)
+    if anatomy.contiguous and any(leaf.native for leaf in anatomy.leaves):
+        anatomy.reason = "it quantises its KV by itself and bypasses the attention seam"
+        return anatomy
     if anatomy.contiguous and kv.bits < 16:
         anatomy.notes.append(
             "kv stays 16 bits: quantised KV is read through the attention seam, which this model bypasses"
@@ -269,6 +277,8 @@ def _leaf(cache: Any, path: tuple[int, ...]) -> Leaf:
         leaf.window = (cache.chunk_size, 0)
     elif kind is Kind.RECURRENT:
         leaf.size = len(cache.cache)
+    elif kind is Kind.QUANTIZED:
+        leaf.native = AffineCodec(cache.bits, cache.group_size)
     return leaf
 
 
@@ -300,7 +310,10 @@ def _read_shapes(anatomy: Anatomy, caches: list[Any], kv: KvFormat) -> None:
 
 
 def _key_values(cache: Any) -> tuple[ArraySpec, ArraySpec]:
-    def spec(array: mx.array) -> ArraySpec:
+    def spec(array: Any) -> ArraySpec:
+        if isinstance(array, (tuple, list)):  # packed words, scales and biases
+            packed, scales = array[0], array[1]
+            return ArraySpec(packed.shape[1], packed.shape[3] * 32 // cache.bits, scales.dtype)
         return ArraySpec(array.shape[1], array.shape[3], array.dtype)
 
     return spec(cache.keys), spec(cache.values)
@@ -309,7 +322,7 @@ def _key_values(cache: Any) -> tuple[ArraySpec, ArraySpec]:
 def _set_format(leaf: Leaf, kv: KvFormat) -> None:
     assert leaf.plain is not None
     k, v = leaf.plain
-    leaf.codec = kv.codec(k, v)
+    leaf.codec = leaf.native or kv.codec(k, v)
     leaf.spec = leaf.codec.spec(k, v)
     leaf.kind = leaf.codec.kind
     leaf.token_bytes = leaf.spec.token_bytes

@@ -2,8 +2,8 @@
 
 - Each row has a region of `STEP` tokens. A decode step then writes all rows with one operation per layer and reads
   all tails with one product, instead of a handful per row: on a GPU that is where a step's time goes.
-- A row that joins brings its own short tail along (at most `STEP` tokens are copied); a longer one stays where it is.
-  A row that leaves takes what its nodes own to a slab of their own (`Shelf.evacuate`).
+- A row that joins brings its own short tail along (at most `BRINGS` tokens are copied); a longer one stays where it
+  is. A row that leaves takes what its nodes own here to a slab of their own: what it decoded (`Shelf.evacuate`).
 - It is a convenience: where the budget has no room for it, rows go on in slabs of their own.
 """
 

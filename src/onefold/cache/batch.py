@@ -1,7 +1,7 @@
 """A decode batch: several leases, one forward per step.
 
-Rows are ragged and each stays its lease's own: add and remove rows between any two steps; nothing is padded, and no
-more than a short tail is copied (see `arena`). A segment that several rows share is read once. A model that cannot
+Rows are ragged and each stays its lease's own: add and remove rows between any two steps; nothing is padded, and
+no prefix is copied (see `arena` for the tails). A segment that several rows share is read once. A model that cannot
 carry rows at different positions is stepped row by row, behind the same call.
 """
 

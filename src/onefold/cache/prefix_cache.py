@@ -408,7 +408,6 @@ class PrefixCache:
 
     def _begin_again(self, lease: Lease, checkpoint: Checkpoint | None) -> None:
         """A checkpoint could not be put back: say so, give it up, and let the request prefill from the start."""
-        self._reasons["checkpoint refused"] += 1
         log.warning("a checkpoint at %d could not be put back; prefilling from the start", lease.cached)
         for node in lease._node.path() if lease._node is not None else []:
             if node.checkpoint is checkpoint:

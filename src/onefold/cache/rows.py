@@ -1,7 +1,7 @@
 """One layer for several requests: the rows of a decode batch.
 
 - Rows are ragged: `offset` is an array with one position per row. Each row appends to its own storage and
-  reads its own pieces; joining and leaving a batch copies nothing, and nothing is padded.
+  reads its own pieces; nothing is padded, and no prefix is copied.
 - Each row's own layer stays the owner of its state, so a lease can leave between any two steps.
 
 Knows nothing of leases.

@@ -177,7 +177,7 @@ class Anatomy:
         if device.on_gpu() and not self.contiguous:
             few = min(n_tokens, 16)
             scores = (3 * self.heads * few * 4 + 2 * n_tokens) * total_tokens
-        joined = max((leaf.token_bytes for leaf in self.leaves), default=0) * total_tokens  # a chunk's pieces, one layer
+        joined = max((leaf.token_bytes for leaf in self.leaves), default=0) * total_tokens  # one layer's pieces
         logits = 3 * n_tokens * self.vocab * max(4, self.itemsize)
         return n_tokens * per_token + scores + joined + logits + (1 << 16)
 

@@ -103,11 +103,11 @@ class SegmentedLayer(Watched):
     def keys_and_values(self) -> tuple[Any, Any]:
         if self.ring is not None:
             return self.ring.keys_and_values()
-        views = self.track.read(self.index, self.offset)
-        if self.codec.plain and not self._always_handles and len(views) == 1 and views[0].lo == 0:
-            k, v = views[0].arrays
-            hi = views[0].hi
+        pieces, hi = self.track.pieces, self.offset
+        if self.codec.plain and not self._always_handles and pieces and pieces[0].lo == 0 and hi <= pieces[0].hi:
+            k, v = pieces[0].slab.arrays(self.index)
             return k[..., :hi, :], v[..., :hi, :]
+        views = self.track.read(self.index, self.offset)
         codec: Codec = self.codec
         spec = self.track.store.specs[self.index].arrays
         k_spec, v_spec = spec[0], spec[codec.n_keys()]

@@ -191,7 +191,7 @@ def test_an_allocation_that_fails(cache, model, known, monkeypatch):
 
     prompt = words(40, seed=8)
     monkeypatch.setattr(cache._store, "allocate", broken)
-    with pytest.raises(MemoryError), cache.lease(prompt) as lease:
+    with pytest.raises(onefold.BudgetError, match="no more"), cache.lease(prompt) as lease:
         forward(model, lease.layers, prompt, 0)
     monkeypatch.undo()
     cache.check()
@@ -214,14 +214,36 @@ def test_an_allocation_that_fails_while_growing(model, monkeypatch):
             return real(*args, **kwargs)
 
         monkeypatch.setattr(store, "allocate", second_fails)
-        with pytest.raises(MemoryError):
-            cache.lease(longer)
+        with pytest.raises(onefold.BudgetError), cache.lease(longer) as lease:
+            forward(model, lease.layers, longer, lease.cached)
         monkeypatch.undo()
         cache.check()
         lease = cache.lease([*known, 1])
         assert lease.cached == len(known)
         lease.cancel()
         turn(cache, model, longer)
+
+
+def test_a_device_that_fails_while_compacting_costs_only_the_miss(model, monkeypatch):
+    with onefold.PrefixCache(model, "16MB") as cache:
+        _, known = turn(cache, model, words(300))
+        _, other = turn(cache, model, words(60, seed=2))
+        count, real = [0], mx.eval
+
+        def second_fails(*args: object) -> None:
+            count[0] += 1
+            if count[0] == 2:
+                raise RuntimeError("no more")
+            real(*args)
+
+        monkeypatch.setattr("onefold.cache.segment.mx.eval", second_fails)
+        slab = max(cache._store.slabs, key=lambda s: s.capacity)
+        assert not cache._shelf.compact(slab)
+        monkeypatch.undo()
+        cache.check()
+        assert cache.lease([*known, 1]).cached == 0
+        assert cache.lease([*other, 1]).cached == len(other)
+        turn(cache, model, [*known, 1])
 
 
 def test_a_closed_cache(model):

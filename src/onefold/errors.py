@@ -3,7 +3,8 @@
     OnefoldError
     ├── ConfigError (ValueError)     a size, option or model that cannot be used as given
     ├── TokenError (ValueError)      tokens that are empty, not integers, or out of range
-    ├── BudgetError                  bytes were asked for that the budget does not have
+    ├── BudgetError                  bytes were asked for that the budget (or the device) does not have
+    ├── DeviceError                  the device failed in the middle of a copy that the budget had room for
     ├── LeaseError                   a lease used against its rules
     │   ├── LeaseClosed              ... after it was settled
     │   ├── WrongThread              ... from another thread than the one that opened it
@@ -35,6 +36,10 @@ class BudgetError(OnefoldError):
         super().__init__(message)
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
+
+
+class DeviceError(OnefoldError):
+    """What was being copied is lost; the cache drops it, and it is a miss from then on."""
 
 
 class LeaseError(OnefoldError):

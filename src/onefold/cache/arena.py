@@ -48,8 +48,11 @@ class Arena:
     def _regions(self, n: int, rows: int) -> list[int]:
         """Where `n` free regions begin; the slab is made, or grown, to have them."""
         slab = self._slab
-        if slab is not None and not slab.tracks <= slab.writers:
-            slab = self._slab = None  # sealed by a reader: start afresh, for all rows that still stand
+        if slab is not None and (
+            not slab.tracks <= slab.writers
+            or any(p.slab is slab and p.limit is None for t in slab.writers for p in t.pieces)
+        ):
+            slab = self._slab = None  # sealed by a reader, or become a lease's own: start afresh
         taken = set[int]()
         if slab is not None:
             ranges = [(s.lo, s.hi) for s in slab.spans]

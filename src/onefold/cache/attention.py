@@ -7,8 +7,7 @@
   log-sum-exps. Exact; K and V are read in place, and nothing as long as a piece is ever joined or cut.
 - A prefill chunk joins one layer's pieces for the length of that layer and takes the stock fused kernel.
 - Rows of a batch are ragged. A piece that several rows share is read once, with the rows folded into
-  the query dimension; short private tails are stacked, so that the number of operations does not grow
-  with the rows.
+  the query dimension; so is a slab in which the rows have their tails side by side.
 
 Knows nothing of trees, leases or budgets.
 """
@@ -64,8 +63,8 @@ class Rows:
         return (self[i] for i in range(len(self)))
 
 
-STACK_TOKENS = 512
-"""Private pieces up to this long are stacked into one product for all rows."""
+COMMON_TOKENS = 512
+"""A slab of which each row reads a part is read whole for all of them if it has at most this many tokens per row."""
 
 
 class Codec(Protocol):
@@ -253,13 +252,10 @@ class _Plan:
     """Short slabs of which several rows read different parts: read whole, each row sees its own."""
     shared: list[tuple[int, int, list[int]]]
     """Pieces that several rows read, and which."""
-    stacked: list[int | None]
-    """Each row's short last piece, if it has one."""
-    width: int
     single: list[tuple[int, int]]
-    """What is left: a row's own long pieces."""
+    """What is left: a row's own pieces."""
     hidden: list[mx.array | None]
-    """For each of these in turn, 0 where a row sees a column, very low where not; None where all do."""
+    """For each common and shared one in turn, 0 where a row sees a column, very low where not; None where all do."""
 
 
 def _plan_of(rows: Rows | list[list[View]], dtype: mx.Dtype, plans: dict[Any, Any]) -> _Plan:
@@ -282,7 +278,7 @@ def _plan(rows: Rows | list[list[View]], dtype: mx.Dtype) -> _Plan:
     whole = {
         slab
         for slab, (i, j, who) in slabs.items()
-        if len(who) > 1 and rows[i][j].capacity <= n * STACK_TOKENS
+        if len(who) > 1 and rows[i][j].capacity <= n * COMMON_TOKENS
     }
     whole -= {slab for (slab, _, _), (_, _, who) in readers.items() if len(who) == len(slabs[slab][2])}
     common = [slabs[slab][:2] for slab in whole]
@@ -290,15 +286,7 @@ def _plan(rows: Rows | list[list[View]], dtype: mx.Dtype) -> _Plan:
     taken = {(rows[i][j].slab, rows[i][j].lo, rows[i][j].hi) for i, j, _ in shared}
     taken |= {key for key in readers if key[0] in whole}
     own = [[j for j, v in enumerate(row) if (v.slab, v.lo, v.hi) not in taken] for row in rows]
-    stacked = [
-        js[-1] if js and rows[i][js[-1]].hi - rows[i][js[-1]].lo <= STACK_TOKENS else None
-        for i, js in enumerate(own)
-    ]
-    if sum(j is not None for j in stacked) < 2:
-        stacked = [None] * len(rows)
-    single = [(i, j) for i, js in enumerate(own) for j in js if j != stacked[i]]
-    tails = [rows[i][j] for i, j in enumerate(stacked) if j is not None]
-    width = max((_room(v) for v in tails), default=0)
+    single = [(i, j) for i, js in enumerate(own) for j in js]
 
     def hide(seen: Any) -> mx.array:
         low = -6e4 if dtype == mx.float16 else -1e30  # finite: a row may see nothing of a block
@@ -313,18 +301,7 @@ def _plan(rows: Rows | list[list[View]], dtype: mx.Dtype) -> _Plan:
                     seen[r, v.lo : v.hi] = True
         hidden.append(hide(seen))
     hidden += [hide([[r in who] for r in range(n)]) if len(who) < n else None for _, _, who in shared]
-    if width:
-        used = [0 if j is None else rows[i][j].hi - rows[i][j].lo for i, j in enumerate(stacked)]
-        hidden.append(hide(np.arange(width)[None] < np.array(used)[:, None]))
-    hidden += [hide([[r == i] for r in range(n)]) for i, _ in single]
-    return _Plan(common, shared, stacked, width, single, hidden)
-
-
-def _room(v: View) -> int:
-    """How many columns a short tail takes in the stack: its whole buffer, if that is short too, so that the
-    stack keeps its shape while the tails grow."""
-    left = v.capacity - v.lo
-    return left if left <= STACK_TOKENS else v.hi - v.lo
+    return _Plan(common, shared, single, hidden)
 
 
 def _attend_rows(
@@ -344,28 +321,20 @@ def _attend_rows(
     groups = [(rows[i][j].all(), everyone) for i, j in plan.common]
     groups += [(rows[i][j], tuple(who)) for i, j, who in plan.shared]
     ranges = tuple((v.lo, v.hi, who) for v, who in groups)
-    given = [v.arrays for v, _ in groups], plan.hidden[: len(groups)]
+    given = [v.arrays for v, _ in groups], plan.hidden
     column = None if sinks is None else sinks.reshape(n_kv, 1, repeats, 1)
-    if not plan.width and not plan.single:
+    if not plan.single:
         core = _core(plans, ranges, codec, scale)
         out = core(q, *given, column)
         return out.transpose(1, 0, 2, 3).reshape(n_rows, n_q, 1, out.shape[-1]).astype(q.dtype)
 
     by_row = (q * scale).reshape(n_rows, n_kv, repeats, dim)
     parts = _attend_groups(by_row.transpose(1, 0, 2, 3), *given, ranges, codec)
-    hidden = plan.hidden[len(groups) :]
-    if plan.width:
-        stack = _stack(rows, plan)
-        s = codec.scores(by_row, stack, 0, plan.width).transpose(1, 0, 2, 3)
-        part = _Block(_hidden(s, hidden[0]))
-        part.out = codec.mix(part.probs.transpose(1, 0, 2, 3), stack, 0, plan.width).transpose(1, 0, 2, 3)
-        parts.append(part)
-    for (i, j), low in zip(plan.single, hidden[-len(plan.single) :] if plan.single else [], strict=True):
+    for i, j in plan.single:
         v, around = rows[i][j], [(0, 0), (i, n_rows - i - 1), (0, 0), (0, 0)]
-        s = codec.scores(by_row[i : i + 1], v.arrays, v.lo, v.hi).transpose(1, 0, 2, 3)
-        part = _Block(_hidden(mx.pad(s, around), low))
-        p = part.probs[:, i : i + 1].transpose(1, 0, 2, 3)
-        part.out = mx.pad(codec.mix(p, v.arrays, v.lo, v.hi).transpose(1, 0, 2, 3), around)
+        part = _Block(codec.scores(by_row[i : i + 1], v.arrays, v.lo, v.hi).transpose(1, 0, 2, 3))
+        own = codec.mix(part.probs.transpose(1, 0, 2, 3), v.arrays, v.lo, v.hi).transpose(1, 0, 2, 3)
+        part.out, part.logsum = mx.pad(own, around), mx.pad(part.logsum, around, constant_values=-1e30)
         parts.append(part)
     out = _weigh(parts, column)
     return out.transpose(1, 0, 2, 3).reshape(n_rows, n_q, 1, out.shape[-1]).astype(q.dtype)
@@ -422,24 +391,3 @@ def _shared_mix(p: mx.array, v: View, who: tuple[int, ...], n_rows: int, codec: 
     spread = mx.zeros((n_kv, n_rows, repeats, part.shape[-1]), part.dtype)
     spread[:, mx.array(who)] = part
     return spread
-
-
-def _stack(rows: Rows | list[list[View]], plan: _Plan) -> list[mx.array]:
-    """The rows' short tails side by side: [rows, heads, width, dim], for each of the layer's arrays."""
-    tails = [None if j is None else rows[i][j] for i, j in enumerate(plan.stacked)]
-    like = next(v for v in tails if v is not None).arrays
-    stack = []
-    for k, a in enumerate(like):
-        parts = []
-        for v in tails:
-            if v is None:
-                parts.append(mx.zeros((1, a.shape[1], plan.width, a.shape[3]), a.dtype))
-                continue
-            part, n = v.arrays[k], _room(v)
-            if v.lo or n != part.shape[2]:
-                part = part[..., v.lo : v.lo + n, :]
-            if n < plan.width:
-                part = mx.pad(part, [(0, 0), (0, 0), (0, plan.width - n), (0, 0)])
-            parts.append(part)
-        stack.append(mx.concatenate(parts, axis=0))
-    return stack

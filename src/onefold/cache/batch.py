@@ -8,6 +8,8 @@ carry rows at different positions is stepped row by row, behind the same call.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import mlx.core as mx
@@ -27,6 +29,7 @@ class Batch:
         leases: list[Lease],
         arena: Arena | None,
         lock: threading.RLock,
+        scratch: Callable[[int], AbstractContextManager[None]],
     ) -> None:
         self.model = model
         self.ragged = anatomy.ragged
@@ -36,6 +39,7 @@ class Batch:
         self._plans: dict[Any, Any] = {}
         self._arena = arena
         self._lock = lock
+        self._scratch = scratch
         for lease in leases:
             self.add(lease)
 
@@ -60,19 +64,24 @@ class Batch:
 
     def step(self, tokens: mx.array) -> mx.array:
         """Logits `[rows, vocab]` for one more token per row, from one forward of the model."""
+        for lease in self.leases:
+            lease._usable()
         tokens = tokens.reshape(-1, 1)
         if tokens.shape[0] != len(self.leases):
             raise ValueError(f"{tokens.shape[0]} tokens for {len(self.leases)} rows")
         if len(self.leases) == 1:
             return self.model(tokens, cache=self.leases[0].layers[: self._n_layers])[:, -1, :]
-        if self.ragged:
-            with self._lock:
-                if self._arena is not None:
-                    self._arena.seat([lease._track for lease in self.leases if not lease._spanless])
-            RowsLayer.begin_step(self._plans)
-            return self.model(tokens, cache=self.layers)[:, -1, :]
-        rows = [
-            self.model(tokens[i : i + 1], cache=lease.layers[: self._n_layers])[:, -1, :]
-            for i, lease in enumerate(self.leases)
-        ]
-        return mx.concatenate(rows, axis=0)
+        with self._scratch(sum(lease._beats[0].scratch_bytes(1) for lease in self.leases)):
+            if self.ragged:
+                with self._lock:
+                    if self._arena is not None:
+                        self._arena.seat([lease._track for lease in self.leases if not lease._spanless])
+                RowsLayer.begin_step(self._plans)
+                return self.model(tokens, cache=self.layers)[:, -1, :]
+            for lease in self.leases:  # all or none: a row that went ahead could not be taken back
+                lease._reserve_step(lease._beats[0], 1)
+            rows = [
+                self.model(tokens[i : i + 1], cache=lease.layers[: self._n_layers])[:, -1, :]
+                for i, lease in enumerate(self.leases)
+            ]
+            return mx.concatenate(rows, axis=0)

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from types import TracebackType
@@ -45,6 +46,8 @@ class Beat:
         self.epoch = 0
         self.rotated = not anatomy.sliceable
         """Nothing of this model lies in the track: it has no sliceable layer, or they have become rings."""
+        self.reached = 0
+        """Where the last forward ended; a forward that begins before it comes after a rewind."""
         self._sized = True
         self._entered = 0
         self._watched = False
@@ -80,6 +83,9 @@ class Beat:
     def uniform(self) -> bool:
         return len({leaf.offset for leaf in self.leaves}) <= 1
 
+    def scratch_bytes(self, n_tokens: int) -> int:
+        return self.anatomy.scratch_bytes(n_tokens, self.position + n_tokens)
+
     def begun(self) -> None:
         self._watched = True
 
@@ -90,6 +96,7 @@ class Beat:
             for leaf in self.leaves:
                 if leaf.kind is Kind.RECURRENT:
                     leaf.offset += n_tokens
+        self.reached = self.position
 
     def failed(self) -> None:
         self._watched = False
@@ -101,6 +108,7 @@ class Beat:
             for leaf, mark in zip(self.leaves, self._marks, strict=True):
                 leaf.reset(mark)
             self._marks = None
+            self.reached = self.position
         for leaf in self.leaves:
             leaf.epoch = self.epoch
 
@@ -134,6 +142,8 @@ class Lease:
         self._points: Account = cache._ledger.open(Purpose.LIVE, 0)
         self._restored: Checkpoint | None = None
         self._taken: list[Checkpoint] = []
+        self._rotated_at = sys.maxsize  # the first position that a ring, not the track, holds
+        self._rewound = sys.maxsize  # below here the layers hold what the lease was opened with
         self._asked = asked
         self._thread = threading.get_ident()
         first = 0
@@ -177,7 +187,7 @@ class Lease:
         """
         self._usable()
         found = as_tokens(tokens)
-        shared = min(len(found), len(self.tokens))
+        shared = min(len(found), len(self.tokens), self._rewound)
         same = common_length(found[:shared], self.tokens[:shared])
         if same < shared:
             given, leased = int(found[same]), int(self.tokens[same])
@@ -207,7 +217,7 @@ class Lease:
         for beat in self._beats:
             beat.undo()
         sound = all(b.uniform for b in self._beats) and not self._layers_changed()
-        keep = min(self.offset, len(self.tokens)) if sound else 0
+        keep = min(self.offset, len(self.tokens), self._rewound) if sound else 0
         self._cache._settle(self, self.tokens[:keep], close=True)
 
     def __enter__(self) -> Lease:
@@ -235,16 +245,25 @@ class Lease:
         if not beat.uniform:
             offsets = sorted({leaf.offset for leaf in beat.leaves})
             raise LeaseError(f"the layers disagree: they hold from {offsets[0]} to {offsets[-1]} tokens")
+        if beat.position < beat.reached:
+            self._note_rewind(beat.position)
         self._maybe_checkpoint()
+
+    def _note_rewind(self, to: int) -> None:
+        """What comes from here on need not be what the lease was opened with."""
+        self._rewound = min(self._rewound, to)
+        for checkpoint in [c for c in self._taken if c.position > to]:
+            self._taken.remove(checkpoint)
+            checkpoint.close()
 
     def _reserve_step(self, beat: Beat, n_tokens: int) -> None:
         """Growth for all layers, windows and states, and the forward's scratch; or BudgetError, and nothing."""
         cache = self._cache
         with cache._lock:
             start = beat.position
+            beat.reached = start + n_tokens
             offsets = [leaf.offset for b in self._beats for leaf in b.leaves]
-            total = start + n_tokens
-            cache._reserve_scratch(beat.anatomy.scratch_bytes(n_tokens, total) + 2 * self._points.bytes)
+            cache._reserve_scratch(beat.scratch_bytes(n_tokens) + 2 * self._points.bytes)
             if not beat.rotated and any(
                 isinstance(x, SegmentedLayer) and x.outgrows(n_tokens) for x in beat.leaves
             ):
@@ -308,6 +327,7 @@ class Lease:
                     for piece in self._track.pieces:
                         piece.slab.layers[leaf.index] = None
         beat.rotated = True
+        self._rotated_at = min(self._rotated_at, start)
         self._cache._rotated(self, start, bound.max_size)
         if self._spanless:
             self._track.free()

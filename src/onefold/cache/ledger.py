@@ -112,8 +112,9 @@ class Ledger:
         if budget_bytes <= 0:
             raise ConfigError(f"the budget must be positive, got {budget_bytes} bytes")
         with self._lock:
-            if self.used_bytes > budget_bytes and self.make_room is not None:
-                self.make_room(self.used_bytes - budget_bytes)
+            missing = self.used_bytes + self.headroom() - budget_bytes  # or nothing could be copied afterwards
+            if missing > 0 and self.make_room is not None:
+                self.make_room(missing)
             if self.used_bytes > budget_bytes:
                 raise BudgetError(
                     f"cannot lower the budget to {show_size(budget_bytes)}: "

@@ -8,10 +8,11 @@ with its reason.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +123,7 @@ class PrefixCache:
         self._leases: set[Lease] = set()
         self._pins: set[int] = set()
         self._scratch: dict[int, Account] = {}
+        self._batched: dict[int, int] = {}
         self._totals: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
         self._closed = False
@@ -180,7 +182,7 @@ class PrefixCache:
         operations at the price of some arithmetic: by default on a GPU, and not on a CPU."""
         pooled = device.on_gpu() if pooled is None else pooled
         arena = Arena(self._store) if pooled else None
-        return Batch(self.model, self._anatomies[0], leases, arena, self._lock)
+        return Batch(self.model, self._anatomies[0], leases, arena, self._lock, self._batch_scratch)
 
     def pin(self, tokens: Any, *, namespace: Hashable = "") -> Pin:
         """Keep the cached part of `tokens` from being evicted, until the pin is released."""
@@ -398,6 +400,8 @@ class PrefixCache:
             if snapshot is None:
                 leaf.offset = point
             elif leaf.kind in stock.SLICEABLE:
+                if snapshot.end != point:
+                    return False
                 leaf.rotate()
                 leaf.ring.adopt(snapshot)
                 leaf.offset = point
@@ -471,7 +475,9 @@ class PrefixCache:
         shelf, tree, track = self._shelf, self._shelf.tree(lease.namespace), lease._track
         position = lease.offset
         keep = min(len(tokens), position)
-        if position == keep:
+        if not lease._spanless:
+            keep = min(keep, lease._rotated_at)  # a model that rotated has written nothing from there on
+        if all(beat.position == keep for beat in lease._beats):
             self._take_end(lease, keep)
         if self._recurrent:
             # without a checkpoint behind it a segment could never be resumed: do not keep it
@@ -590,7 +596,24 @@ class PrefixCache:
         account = self._scratch.get(threading.get_ident())
         if account is None:
             account = self._scratch[threading.get_ident()] = self._ledger.open(Purpose.SCRATCH, 0)
-        account.resize(n_bytes)
+        account.resize(max(n_bytes, self._batched.get(threading.get_ident(), 0)))
+
+    @contextlib.contextmanager
+    def _batch_scratch(self, n_bytes: int) -> Iterator[None]:
+        """During a batch's step a row's reservation never falls below that of all rows together."""
+        thread = threading.get_ident()
+        with self._lock:
+            self._batched[thread] = n_bytes
+            try:
+                self._reserve_scratch(n_bytes)
+            except BudgetError:
+                del self._batched[thread]
+                raise
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._batched.pop(thread, None)
 
     def _rotated(self, lease: Lease, position: int, max_size: int) -> None:
         self._reasons["rotated"] += 1

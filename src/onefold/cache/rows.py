@@ -97,7 +97,7 @@ class _AttentionRows(_Rows):
         if any(x.ring is not None or x.offset < x.track.floor or not x.track.pieces for x in layers):
             return None
         lasts = [x.track.pieces[-1] for x in layers]
-        if any(p.slab is not lasts[0].slab for p in lasts):
+        if any(p.slab is not lasts[0].slab or x.offset < p.pos for p, x in zip(lasts, layers, strict=True)):
             return None
         spots = [p.lo + x.offset - p.pos for p, x in zip(lasts, layers, strict=True)]
         return lasts[0].slab, mx.array(spots), {}
@@ -167,9 +167,11 @@ class _RecurrentRows(_Rows, stock.ArraysCache):  # type: ignore[misc, valid-type
 
     def __getitem__(self, slot: int) -> mx.array | None:
         parts = [layer.cache[slot] for layer in self.layers]
-        if any(p is None for p in parts):
+        known = next((p for p in parts if p is not None), None)
+        if known is None:
             return None
-        return mx.concatenate(parts, axis=0)
+        # a row that has not begun starts from zeros, as the models themselves do
+        return mx.concatenate([mx.zeros_like(known) if p is None else p for p in parts], axis=0)
 
     def __setitem__(self, slot: int, value: mx.array) -> None:
         for i, layer in enumerate(self.layers):

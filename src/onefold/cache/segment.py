@@ -29,7 +29,8 @@ import mlx.core as mx
 from onefold.cache.attention import View
 from onefold.cache.ledger import Ledger, Purpose
 from onefold.cache.tree import Node
-from onefold.errors import BudgetError
+from onefold.errors import BudgetError, DeviceError
+from onefold.sizes import show_size
 
 Arrays = tuple[mx.array, ...]
 
@@ -79,7 +80,16 @@ class Store:
         return Slab(self, capacity, self.token_bytes * capacity if reserved is None else reserved)
 
     def zeros(self, index: int, n: int) -> Arrays:
-        return tuple(self.allocate((1, s.heads, n, s.dim), s.dtype) for s in self.specs[index].arrays)
+        specs = self.specs[index].arrays
+        try:
+            return tuple(self.allocate((1, s.heads, n, s.dim), s.dtype) for s in specs)
+        except (MemoryError, RuntimeError) as error:
+            needed = n * sum(s.token_bytes for s in specs)
+            raise BudgetError(
+                f"{show_size(needed)} were within the budget, but the device has no room for them: {error}",
+                needed_bytes=needed,
+                available_bytes=0,
+            ) from error
 
 
 class Slab:
@@ -165,13 +175,20 @@ class Slab:
                     mx.eval(new)
                     self.layers[index] = new
                 done = index + 1
-        finally:
-            if done < len(self.layers) and capacity > self.capacity:  # growing failed: back to what it was
-                for index, layer in enumerate(self.layers[:done]):
-                    if layer is not None:
-                        self.layers[index] = [mx.contiguous(a[..., : self.capacity, :]) for a in layer]
-                        mx.eval(self.layers[index])
-                self.account.resize(self.capacity * self.store.token_bytes)
+        except (BudgetError, MemoryError, RuntimeError) as error:
+            if capacity > self.capacity:
+                self._shrink_back(done)
+            elif done:
+                raise DeviceError(f"{done} of {len(self.layers)} layers were moved, then: {error}") from error
+            raise
+
+    def _shrink_back(self, done: int) -> None:
+        """Growing failed after `done` layers: give them the size of the others again."""
+        for index, layer in enumerate(self.layers[:done]):
+            if layer is not None:
+                self.layers[index] = [mx.contiguous(a[..., : self.capacity, :]) for a in layer]
+                mx.eval(self.layers[index])
+        self.account.resize(self.capacity * self.store.token_bytes)
 
 
 def _join(parts: list[mx.array | None]) -> mx.array:
@@ -377,6 +394,10 @@ class Track:
 
     def _reseat(self, start: int, keep: int) -> None:
         """The positions from `start` on lie where this track may not write: go on in a fresh slab."""
+        if self.contiguous and self.pieces:
+            self.merge(round_up(self.end), consume=set())
+            self.frozen = min(self.frozen, start)
+            return
         fresh = None
         if keep > start:
             fresh = self.store.slab(round_up(keep - start))
@@ -386,8 +407,6 @@ class Track:
         self.frozen = min(self.frozen, start)
         if self.pieces and self.pieces[-1].slab.used > self.pieces[-1].hi:
             self.pieces[-1].slab.writers.discard(self)  # what lies behind is a node's
-        if self.contiguous and self.pieces:
-            self.merge(round_up(start), consume=set())
         if fresh is not None:
             self._append(fresh, keep - start)
 

@@ -21,7 +21,7 @@ from onefold.cache.checkpoints import Checkpoint, Place, surplus
 from onefold.cache.ledger import Ledger
 from onefold.cache.segment import STEP, Piece, Slab, Span, Store, Track, round_up
 from onefold.cache.tree import Node, Tokens, Tree
-from onefold.errors import BudgetError
+from onefold.errors import BudgetError, DeviceError
 
 log = logging.getLogger("onefold")
 
@@ -69,12 +69,22 @@ class Shelf:
         node = path[-1] if path else tree.root
         if matched < node.end:
             node = tree.split(node, matched)
+        self._fill(node.path(), track)
         for start, stop, piece in _ranges(track, matched, len(tokens)):
             node = tree.add(node, tokens[start:stop])
             if piece is not None:
                 lo = piece.lo + start - piece.pos
                 node.span = Span(piece.slab, lo, lo + stop - start, node)
         return node
+
+    def _fill(self, path: list[Node], track: Track | None) -> None:
+        """Nodes that a conversation left without bytes when it rotated get them from one that has them."""
+        for node in path:
+            if node.span is None and node.parent is not None:
+                for start, stop, piece in _ranges(track, node.start, node.end):
+                    if piece is not None and (start, stop) == (node.start, node.end):
+                        lo = piece.lo + start - piece.pos
+                        node.span = Span(piece.slab, lo, lo + stop - start, node)
 
     def place(self, tree: Tree, tokens: Tokens, checkpoint: Checkpoint) -> bool:
         """Attach a checkpoint where it belongs; it is closed if that place is gone or taken."""
@@ -229,12 +239,25 @@ class Shelf:
             slab.rewrite([(s.lo, s.hi) for s in spans], sum(s.hi - s.lo for s in spans) + room)
         except BudgetError:
             return False
+        except DeviceError as error:
+            self._lose(slab, error)
+            return False
         at = 0
         for span in spans:
             span.lo, span.hi = at, at + span.hi - span.lo
             at = span.hi
         self.counts["compactions"] += 1
         return True
+
+    def _lose(self, slab: Slab, error: Exception) -> None:
+        """The device failed in the middle of a copy, though the budget had room: what lay there is a miss now."""
+        log.warning("a buffer of %d tokens was lost while it was compacted: %s", slab.capacity, error)
+        self.counts["lost_tokens"] += slab.owned
+        for span in list(slab.spans):
+            if span.node.parent is not None:
+                tree = self._tree_of(span.node)
+                for node in [*list(span.node.walk())[::-1], span.node]:
+                    self.drop(tree, node)
 
     def trim_slack(self, slab: Slab) -> None:
         """After a request: leave room for the next turn, and no more."""
@@ -250,6 +273,8 @@ class Shelf:
         tokens = sum(s.hi - s.lo for s in behind)
         if slab.tracks != {track} or any(s.lo < last.hi < s.hi for s in slab.spans):
             return False
+        if any(p.slab is slab and p.lo >= last.hi for p in track.pieces):
+            return False  # its own earlier tokens lie there
         if not behind or tokens > track.end or not self.ledger.fits(tokens * self.store.token_bytes):
             return False
         self._move_out(behind, room=0)

@@ -435,6 +435,7 @@ def main() -> int:
                 row.stock,
             )
     console.print(table)
+    console.print("Rows on one 32k prefix, on a GPU: python benchmarks/gpu.py")
     return 1 if missed else 0
 
 

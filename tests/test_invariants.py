@@ -86,6 +86,22 @@ def test_1_growing_in_place_costs_one_layer(long_model):
         assert cache.lease([*known, 1]).cached == len(known)
 
 
+def test_1_a_chunk_shrinks_to_what_the_budget_has_room_for():
+    model, prompt = tiny("llama"), words(3000)
+    with onefold.PrefixCache(model, "16MB") as cache:
+        with cache.lease(prompt) as lease, pytest.raises(onefold.BudgetError):
+            model(mx.array([prompt[:2048]]), cache=lease.layers)
+        with cache.lease(prompt) as lease:
+            sizes = []
+            for chunk in lease.chunks(2048):
+                mx.eval(model(mx.array(chunk)[None], cache=lease.layers))
+                sizes.append(len(chunk))
+            assert sum(sizes) == 2999
+            assert 16 <= max(sizes) < 2048
+            lease.commit(prompt[:-1])
+        assert cache.lease(prompt).cached == 2999
+
+
 def test_2_concurrent_leases_hold_a_prefix_once(long_model):
     with onefold.PrefixCache(long_model, "2GB") as cache:
         prefix = words(2000)

@@ -167,15 +167,25 @@ class Lease:
         """The tokens that are still to be prefilled, at least one."""
         return self.tokens[self.cached :]
 
+    def chunk_limit(self, limit: int = 2048) -> int:
+        """The largest chunk, up to `limit`, whose scratch the budget has room for now (and at least 16 tokens): a
+        `prefill_step_size` that will not be refused."""
+        cache = self._cache
+        held = cache._scratch_bytes()
+        while limit > 16 and any(not cache._ledger.fits(b.scratch_bytes(limit) - held) for b in self._beats):
+            limit //= 2
+        return limit
+
     def chunks(self, limit: int = 2048) -> Iterator[Tokens]:
-        """The rest but for its last token, in chunks that end where checkpoints belong."""
+        """The rest but for its last token, in chunks that end where checkpoints belong and that the budget has room
+        for."""
         end = len(self.tokens) - 1
         stops = {end, *self._asked, *range(GRID, end, GRID)}
         if self._cache._pointwise and self.matched > self.cached:
             stops.add(self.matched)  # where this request was seen to branch off
         start = self.cached
         while start < end:
-            stop = min([start + limit, *(s for s in stops if s > start)])
+            stop = min([start + self.chunk_limit(limit), *(s for s in stops if s > start)])
             yield self.tokens[start:stop]
             start = stop
 

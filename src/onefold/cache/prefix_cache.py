@@ -598,6 +598,11 @@ class PrefixCache:
             account = self._scratch[threading.get_ident()] = self._ledger.open(Purpose.SCRATCH, 0)
         account.resize(max(n_bytes, self._batched.get(threading.get_ident(), 0)))
 
+    def _scratch_bytes(self) -> int:
+        """What this thread has reserved for its forwards already."""
+        account = self._scratch.get(threading.get_ident())
+        return 0 if account is None else account.bytes
+
     @contextlib.contextmanager
     def _batch_scratch(self, n_bytes: int) -> Iterator[None]:
         """During a batch's step a row's reservation never falls below that of all rows together."""

@@ -285,3 +285,28 @@ def test_set_budget_while_running(model):
         lease.cancel()
         cache.set_budget("16MB")
         turn(cache, model, words(200, seed=3), n=1)
+
+
+def test_a_device_that_fails_in_a_forward_costs_only_the_buffers_it_was_writing(cache, model, known, monkeypatch):
+    _, other = turn(cache, model, words(30, seed=4))
+    real = mx.eval
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    with pytest.raises(RuntimeError, match="mine"), cache.lease([*known, 1, 2]) as lease:
+        model(mx.array([[1, 2]]), cache=lease.layers)
+        monkeypatch.setattr("onefold.cache.prefix_cache.mx.eval", fails)
+        raise RuntimeError("mine")
+    monkeypatch.setattr("onefold.cache.prefix_cache.mx.eval", real)
+    cache.check()
+    assert cache.stats().reasons["lost on the device"] == 1
+    assert cache.lease([*known, 1]).cached == 0
+    assert cache.lease([*other, 1]).cached == len(other)
+    lease = cache.lease([*other, 2])
+    model(mx.array([[2]]), cache=lease.layers)
+    monkeypatch.setattr("onefold.cache.prefix_cache.mx.eval", fails)
+    with pytest.raises(onefold.DeviceError, match="gone"):
+        lease.commit([*other, 2])
+    monkeypatch.setattr("onefold.cache.prefix_cache.mx.eval", real)
+    assert lease.closed

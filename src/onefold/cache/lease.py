@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from onefold.cache.ledger import Account, Purpose
 from onefold.cache.segment import Track
 from onefold.cache.stock import SLICEABLE, Kind
 from onefold.cache.tree import Node, Tokens, as_tokens, common_length
-from onefold.errors import BudgetError, CommitError, LeaseClosed, LeaseError, WrongThread
+from onefold.errors import BudgetError, CommitError, DeviceError, LeaseClosed, LeaseError, WrongThread
 
 if TYPE_CHECKING:
     from onefold.cache.prefix_cache import PrefixCache
@@ -236,7 +237,11 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.cancel()
+        if error is None:
+            self.cancel()
+            return
+        with contextlib.suppress(DeviceError):  # the error that is on its way says it already
+            self.cancel()
 
     # -- the layers' side, through Beat ------------------------------------------------------
 

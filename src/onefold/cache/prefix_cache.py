@@ -32,7 +32,7 @@ from onefold.cache.ledger import Account, Ledger, Purpose
 from onefold.cache.segment import Store, Track, round_up
 from onefold.cache.shelf import Shelf
 from onefold.cache.tree import Node, Tokens, as_tokens
-from onefold.errors import BudgetError, ConfigError, IntegrityError
+from onefold.errors import BudgetError, ConfigError, DeviceError, IntegrityError
 from onefold.sizes import parse_size
 
 log = logging.getLogger("onefold")
@@ -463,13 +463,29 @@ class PrefixCache:
     def _settle(self, lease: Lease, tokens: Tokens, *, close: bool) -> None:
         with self._lock:
             try:
-                if not self.uncached_reason and len(tokens):
-                    self._store_work(lease, tokens)
+                if not self.uncached_reason:
+                    self._evaluate(lease)
+                    if len(tokens):
+                        self._store_work(lease, tokens)
             finally:
                 if close:
                     self._release(lease)
             if close:
                 self._lower_water()
+
+    def _evaluate(self, lease: Lease) -> None:
+        """What goes into the tree may be read by other threads. If it cannot be evaluated, because the device failed in
+        the middle of a forward, the buffers that this lease was writing are lost, and said to be."""
+        arrays = [a for b in lease._beats for leaf in b.leaves for a in leaf.live_arrays()]
+        try:
+            mx.eval(arrays)
+        except RuntimeError as error:
+            torn = [p.slab for p in lease._track.pieces if lease._track.writable(p)]
+            self._reasons["lost on the device"] += 1
+            self._release(lease)
+            for slab in torn:
+                self._shelf.lose(slab, error)
+            raise DeviceError(f"what the layers hold could not be evaluated: {error}") from error
 
     def _store_work(self, lease: Lease, tokens: Tokens) -> None:
         shelf, tree, track = self._shelf, self._shelf.tree(lease.namespace), lease._track
@@ -492,7 +508,6 @@ class PrefixCache:
                 checkpoint.close()
         if keep == 0:
             return
-        mx.eval([a for b in lease._beats for leaf in b.leaves for a in leaf.live_arrays()])
         kept = tokens[:keep]
         node = shelf.put(tree, kept, None if lease._spanless else track)
         self._hold_deeper(lease, node)
@@ -549,6 +564,8 @@ class PrefixCache:
 
     def _release(self, lease: Lease) -> None:
         """Let go of all that a lease holds. What it has put into the tree stays."""
+        if lease.closed:
+            return
         slabs = {p.slab for p in lease._track.pieces}
         if lease._node is not None:
             self._shelf.evacuate(lease._node.path(), lease._track)

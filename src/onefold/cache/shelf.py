@@ -240,7 +240,7 @@ class Shelf:
         except BudgetError:
             return False
         except DeviceError as error:
-            self._lose(slab, error)
+            self.lose(slab, error)
             return False
         at = 0
         for span in spans:
@@ -249,9 +249,9 @@ class Shelf:
         self.counts["compactions"] += 1
         return True
 
-    def _lose(self, slab: Slab, error: Exception) -> None:
-        """The device failed in the middle of a copy, though the budget had room: what lay there is a miss now."""
-        log.warning("a buffer of %d tokens was lost while it was compacted: %s", slab.capacity, error)
+    def lose(self, slab: Slab, error: Exception) -> None:
+        """The device failed while this was being written or copied: what lay there is a miss now."""
+        log.warning("a buffer of %d tokens was lost: %s", slab.capacity, error)
         self.counts["lost_tokens"] += slab.owned
         for span in list(slab.spans):
             if span.node.parent is not None:

@@ -337,7 +337,7 @@ def a5_reserve() -> Shown:
         survived = False
         try:
             ask(cache, model, words(200, 1))
-        except MemoryError:
+        except onefold.BudgetError:
             survived = True
         cache._store.allocate = allocate
         cache.check()

@@ -176,7 +176,7 @@ def test_a_model_outside_the_seam_rewinds_below_a_commit_with_its_draft_ahead(ta
     model, draft, prompt = tiny("deepseek_v3"), tiny("deepseek_v3", seed=3), words(80)
     n = len(model.layers)
     with onefold.PrefixCache(model, "64MB", draft_model=draft) as cache:
-        lease = cache.lease(prompt)
+        lease = cache.lease(prompt[:56])
         for start, stop in ((0, 50), (50, 56)):
             chunk = mx.array([prompt[start:stop]])
             mx.eval(model(chunk, cache=lease.layers[:n]), draft(chunk, cache=lease.layers[n:]))

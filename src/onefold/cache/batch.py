@@ -19,9 +19,13 @@ from onefold.cache.anatomy import Anatomy
 from onefold.cache.arena import Arena
 from onefold.cache.lease import Lease
 from onefold.cache.rows import RowsLayer
+from onefold.cache.tree import as_tokens
+from onefold.errors import LeaseError
 
 
 class Batch:
+    """Made by `PrefixCache.batch`. Each row is a lease that is prefilled up to its last token."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -44,6 +48,12 @@ class Batch:
             self.add(lease)
 
     def add(self, lease: Lease) -> None:
+        """One more row: a lease of this cache that is prefilled up to its last token."""
+        lease._usable()
+        if lease._cache.model is not self.model:
+            raise LeaseError("a lease of another cache cannot be a row of this batch")
+        if any(lease is known for known in self.leases):
+            raise LeaseError("this lease is a row of the batch already")
         self.leases.append(lease)
         self._layers = None
 
@@ -62,13 +72,15 @@ class Batch:
             ]
         return self._layers
 
-    def step(self, tokens: mx.array) -> mx.array:
+    def step(self, tokens: Any) -> mx.array:
         """Logits `[rows, vocab]` for one more token per row, from one forward of the model."""
         for lease in self.leases:
             lease._usable()
+        if not isinstance(tokens, mx.array):
+            tokens = mx.array(as_tokens(tokens))
         tokens = tokens.reshape(-1, 1)
-        if tokens.shape[0] != len(self.leases):
-            raise ValueError(f"{tokens.shape[0]} tokens for {len(self.leases)} rows")
+        if not self.leases or tokens.shape[0] != len(self.leases):
+            raise LeaseError(f"{tokens.shape[0]} tokens for {len(self.leases)} rows")
         if len(self.leases) == 1:
             return self.model(tokens, cache=self.leases[0].layers[: self._n_layers])[:, -1, :]
         with self._scratch(sum(lease._beats[0].scratch_bytes(1) for lease in self.leases)):

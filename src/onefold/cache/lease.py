@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from onefold.cache.anatomy import Anatomy
@@ -40,8 +41,9 @@ if TYPE_CHECKING:
 class Beat:
     """Notices the forwards of one model: the target's, or the draft's."""
 
-    def __init__(self, lease: Lease, anatomy: Anatomy) -> None:
+    def __init__(self, lease: Lease, anatomy: Anatomy, model: nn.Module) -> None:
         self.lease = lease
+        self.model = model
         self.anatomy = anatomy
         self.leaves: list[Any] = []
         self.epoch = 0
@@ -87,7 +89,21 @@ class Beat:
     def scratch_bytes(self, n_tokens: int) -> int:
         return self.anatomy.scratch_bytes(n_tokens, self.position + n_tokens)
 
-    def begun(self) -> None:
+    def begun(self, model: Any, inputs: mx.array | None) -> None:
+        """Refuses another model, and other tokens than the lease was opened with: both would be stored as this
+        model's KV of these tokens."""
+        self.lease._usable()
+        if model is not self.model:
+            raise LeaseError("this lease's layers belong to another model")
+        start, lease = self.position, self.lease
+        if inputs is not None and self.reached <= start < min(len(lease.tokens), lease._rewound):
+            fed = np.array(inputs).reshape(-1)[: min(len(lease.tokens), lease._rewound) - start]
+            same = common_length(fed.astype(np.int32), lease.tokens[start : start + len(fed)])
+            if same < len(fed):
+                raise LeaseError(
+                    f"position {start + same} is fed token {int(fed[same])}, but the lease was opened with "
+                    f"{int(lease.tokens[start + same])} there: feed lease.rest, from position {lease.cached} on"
+                )
         self._watched = True
 
     def ended(self, n_tokens: int) -> None:
@@ -148,8 +164,8 @@ class Lease:
         self._asked = asked
         self._thread = threading.get_ident()
         first = 0
-        for anatomy in anatomies:
-            beat = Beat(self, anatomy)
+        for anatomy, model in zip(anatomies, cache._models, strict=True):
+            beat = Beat(self, anatomy, model)
             layers, beat.leaves = anatomy.make(track, beat, first_index=first)
             first += len(anatomy.sliceable)
             self.layers += layers

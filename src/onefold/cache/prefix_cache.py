@@ -92,12 +92,17 @@ class PrefixCache:
         high_water: float = 0.95,
         low_water: float = 0.90,
     ) -> None:
+        for given in (model, draft_model):
+            if not isinstance(given, nn.Module) and (given is model or given is not None):
+                name = type(given).__name__
+                raise ConfigError(f"a model is an mlx module (load() returns it with a tokenizer), not {name}")
         form = KvFormat.parse(kv)
         bound = _bound(max_kv_size, keep, form)
         if not 0 < low_water <= high_water <= 1:
             raise ConfigError(f"water marks must be 0 < low <= high <= 1, got {low_water} and {high_water}")
         self.model = model
         self.draft_model = draft_model
+        self._models = [m for m in (model, draft_model) if m is not None]
         self.min_checkpoint_tokens = min_checkpoint_tokens
         self._water = (low_water, high_water)
         self._lock = threading.RLock()
@@ -150,15 +155,13 @@ class PrefixCache:
         turn will render it. Raises BudgetError if the rest can not be given room; then nothing stored was lost.
         """
         found = as_tokens(tokens).copy()  # the caller may go on with its buffer
+        asked = _positions(checkpoints, reserve_tokens, namespace)
         with self._lock:
-            if self._closed:
-                raise ConfigError("this cache is closed")
+            self._open_for_use()
             self._totals["requests"] += 1
             self._totals["tokens_requested"] += len(found)
             track = Track(self._store, contiguous=self._contiguous)
-            lease = Lease(
-                self, found, (namespace, self._format), track, self._anatomies, frozenset(checkpoints)
-            )
+            lease = Lease(self, found, (namespace, self._format), track, self._anatomies, asked)
             if self.uncached_reason:
                 return self._open_uncached(lease)
             try:
@@ -180,6 +183,7 @@ class PrefixCache:
     def batch(self, leases: list[Lease], *, pooled: bool | None = None) -> Batch:
         """Rows for one decode step at a time: see `Batch`. `pooled` keeps their tails in one slab, which saves
         operations at the price of some arithmetic: by default on a GPU, and not on a CPU."""
+        self._open_for_use()
         pooled = device.on_gpu() if pooled is None else pooled
         arena = Arena(self._store) if pooled else None
         return Batch(self.model, self._anatomies[0], leases, arena, self._lock, self._batch_scratch)
@@ -188,6 +192,7 @@ class PrefixCache:
         """Keep the cached part of `tokens` from being evicted, until the pin is released."""
         found = as_tokens(tokens)
         with self._lock:
+            self._open_for_use()
             tree = self._shelf.tree((namespace, self._format))
             path, matched = tree.match(found)
             if not path:
@@ -214,6 +219,7 @@ class PrefixCache:
     def set_budget(self, budget: int | float | str) -> None:
         """Change the budget while running. Frees what no longer fits; refuses what cannot be freed now."""
         with self._lock:
+            self._open_for_use()
             n_bytes = parse_size(budget, total_bytes=device.memory_bytes())
             pool, before = self._pool.bytes, self._ledger.budget_bytes
             self._pool.resize(min(pool, device.pool_bytes(n_bytes)))
@@ -304,6 +310,10 @@ class PrefixCache:
             if found:
                 raise IntegrityError(found)
 
+    def _open_for_use(self) -> None:
+        if self._closed:
+            raise ConfigError("this cache is closed")
+
     # -- opening ---------------------------------------------------------------------------
 
     def _open(self, lease: Lease, reserve_tokens: int) -> None:
@@ -355,18 +365,19 @@ class PrefixCache:
         """The deepest point at which every layer can be put back."""
         if usable == 0:
             return 0, None, "nothing known"
-        clamped = self._clampable(path, readable) if self._pointwise else None
-        if clamped is not None:
-            return readable, clamped, ""
         for node in reversed(path):
             found = node.checkpoint
             if found is None or node.end > usable or not (found.spanless or node.end <= readable):
                 continue
             if self._pointwise or node.end > readable:
+                clamped = self._clampable(path, readable) if node.end < readable else None
+                if clamped is not None:
+                    return readable, clamped, ""
                 return node.end, found, "" if node.end == usable else "no checkpoint"
         if not self._pointwise:
             return readable, None, "" if readable else "nothing known"
-        return 0, None, "no checkpoint"
+        clamped = self._clampable(path, readable)
+        return (0, None, "no checkpoint") if clamped is None else (readable, clamped, "")
 
     def _clampable(self, path: list[Node], target: int) -> Checkpoint | None:
         """A checkpoint at or behind `target` whose windows still hold everything before it."""
@@ -665,9 +676,22 @@ class PrefixCache:
                     n.pins = max(0, n.pins - 1)
 
 
+def _positions(checkpoints: Iterable[int], reserve_tokens: int, namespace: Hashable) -> frozenset[int]:
+    try:
+        hash(namespace)
+        found = frozenset(int(c) for c in checkpoints)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"checkpoints are positions, and a namespace can be hashed: {error}") from error
+    if reserve_tokens < 0:
+        raise ConfigError(f"reserve_tokens must not be negative, got {reserve_tokens}")
+    return found
+
+
 def _bound(max_kv_size: int | None, keep: int, form: KvFormat) -> Bound | None:
     if not max_kv_size:
         return None
+    if not isinstance(max_kv_size, int) or not isinstance(keep, int):
+        raise ConfigError(f"max_kv_size and keep are numbers of tokens, got {max_kv_size!r} and {keep!r}")
     if max_kv_size < 0 or keep < 0 or keep >= max_kv_size:
         raise ConfigError(
             f"keep must be from 0 to below max_kv_size, got keep={keep}, max_kv_size={max_kv_size}"

@@ -122,9 +122,9 @@ _watched: dict[type, tuple[Any, int]] = {}
 
 def watch(model: nn.Module) -> type:
     """Have the model's class say when a forward begins and how it ended, to whoever `watchers()` of the first layer
-    it was given names: `begun()`, then `ended(n_tokens)` or `failed()`. So layers are put back after a forward that
-    raised before anybody reads them again, and tokens are counted for models (mamba, rwkv7, jamba) that do not
-    count them. Counted like `install`."""
+    it was given names: `begun(model, inputs)`, then `ended(n_tokens)` or `failed()`. So layers are put back after a
+    forward that raised before anybody reads them again, and tokens are counted for models (mamba, rwkv7, jamba) that
+    do not count them. Counted like `install`."""
     cls = type(model)
     original, count = _watched.get(cls, (cls.__call__, 0))
     _watched[cls] = (original, count + 1)
@@ -134,10 +134,11 @@ def watch(model: nn.Module) -> type:
         def call(self: nn.Module, inputs: mx.array, *args: Any, **kwargs: Any) -> Any:
             given = [kwargs.get("cache"), *args]  # models do not agree on where the cache stands
             watchers: list[Any] = next((c[0].watchers() for c in given if _watchable(c)), [])
-            for watcher in watchers:
-                watcher.begun()
+            told = None if kwargs.get("input_embeddings") is not None else inputs
             worked = False
             try:
+                for row, watcher in enumerate(watchers):
+                    watcher.begun(self, told if told is None or len(watchers) == 1 else told[row : row + 1])
                 out = original(self, inputs, *args, **kwargs)
                 worked = True
             finally:

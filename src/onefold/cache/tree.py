@@ -24,6 +24,8 @@ Tokens = npt.NDArray[np.int32]
 
 def as_tokens(tokens: Any) -> Tokens:
     """A one-dimensional int32 array of token ids, without a copy where it is one already."""
+    if isinstance(tokens, (str, bytes)):
+        raise TokenError("tokens are integers, and this is text: encode it first")
     try:
         array = np.asarray(tokens)
     except (ValueError, TypeError) as error:

@@ -30,8 +30,8 @@ class Pulse(Protocol):
         """Before a layer's first write of a forward; may refuse by raising, and then nothing was written."""
         ...
 
-    def begun(self) -> None:
-        """A forward of the whole model begins; `ended` or `failed` will follow."""
+    def begun(self, model: Any, inputs: mx.array | None) -> None:
+        """A forward of the whole model begins; `ended` or `failed` will follow. May refuse by raising."""
         ...
 
     def ended(self, n_tokens: int) -> None: ...
@@ -47,7 +47,7 @@ class NoPulse:
     def enter(self, layer: Any, n_tokens: int | None) -> None:
         pass
 
-    def begun(self) -> None:
+    def begun(self, model: Any, inputs: mx.array | None) -> None:
         pass
 
     def ended(self, n_tokens: int) -> None:

@@ -530,7 +530,8 @@ def test_other_tokens_than_were_leased_are_refused_before_they_are_stored():
     model, prompt = tiny("llama"), words(30)
     with onefold.PrefixCache(model, "64MB") as cache:
         _, known = turn(cache, model, prompt)
-        with cache.lease([*known, 1, 2]) as lease, pytest.raises(onefold.LeaseError, match=f"position {len(known)} .*rest"):
+        refused = pytest.raises(onefold.LeaseError, match=f"position {len(known)} .*rest")
+        with cache.lease([*known, 1, 2]) as lease, refused:
             for _ in generate_step(mx.array([*known, 1, 2]), model, max_tokens=2, prompt_cache=lease.layers):
                 pass  # the whole prompt, not lease.rest
         cache.check()

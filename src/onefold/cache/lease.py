@@ -401,8 +401,3 @@ class Lease:
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"at {self.offset}"
         return f"<Lease of {len(self.tokens)} tokens, {self.cached} cached, {state}>"
-
-
-def prompt_array(tokens: Tokens) -> mx.array:
-    """Tokens as mlx-lm wants a prompt."""
-    return mx.array(np.asarray(tokens, dtype=np.int32))

@@ -106,7 +106,7 @@ class PrefixCache:
         self.min_checkpoint_tokens = min_checkpoint_tokens
         self._water = (low_water, high_water)
         self._lock = threading.RLock()
-        models = [m for m in (model, draft_model) if m is not None]
+        models = self._models
         budget_bytes = (
             device.default_budget(*models)
             if budget is None
@@ -462,8 +462,7 @@ class PrefixCache:
         """A model that we do not understand gets its own caches, and nothing is kept."""
         self._reasons["unknown cache"] += 1
         lease.reason = "unknown cache"
-        models = [m for m in (self.model, self.draft_model) if m is not None]
-        lease.layers = [c for m in models for c in stock.make_prompt_cache(m)]
+        lease.layers = [c for m in self._models for c in stock.make_prompt_cache(m)]
         lease._handed_out = list(lease.layers)
         lease._beats = []
         self._leases.add(lease)

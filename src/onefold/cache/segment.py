@@ -248,11 +248,10 @@ class Piece:
 class Track:
     """The storage of one sequence's sliceable layers."""
 
-    def __init__(self, store: Store, *, contiguous: bool = False, name: object = None) -> None:
+    def __init__(self, store: Store, *, contiguous: bool = False) -> None:
         self.store = store
         self.contiguous = contiguous
         """Models outside the seam: always one piece that starts at index 0."""
-        self.name = name
         self.pieces: list[Piece] = []
         self.floor = 0  # recomputing below here writes nothing
         self.frozen = 0  # positions below here are the tree's, wherever they lie

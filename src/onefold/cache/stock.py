@@ -25,7 +25,6 @@ RotatingKVCache = _cache.RotatingKVCache
 
 ATTENTION = "scaled_dot_product_attention"
 stock_attention: Callable[..., mx.array] = _base.scaled_dot_product_attention
-causal_mask: Callable[..., mx.array] = _base.create_causal_mask
 attention_mask: Callable[..., Any] = _cache.create_attention_mask
 
 

@@ -276,17 +276,10 @@ class SegmentedLayer(Watched):
     def rotate(self) -> None:
         """Become a ring that holds what this layer holds. The track is left to its owner."""
         assert self.bound is not None
+        held = self.snapshot(0)
         self.ring = RotatingLayer(self.bound.max_size, self.bound.keep)
-        if self.offset:
-            snapshot = self.snapshot(0) if self.ring is None else self._whole()
-            self.ring.adopt(snapshot)
-
-    def _whole(self) -> Snapshot:
-        ring, self.ring = self.ring, None
-        snapshot = self.snapshot(0)
-        self.ring = ring
-        assert snapshot is not None
-        return snapshot
+        if held is not None:
+            self.ring.adopt(held)
 
     def _ring_for(self, snapshot: Snapshot | None) -> RotatingLayer | None:
         """The ring that a restore goes to: this layer's, or a new one for a snapshot that a ring has made."""

@@ -604,7 +604,7 @@ def test_d4_a_snapshot_is_closed_exactly_once(case: Case) -> None:
 def test_d4_merge_joins_ranges_and_consumes_them(case: Case) -> None:
     parent, child = case.fresh(10).snapshot(3), case.fresh(25).snapshot(10)
     size = parent.size + child.size
-    merged = case.make(WINDOW).merge(parent, child)
+    merged = case.make(WINDOW).join(parent, child)
     assert (merged.start, merged.end, merged.size) == (3, 25, size)
     assert closed_once(parent) and closed_once(child)
     layer = case.fresh(3)
@@ -616,7 +616,7 @@ def test_d4_merge_joins_ranges_and_consumes_them(case: Case) -> None:
 def test_d4_child_supersedes_parent_on_merge(case: Case) -> None:
     parent, child = case.fresh(10).snapshot(), case.fresh(10, 15).snapshot(10)
     layer = case.fresh(10)
-    merged = layer.merge(parent, child)
+    merged = layer.join(parent, child)
     assert closed_once(parent) and not merged.closed
     assert layer.restore(merged, 25) and same_future(layer, case.fresh(10, 15))
     merged.close()
@@ -626,11 +626,11 @@ def test_d4_child_supersedes_parent_on_merge(case: Case) -> None:
 @over(CASES)
 def test_d4_merge_with_nothing_consumes_too(case: Case) -> None:
     layer = case.make(WINDOW)
-    assert layer.merge(None, None) is None
+    assert layer.join(None, None) is None
     parent = case.fresh(25).snapshot()
-    assert layer.merge(parent, None) is None and closed_once(parent)
+    assert layer.join(parent, None) is None and closed_once(parent)
     child = case.fresh(25).snapshot()
-    merged = layer.merge(None, child)
+    merged = layer.join(None, child)
     if case in WHOLE:
         assert merged is child and not child.closed
     else:
@@ -702,7 +702,7 @@ def test_d4_a_composite_splits_what_can_be_split() -> None:
     assert upper.members[0] is None and (upper.start, upper.end) == (0, 8)
     assert [m is not None for m in lower.members] == [True, True]
     assert not case.make(WINDOW).restore(upper, 8)  # there is no recurrent state at 8
-    merged = case.make(WINDOW).merge(upper, lower)
+    merged = case.make(WINDOW).join(upper, lower)
     layer = case.make(WINDOW)
     assert layer.restore(merged, 12) and same_future(layer, case.fresh(12))
     merged.close()

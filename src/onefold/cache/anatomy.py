@@ -27,7 +27,7 @@ from onefold.cache.kinds.base import Pulse
 from onefold.cache.kinds.chunked import ChunkedLayer
 from onefold.cache.kinds.composite import CompositeLayer
 from onefold.cache.kinds.full import Bound, PlainCodec, SegmentedLayer
-from onefold.cache.kinds.quantized import AffineCodec
+from onefold.cache.kinds.quantized import AffineCodec, PackedLayer
 from onefold.cache.kinds.recurrent import RecurrentLayer
 from onefold.cache.kinds.rotating import RotatingLayer
 from onefold.cache.ledger import Ledger
@@ -88,6 +88,8 @@ class Leaf:
     plain: tuple[ArraySpec, ArraySpec] | None = None
     native: AffineCodec | None = None
     """The model quantises this layer by itself."""
+    packed: bool = False
+    """It is handed out as mlx-lm's own quantised cache, which the stock attention reads."""
 
 
 @dataclass
@@ -136,6 +138,11 @@ class Anatomy:
     def of(cls, model: nn.Module, *, kv: KvFormat | None = None, bound: Bound | None = None) -> Anatomy:
         return _survey(model, kv or KvFormat(), bound)
 
+    @classmethod
+    def of_layers(cls, caches: list[Any]) -> Anatomy:
+        """Read off caches that hold something, where the model that filled them is not known."""
+        return _read_off(caches)
+
     def make(
         self,
         track: Track,
@@ -153,11 +160,11 @@ class Anatomy:
             made.append(_nest(flat, (i,)))
         return made, [flat[leaf.path] for leaf in self.leaves if leaf.used]
 
-    def _make_leaf(
-        self, leaf: Leaf, track: Track, pulse: Pulse | None, first_index: int, always_handles: bool
-    ) -> Any:
+    def _make_leaf(self, leaf: Leaf, track: Track, pulse: Pulse | None, first_index: int, always_handles: bool) -> Any:
         if leaf.kind in SLICEABLE:
             index = first_index + max(0, leaf.index)
+            if leaf.packed:
+                return PackedLayer(track, index, leaf.codec, pulse=pulse)
             return SegmentedLayer(
                 track, index, leaf.codec, pulse=pulse, bound=self.bound, always_handles=always_handles
             )
@@ -223,12 +230,10 @@ def _nest(flat: dict[tuple[int, ...], Any], path: tuple[int, ...]) -> Any:
 
 def _survey(model: nn.Module, kv: KvFormat, bound: Bound | None) -> Anatomy:
     caches = stock.make_prompt_cache(model)
-    leaves = [_leaf(cache, path) for i, top in enumerate(caches) for path, cache in _flatten(top, (i,))]
-    anatomy = Anatomy(leaves, len(caches), bound=bound)
+    anatomy = Anatomy(_leaves(caches), len(caches), bound=bound)
     _measure_weights(model, anatomy)
-    unknown = sorted({type(_at(caches, leaf.path)).__name__ for leaf in leaves if leaf.kind is Kind.UNKNOWN})
-    if unknown:
-        anatomy.reason = f"cache class {', '.join(unknown)} offers nothing that could be reused"
+    anatomy.reason = _unknown(anatomy, caches)
+    if anatomy.reason:
         return anatomy
     try:
         for n in _TRIAL:
@@ -255,10 +260,39 @@ def _survey(model: nn.Module, kv: KvFormat, bound: Bound | None) -> Anatomy:
     return anatomy
 
 
-def _flatten(cache: Any, path: tuple[int, ...]) -> list[tuple[tuple[int, ...], Any]]:
-    if stock.kind_of(cache) is Kind.COMPOSITE:
-        return [found for i, c in enumerate(cache.caches) for found in _flatten(c, (*path, i))]
-    return [(path, cache)]
+def _read_off(caches: list[Any]) -> Anatomy:
+    anatomy = Anatomy(_leaves(caches), len(caches), contiguous=True)
+    anatomy.reason = _unknown(anatomy, caches)
+    if anatomy.reason:
+        return anatomy
+    index = 0
+    for leaf in anatomy.leaves:
+        cache = _at(caches, leaf.path)
+        if leaf.kind is Kind.RECURRENT:
+            arrays = [a for a in cache.cache if a is not None]
+            leaf.used, leaf.state_bytes = bool(arrays), sum(a.nbytes for a in arrays)
+            continue
+        leaf.used = cache.keys is not None and cache.offset > 0
+        if leaf.used:
+            k, v = leaf.plain = _key_values(cache)
+            leaf.token_bytes = k.token_bytes + v.token_bytes
+            if leaf.kind in SLICEABLE:
+                leaf.index, leaf.packed = index, leaf.native is not None
+                index += 1
+                _set_format(leaf, KvFormat())
+    if not any(leaf.used for leaf in anatomy.leaves):
+        anatomy.reason = "the layers are empty"
+    return anatomy
+
+
+def _leaves(caches: list[Any]) -> list[Leaf]:
+    return [_leaf(cache, path) for i, top in enumerate(caches) for path, cache in stock.flatten(top, (i,))]
+
+
+def _unknown(anatomy: Anatomy, caches: list[Any]) -> str:
+    leaves = [leaf for leaf in anatomy.leaves if leaf.kind is Kind.UNKNOWN]
+    names = sorted({type(_at(caches, leaf.path)).__name__ for leaf in leaves})
+    return f"cache class {', '.join(names)} offers nothing that could be reused" if names else ""
 
 
 def _at(caches: list[Any], path: tuple[int, ...]) -> Any:

@@ -58,9 +58,7 @@ class Arena:
             ranges = [(s.lo, s.hi) for s in slab.spans]
             ranges += [(p.lo, p.limit or p.hi) for t in slab.tracks for p in t.pieces if p.slab is slab]
             taken = {r for lo, hi in ranges for r in range(lo // STEP, -(-hi // STEP))}
-        free = [r for r in range(max(rows, len(taken) + n, max(taken, default=0) + 1) + n) if r not in taken][
-            :n
-        ]
+        free = [r for r in range(max(rows, len(taken) + n, max(taken, default=0) + 1) + n) if r not in taken][:n]
         capacity = (max(free) + 1) * STEP
         if slab is None:
             self._slab = self._store.slab(max(capacity, rows * STEP))

@@ -115,13 +115,9 @@ def attention(
 ) -> mx.array:
     """Stands in for mlx-lm's `scaled_dot_product_attention`."""
     if not isinstance(keys, Handle):
-        return stock.stock_attention(
-            queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks, **options
-        )
+        return stock.stock_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks, **options)
     if not isinstance(values, Handle) or options:
-        raise TypeError(
-            f"attention over segments got values {type(values).__name__} and options {list(options)}"
-        )
+        raise TypeError(f"attention over segments got values {type(values).__name__} and options {list(options)}")
     keys.consumed[0] += 1
     rows, codec = keys.rows, keys.codec
     if len(rows) == 1:
@@ -275,11 +271,7 @@ def _plan(rows: Rows | list[list[View]], dtype: mx.Dtype) -> _Plan:
         for j, v in enumerate(row):
             readers.setdefault((v.slab, v.lo, v.hi), (i, j, []))[2].append(i)
             slabs.setdefault(v.slab, (i, j, set()))[2].add(i)
-    whole = {
-        slab
-        for slab, (i, j, who) in slabs.items()
-        if len(who) > 1 and rows[i][j].capacity <= n * COMMON_TOKENS
-    }
+    whole = {slab for slab, (i, j, who) in slabs.items() if len(who) > 1 and rows[i][j].capacity <= n * COMMON_TOKENS}
     whole -= {slab for (slab, _, _), (_, _, who) in readers.items() if len(who) == len(slabs[slab][2])}
     common = [slabs[slab][:2] for slab in whole]
     shared = [found for (slab, _, _), found in readers.items() if len(found[2]) > 1 and slab not in whole]

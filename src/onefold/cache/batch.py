@@ -57,6 +57,13 @@ class Batch:
         self.leases.append(lease)
         self._layers = None
 
+    def seat(self, leases: list[Lease]) -> None:
+        """Have just these rows, in this order."""
+        if len(leases) != len(self.leases) or any(a is not b for a, b in zip(leases, self.leases, strict=True)):
+            self.leases, self._layers = [], None
+            for lease in leases:
+                self.add(lease)
+
     def remove(self, lease: Lease) -> None:
         self.leases.remove(lease)
         self._layers = None
@@ -67,9 +74,7 @@ class Batch:
         if self._layers is None:
             own = [lease.layers[: self._n_layers] for lease in self.leases]
             self._plans = {}
-            self._layers = [
-                RowsLayer.over([row[i] for row in own], self._plans) for i in range(self._n_layers)
-            ]
+            self._layers = [RowsLayer.over([row[i] for row in own], self._plans) for i in range(self._n_layers)]
         return self._layers
 
     def step(self, tokens: Any) -> mx.array:

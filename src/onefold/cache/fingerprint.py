@@ -22,9 +22,7 @@ def model_digest(*models: nn.Module | None) -> str:
             digest.update(b"none")
             continue
         digest.update(type(model).__module__.encode())
-        digest.update(
-            repr(getattr(model, "args", None)).encode()
-        )  # what the weights do not show, rope for one
+        digest.update(repr(getattr(model, "args", None)).encode())  # what the weights do not show, rope for one
         for name, p in sorted(dict(tree_flatten(model.parameters())).items()):
             digest.update(f"{name}{p.shape}{p.dtype}".encode())
             flat = p.reshape(-1)

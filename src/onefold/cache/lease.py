@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -41,9 +42,9 @@ if TYPE_CHECKING:
 class Beat:
     """Notices the forwards of one model: the target's, or the draft's."""
 
-    def __init__(self, lease: Lease, anatomy: Anatomy, model: nn.Module) -> None:
+    def __init__(self, lease: Lease, anatomy: Anatomy, model: nn.Module | None) -> None:
         self.lease = lease
-        self.model = model
+        self._model = model and weakref.ref(model)
         self.anatomy = anatomy
         self.leaves: list[Any] = []
         self.epoch = 0
@@ -93,7 +94,7 @@ class Beat:
         """Refuses another model, and other tokens than the lease was opened with: both would be stored as this
         model's KV of these tokens."""
         self.lease._usable()
-        if model is not self.model:
+        if self._model is not None and model is not self._model():
             raise LeaseError("this lease's layers belong to another model")
         start, lease = self.position, self.lease
         if inputs is not None and self.reached <= start < min(len(lease.tokens), lease._rewound):
@@ -164,8 +165,8 @@ class Lease:
         self._asked = asked
         self._thread = threading.get_ident()
         first = 0
-        for anatomy, model in zip(anatomies, cache._models, strict=True):
-            beat = Beat(self, anatomy, model)
+        for i, anatomy in enumerate(anatomies):
+            beat = Beat(self, anatomy, cache._refs[i]() if cache._refs else None)
             layers, beat.leaves = anatomy.make(track, beat, first_index=first)
             first += len(anatomy.sliceable)
             self.layers += layers
@@ -247,6 +248,18 @@ class Lease:
         keep = min(self.offset, len(self.tokens), self._rewound) if sound else 0
         self._cache._settle(self, self.tokens[:keep], close=True)
 
+    def discard(self) -> None:
+        """Close, and keep nothing of what was done. What was stored before stays."""
+        self._usable()
+        with self._cache._lock:
+            self._cache._evaluate(self)
+            self._cache._release(self)
+
+    def __del__(self) -> None:
+        """Dropped without being closed: what it holds is let go at the cache's next call."""
+        if not getattr(self, "closed", True):
+            self._cache.drop(self)
+
     def __enter__(self) -> Lease:
         return self
 
@@ -265,9 +278,7 @@ class Lease:
         if self.closed:
             raise LeaseClosed("this lease is closed; its layers hold nothing any more")
         if threading.get_ident() != self._thread:
-            raise WrongThread(
-                f"this lease belongs to thread {self._thread}, and was used from {threading.get_ident()}"
-            )
+            raise WrongThread(f"this lease belongs to thread {self._thread}, and was used from {threading.get_ident()}")
 
     def _begin(self, beat: Beat) -> None:
         """A forward begins: every layer stands at one position."""
@@ -295,9 +306,7 @@ class Lease:
             beat.reached = start + n_tokens
             offsets = [leaf.offset for b in self._beats for leaf in b.leaves]
             cache._reserve_scratch(beat.scratch_bytes(n_tokens) + 2 * self._points.bytes)
-            if not beat.rotated and any(
-                isinstance(x, SegmentedLayer) and x.outgrows(n_tokens) for x in beat.leaves
-            ):
+            if not beat.rotated and any(isinstance(x, SegmentedLayer) and x.outgrows(n_tokens) for x in beat.leaves):
                 self._rotate(beat)
             if not self._spanless:
                 self._track.ensure(start, n_tokens, keep=max(offsets, default=0))

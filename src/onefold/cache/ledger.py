@@ -192,3 +192,28 @@ class Ledger:
             self._accounts.remove(account)
             self._by_purpose[account.purpose] -= account.bytes
             account.bytes = 0
+
+
+class ElasticLedger(Ledger):
+    """For a server that can neither wait nor refuse (mlx-lm's dies of an exception in the middle of a batch).
+
+    The budget is for KV alone, and what is stored makes way for what is live. A live request that needs more than all
+    of it is let through: it is over the budget for as long as it runs, and frees nothing that could not help it.
+    """
+
+    @property
+    def used_bytes(self) -> int:
+        return self.held_bytes
+
+    def recount(self) -> list[str]:
+        return [found for found in super().recount() if "of a budget of" not in found]
+
+    def _take(self, purpose: Purpose, n_bytes: int, what: str) -> None:
+        if n_bytes < 0:
+            raise ValueError(f"cannot reserve {n_bytes} bytes for {what}")
+        missing = self.used_bytes + n_bytes - self._budget
+        if purpose in HELD and missing > 0 and self.make_room is not None:
+            self.make_room(missing)
+
+    def fits(self, n_bytes: int) -> bool:
+        return n_bytes <= self.free_bytes

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from onefold.cache import device, stock
+from onefold.cache import device, foreign, stock
 from onefold.cache.anatomy import Anatomy, KvFormat
 from onefold.cache.arena import Arena
 from onefold.cache.attention import attention
@@ -28,7 +29,7 @@ from onefold.cache.checkpoints import Checkpoint
 from onefold.cache.fingerprint import model_digest
 from onefold.cache.kinds.full import Bound
 from onefold.cache.lease import Lease
-from onefold.cache.ledger import Account, Ledger, Purpose
+from onefold.cache.ledger import Account, ElasticLedger, Ledger, Purpose
 from onefold.cache.segment import Store, Track, round_up
 from onefold.cache.shelf import Shelf
 from onefold.cache.tree import Node, Tokens, as_tokens
@@ -91,7 +92,10 @@ class PrefixCache:
         min_checkpoint_tokens: int = 64,
         high_water: float = 0.95,
         low_water: float = 0.90,
+        elastic: bool = False,
     ) -> None:
+        """`elastic` is for servers that can neither wait nor refuse: the budget is then for KV alone, stored KV makes
+        way for live KV, and nothing is refused. The model is not kept alive by the cache."""
         for given in (model, draft_model):
             if not isinstance(given, nn.Module) and (given is model or given is not None):
                 name = type(given).__name__
@@ -100,32 +104,46 @@ class PrefixCache:
         bound = _bound(max_kv_size, keep, form)
         if not 0 < low_water <= high_water <= 1:
             raise ConfigError(f"water marks must be 0 < low <= high <= 1, got {low_water} and {high_water}")
-        self.model = model
-        self.draft_model = draft_model
-        self._models = [m for m in (model, draft_model) if m is not None]
-        self.min_checkpoint_tokens = min_checkpoint_tokens
-        self._water = (low_water, high_water)
-        self._lock = threading.RLock()
-        models = self._models
+        models = [m for m in (model, draft_model) if m is not None]
         budget_bytes = (
-            device.default_budget(*models)
-            if budget is None
-            else parse_size(budget, total_bytes=device.memory_bytes())
+            device.default_budget(*models) if budget is None else parse_size(budget, total_bytes=device.memory_bytes())
         )
         mx.eval([m.parameters() for m in models])
-        self._anatomies = [Anatomy.of(m, kv=form, bound=bound) for m in models]
+        anatomies = [Anatomy.of(m, kv=form, bound=bound) for m in models]
+        ledger = ElasticLedger(budget_bytes) if elastic else Ledger(budget_bytes)
+        self._set_up(models, anatomies, ledger, (model_digest(*models), adapter, form.bits, bound))
+        self.min_checkpoint_tokens = min_checkpoint_tokens
+        self._water = (low_water, high_water)
+
+    @classmethod
+    def of_layers(cls, layers: list[Any], budget: int) -> PrefixCache:
+        """A cache for a model that is not known but for the caches it uses, which hold something already. Its layers
+        are contiguous, and it is elastic."""
+        self = cls.__new__(cls)
+        self._set_up([], [Anatomy.of_layers(layers)], ElasticLedger(budget), ())
+        return self
+
+    def _set_up(self, models: list[nn.Module], anatomies: list[Anatomy], ledger: Ledger, form: Hashable) -> None:
+        # an elastic budget is for KV alone: the pool beside it has the machine's share
+        pool_share = device.memory_bytes() if isinstance(ledger, ElasticLedger) else ledger.budget_bytes
+        self._refs = [weakref.ref(m) for m in models]
+        self.min_checkpoint_tokens = 1
+        self._water = (1.0, 1.0)
+        self._lock = threading.RLock()
+        self._anatomies = anatomies
         self._seam = [name for m in models for name in stock.install(m, attention)]
         self._watched = [stock.watch(m) for m in models]
-        self._ledger = Ledger(budget_bytes)
-        self._pool_before = device.limit_pool(budget_bytes)
-        self._pool = self._ledger.open(Purpose.POOL, device.pool_bytes(budget_bytes))
+        self._ledger = ledger
+        self._pool_before = device.limit_pool(pool_share)
+        self._pool = self._ledger.open(Purpose.POOL, device.pool_bytes(pool_share))
         self._store = Store([s for a in self._anatomies for s in a.specs], self._ledger)
         self._pointwise = any(a.pointwise for a in self._anatomies)
         self._recurrent = any(a.recurrent for a in self._anatomies)
         self._contiguous = any(a.contiguous for a in self._anatomies)
         self._shelf = Shelf(self._store, self._ledger, pointwise=self._pointwise)
-        self._format = (model_digest(*models), adapter, form.bits, bound)
-        self._leases: set[Lease] = set()
+        self._format = form
+        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._dropped: list[Lease] = []
         self._pins: set[int] = set()
         self._scratch: dict[int, Account] = {}
         self._batched: dict[int, int] = {}
@@ -138,6 +156,26 @@ class PrefixCache:
                 log.warning("%s", note)
         if self.uncached_reason:
             log.warning("this model runs uncached: %s", self.uncached_reason)
+
+    @property
+    def model(self) -> nn.Module | None:
+        return self._refs[0]() if self._refs else None
+
+    @property
+    def draft_model(self) -> nn.Module | None:
+        return self._refs[1]() if len(self._refs) > 1 else None
+
+    def rebind(self, *models: nn.Module) -> bool:
+        """Go on with other objects of the same weights (a model that was unloaded and loaded again). False if they are
+        others, or if a request is still running."""
+        with self._lock:
+            self._sweep()
+            if self._leases or [*map(type, models)] != self._watched:
+                return False
+            if not isinstance(self._format, tuple) or model_digest(*models) != self._format[0]:
+                return False
+            self._refs = [weakref.ref(m) for m in models]
+            return True
 
     # -- requests -------------------------------------------------------------------------
 
@@ -158,6 +196,7 @@ class PrefixCache:
         asked = _positions(checkpoints, reserve_tokens, namespace)
         with self._lock:
             self._open_for_use()
+            self._sweep()
             self._totals["requests"] += 1
             self._totals["tokens_requested"] += len(found)
             track = Track(self._store, contiguous=self._contiguous)
@@ -186,6 +225,8 @@ class PrefixCache:
         self._open_for_use()
         pooled = device.on_gpu() if pooled is None else pooled
         arena = Arena(self._store) if pooled else None
+        if self.model is None:
+            raise ConfigError("the model of this cache is gone")
         return Batch(self.model, self._anatomies[0], leases, arena, self._lock, self._batch_scratch)
 
     def pin(self, tokens: Any, *, namespace: Hashable = "") -> Pin:
@@ -237,8 +278,9 @@ class PrefixCache:
         with self._lock:
             if self._closed:
                 return
-            for lease in list(self._leases):
+            for lease in [*self._leases, *self._dropped]:
                 self._release(lease)
+            self._dropped.clear()
             self.clear()
             stock.uninstall(self._seam)
             for cls in self._watched:
@@ -261,6 +303,7 @@ class PrefixCache:
 
     def stats(self) -> Stats:
         with self._lock:
+            self._sweep()
             for lease in self._leases:
                 lease._recount()
             nodes = list(self._shelf.nodes())
@@ -291,6 +334,7 @@ class PrefixCache:
     def check(self) -> None:
         """Recount everything from nothing; raises IntegrityError with every finding."""
         with self._lock:
+            self._sweep()
             for lease in self._leases:
                 lease._recount()
             found = self._shelf.check()
@@ -313,6 +357,18 @@ class PrefixCache:
     def _open_for_use(self) -> None:
         if self._closed:
             raise ConfigError("this cache is closed")
+
+    def _sweep(self) -> None:
+        """Settle leases that were dropped without being closed; on their own thread, while there is one."""
+        here = threading.get_ident()
+        running = {t.ident for t in threading.enumerate()} if self._dropped else set()
+        for lease in list(self._dropped):
+            if lease._thread == here or lease._thread not in running:
+                self._dropped.remove(lease)
+                lease._thread = here
+                self._reasons["dropped"] += 1
+                with contextlib.suppress(DeviceError):
+                    lease.cancel()
 
     # -- opening ---------------------------------------------------------------------------
 
@@ -359,9 +415,7 @@ class PrefixCache:
             at = min(node.end, matched)
         return at, ""
 
-    def _resume_point(
-        self, path: list[Node], readable: int, usable: int
-    ) -> tuple[int, Checkpoint | None, str]:
+    def _resume_point(self, path: list[Node], readable: int, usable: int) -> tuple[int, Checkpoint | None, str]:
         """The deepest point at which every layer can be put back."""
         if usable == 0:
             return 0, None, "nothing known"
@@ -389,9 +443,7 @@ class PrefixCache:
             found: Checkpoint | None = node.checkpoint
             if found is None or node.end < target or (found.spanless and self._store.specs):
                 continue
-            if all(
-                s is None or x.can_restore(s, target) for x, s in zip(layers, found.snapshots, strict=True)
-            ):
+            if all(s is None or x.can_restore(s, target) for x, s in zip(layers, found.snapshots, strict=True)):
                 return found
         return None
 
@@ -462,11 +514,92 @@ class PrefixCache:
         """A model that we do not understand gets its own caches, and nothing is kept."""
         self._reasons["unknown cache"] += 1
         lease.reason = "unknown cache"
-        lease.layers = [c for m in self._models for c in stock.make_prompt_cache(m)]
+        models = [m for ref in self._refs if (m := ref()) is not None]
+        lease.layers = [c for m in models for c in stock.make_prompt_cache(m)]
         lease._handed_out = list(lease.layers)
         lease._beats = []
         self._leases.add(lease)
         return lease
+
+    # -- for a server's own notion of entries ------------------------------------------------
+
+    @property
+    def held_bytes(self) -> int:
+        """KV that is held now: live, stored and in checkpoints."""
+        with self._lock:
+            self._sweep()
+            for lease in self._leases:
+                lease._recount()
+            return self._ledger.held_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._ledger.budget_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """What one more token of a conversation takes."""
+        return self._store.token_bytes
+
+    @property
+    def evicted_tokens(self) -> int:
+        return self._shelf.counts["evicted_tokens"]
+
+    def fits(self, layers: list[Any]) -> bool:
+        """Whether these caches of mlx-lm's are such as this model's."""
+        return foreign.fits(layers, self._anatomies)
+
+    @property
+    def stored_bytes(self) -> int:
+        """What no request is using."""
+        return self.held_bytes - self._ledger.by_purpose()[Purpose.LIVE.value]
+
+    def drop(self, lease: Lease) -> None:
+        """Settle this lease at the next call: for finalisers, which run on any thread and at any time."""
+        self._dropped.append(lease)
+
+    def matched(self, tokens: Any, *, namespace: Hashable = "") -> int:
+        """How far these tokens are known; touches nothing."""
+        with self._lock:
+            return self._shelf.tree((namespace, self._format)).match(as_tokens(tokens)).matched
+
+    def forget(self, tokens: Any, keep: int, *, namespace: Hashable = "") -> None:
+        """Give up what is known of `tokens` from position `keep` on, but for what others share or a lease holds."""
+        with self._lock:
+            tree = self._shelf.tree((namespace, self._format))
+            path, matched = tree.match(as_tokens(tokens))
+            for node in reversed(path):
+                if node.children or not node.idle or node.end > matched or node.end <= keep:
+                    return
+                if node.start < keep:
+                    tree.split(node, keep)
+                self._totals["discarded_tokens"] += node.end - node.start
+                span = node.span
+                self._shelf.drop(tree, node)
+                if span is not None:
+                    self._shelf.trim_slack(span.slab)
+
+    def shrink(self, n_bytes: int) -> None:
+        """Evict until at most `n_bytes` are stored, or nothing more can be."""
+        with self._lock:
+            excess = self.stored_bytes - n_bytes
+            if excess > 0:
+                self._shelf.make_room(min(excess, self._shelf.reclaimable_bytes()))
+
+    def adopt(self, tokens: Any, layers: list[Any]) -> tuple[int, str]:
+        """Take over what a list of mlx-lm's own caches holds: the KV of `tokens`. Returns how many of them could be
+        kept, and why not all. Buffers that only the list refers to are moved."""
+        found = as_tokens(tokens)
+        with self._lock:
+            anatomies = self._anatomies
+            kept, reason = foreign.sound_length(layers, anatomies, len(found))
+            if kept == 0:
+                return 0, reason
+            with self.lease(found[:kept] if kept < len(found) else found) as lease:
+                if lease.matched < kept or self._pointwise:
+                    foreign.fill(lease, layers, kept)
+                    lease.commit(found[:kept])
+            return kept, reason
 
     # -- settling --------------------------------------------------------------------------
 
@@ -692,9 +825,7 @@ def _bound(max_kv_size: int | None, keep: int, form: KvFormat) -> Bound | None:
     if not isinstance(max_kv_size, int) or not isinstance(keep, int):
         raise ConfigError(f"max_kv_size and keep are numbers of tokens, got {max_kv_size!r} and {keep!r}")
     if max_kv_size < 0 or keep < 0 or keep >= max_kv_size:
-        raise ConfigError(
-            f"keep must be from 0 to below max_kv_size, got keep={keep}, max_kv_size={max_kv_size}"
-        )
+        raise ConfigError(f"keep must be from 0 to below max_kv_size, got keep={keep}, max_kv_size={max_kv_size}")
     if form.bits < 16:
         raise ConfigError(f"max_kv_size={max_kv_size} needs kv='16': mlx-lm has no quantised ring")
     return Bound(max_kv_size, keep)

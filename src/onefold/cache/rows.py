@@ -131,12 +131,8 @@ class _AttentionRows(_Rows):
 
         return handle(arrays[0]), handle(arrays[codec.n_keys()])
 
-    def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array | None:
-        masks = [
-            layer.make_mask(N, return_array=return_array, window_size=window_size) for layer in self.layers
-        ]
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
+        masks = [layer.make_mask(N, return_array=return_array, window_size=window_size) for layer in self.layers]
         if N == 1 and all(m is None for m in masks):
             return None
         raise NotImplementedError("a ragged batch decodes one token at a time, without a mask")

@@ -120,9 +120,7 @@ class Shelf:
         limit = self.ledger.budget_bytes // 4
         if n_bytes > limit:
             return False
-        held = sorted(
-            (n for n in self.nodes() if n.checkpoint is not None), key=lambda n: (n.last_use, n.end)
-        )
+        held = sorted((n for n in self.nodes() if n.checkpoint is not None), key=lambda n: (n.last_use, n.end))
         total = sum(n.checkpoint.account.bytes for n in held)
         for node in held:
             if total + n_bytes <= limit:
@@ -403,9 +401,7 @@ def _check_slab(slab: Slab) -> list[str]:
             if real != slab.capacity * slab.store.specs[index].token_bytes:
                 found.append(f"{where}: layer {index} has {real} bytes")
     edges = sorted((s.lo, s.hi) for s in slab.spans)
-    if any(a[1] > b[0] for a, b in itertools.pairwise(edges)) or (
-        edges and edges[-1][1] > slab.capacity
-    ):
+    if any(a[1] > b[0] for a, b in itertools.pairwise(edges)) or (edges and edges[-1][1] > slab.capacity):
         found.append(f"{where}: spans overlap or overrun: {edges}")
     if not slab.spans and not slab.tracks:
         found.append(f"{where} belongs to nobody")

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import enum
 import functools
+import importlib
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.models import base as _base
 from mlx_lm.models import cache as _cache
 
 ArraysCache = _cache.ArraysCache
+BatchKVCache = _cache.BatchKVCache
 CacheList = _cache.CacheList
 ChunkedKVCache = _cache.ChunkedKVCache
+QuantizedKVCache = _cache.QuantizedKVCache
 RotatingKVCache = _cache.RotatingKVCache
 
 ATTENTION = "scaled_dot_product_attention"
@@ -68,6 +72,21 @@ def kind_of(cache: Any) -> Kind:
 def make_prompt_cache(model: nn.Module) -> list[Any]:
     """What mlx-lm would make for this model. Called by the factory in `anatomy`, and nowhere else."""
     return list(_cache.make_prompt_cache(model))
+
+
+def flatten(cache: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], Any]]:
+    """The cache objects that hold state, each with its path: composite ones are opened."""
+    if kind_of(cache) is Kind.COMPOSITE:
+        return [found for i, c in enumerate(cache.caches) for found in flatten(c, (*path, i))]
+    return [(path, cache)]
+
+
+def opaque(cache: Any) -> bool:
+    """Whether an object is none of the kinds that we know, and holds no KV that could be wrong."""
+    if kind_of(cache) is not Kind.UNKNOWN or hasattr(cache, "rows"):
+        return False
+    held: Any = tree_flatten([*getattr(cache, "__dict__", {}).values(), getattr(cache, "state", None)])
+    return not any(isinstance(x, mx.array) for _, x in held)
 
 
 # -- the attention seam ---------------------------------------------------------------------
@@ -121,7 +140,8 @@ _watched: dict[type, tuple[Any, int]] = {}
 
 def watch(model: nn.Module) -> type:
     """Have the model's class say when a forward begins and how it ended, to whoever `watchers()` of the first layer
-    it was given names: `begun(model, inputs)`, then `ended(n_tokens)` or `failed()`. So layers are put back after a
+    it was given names: `begun(model, inputs)`, then `ended(n_tokens)` or `failed()`. A list whose first member can
+    `drive` only stands in for layers, and runs the forward itself, with theirs. So layers are put back after a
     forward that raised before anybody reads them again, and tokens are counted for models (mamba, rwkv7, jamba) that
     do not count them. Counted like `install`."""
     cls = type(model)
@@ -132,7 +152,15 @@ def watch(model: nn.Module) -> type:
         @functools.wraps(original)
         def call(self: nn.Module, inputs: mx.array, *args: Any, **kwargs: Any) -> Any:
             given = [kwargs.get("cache"), *args]  # models do not agree on where the cache stands
-            watchers: list[Any] = next((c[0].watchers() for c in given if _watchable(c)), [])
+            stand_in = next((c for c in given if _listed(c, "drive")), None)
+            if stand_in is not None:
+
+                def run(x: mx.array, layers: list[Any]) -> Any:
+                    here = {k: layers if v is stand_in else v for k, v in kwargs.items()}
+                    return call(self, x, *(layers if a is stand_in else a for a in args), **here)
+
+                return stand_in[0].drive(run, inputs, len(stand_in))
+            watchers: list[Any] = next((c[0].watchers() for c in given if _listed(c, "watchers")), [])
             told = None if kwargs.get("input_embeddings") is not None else inputs
             worked = False
             try:
@@ -152,8 +180,8 @@ def watch(model: nn.Module) -> type:
     return cls
 
 
-def _watchable(cache: Any) -> bool:
-    return isinstance(cache, (list, tuple)) and len(cache) > 0 and hasattr(cache[0], "watchers")
+def _listed(cache: Any, capability: str) -> bool:
+    return isinstance(cache, (list, tuple)) and len(cache) > 0 and hasattr(cache[0], capability)
 
 
 def unwatch(cls: type) -> None:
@@ -162,3 +190,102 @@ def unwatch(cls: type) -> None:
         _watched[cls] = (original, count - 1)
     else:
         cls.__call__ = original  # type: ignore[method-assign]
+
+
+# -- the stock server -------------------------------------------------------------------------
+
+
+class Listener(Protocol):
+    def made(self, model: nn.Module) -> None:
+        """The server has made caches for this model, to see what it needs or for a request of its own."""
+        ...
+
+    def row(self, model: nn.Module, tokens: list[int]) -> list[Any] | None:
+        """A batch takes on a row without caches: layers for it, or None if it shall make its own."""
+        ...
+
+
+_listeners: list[Listener] = []
+_unlistened: list[Callable[[], None]] = []
+
+
+def listen(listener: Listener) -> None:
+    """Hear of every cache that mlx-lm's server and its batches make for themselves: the only places where a prompt
+    cache can learn which model it is for."""
+    if not _listeners:
+        _unlistened[:] = [_hear_server(), _hear_batches()]
+    _listeners.append(listener)
+
+
+def unlisten(listener: Listener) -> None:
+    if listener in _listeners:
+        _listeners.remove(listener)
+        if not _listeners:
+            for restore in _unlistened:
+                restore()
+
+
+def _hear_server() -> Callable[[], None]:
+    server: Any = importlib.import_module("mlx_lm.server")
+    original = server.make_prompt_cache
+
+    @functools.wraps(original)
+    def make(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        made = original(model, *args, **kwargs)
+        for listener in list(_listeners):
+            listener.made(model)
+        return made
+
+    def restore() -> None:
+        server.make_prompt_cache = original
+
+    server.make_prompt_cache = make
+    return restore
+
+
+def _hear_batches() -> Callable[[], None]:
+    batches: Any = importlib.import_module("mlx_lm.generate").BatchGenerator
+    original = batches.insert_segments
+
+    @functools.wraps(original)
+    def insert_segments(
+        self: Any,
+        segments: Any,
+        max_tokens: Any = None,
+        caches: Any = None,
+        all_tokens: Any = None,
+        *args: Any,
+        **rest: Any,
+    ) -> Any:
+        if self.max_kv_size is None:
+            caches = list(caches or [None] * len(segments))
+            for i, known in enumerate(all_tokens or [[]] * len(segments)):
+                if caches[i] is None:
+                    tokens = [t for part in (known, *segments[i]) for t in part]
+                    given = (listener.row(self.model, tokens) for listener in list(_listeners))
+                    caches[i] = next((layers for layers in given if layers is not None), None)
+        return original(self, segments, max_tokens, caches, all_tokens, *args, **rest)
+
+    def restore() -> None:
+        batches.insert_segments = original
+
+    batches.insert_segments = insert_segments
+    return restore
+
+
+def run_server(make_cache: Callable[[int, int | None], Any]) -> None:
+    """mlx-lm's own server, with its own command line, on what `make_cache(max_size, max_bytes)` gives."""
+    server: Any = importlib.import_module("mlx_lm.server")
+    run, lru = server.run, server.LRUPromptCache
+
+    @functools.wraps(run)
+    def run_with(host: str, port: int, provider: Any, *args: Any, **kwargs: Any) -> Any:
+        limit = getattr(provider.cli_args, "prompt_cache_bytes", None)
+        server.LRUPromptCache = lambda max_size=10, *_: make_cache(max_size, limit)
+        return run(host, port, provider, *args, **kwargs)
+
+    server.run = run_with
+    try:
+        server.main()
+    finally:
+        server.run, server.LRUPromptCache = run, lru

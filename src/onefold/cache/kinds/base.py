@@ -1,13 +1,13 @@
 """The contract of every kind of layer.
 
 A layer is one layer's live state in one request, in the shape that mlx-lm's models expect of a cache.
-Beyond that, every kind can be snapshotted, rewound, restored, merged and split:
+Beyond that, every kind can be snapshotted, rewound, restored, joined and split:
 
 - `snapshot(from_offset)`: the state from `from_offset` to the offset, in arrays of its own; the live state
   is unchanged. Nothing new since `from_offset` gives None.
 - `restore(None, target)`: rewind the live state. `restore(snapshot, target)`: put the snapshot back, clamped
   to `target`. Either happens wholly and returns True, or not at all and returns False.
-- `merge(parent, child)` and `split(snapshot, at)` take ownership of what they are given and close it.
+- `join(parent, child)` and `split(snapshot, at)` take ownership of what they are given and close it.
 - `free()` releases everything; the offset is 0 afterwards.
 
 A snapshot pins exactly the bytes it reports, and is closed exactly once.
@@ -71,9 +71,7 @@ class Snapshot:
 
     __slots__ = ("arrays", "closed", "end", "extra", "start")
 
-    def __init__(
-        self, arrays: list[mx.array | None], start: int, end: int, extra: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, arrays: list[mx.array | None], start: int, end: int, extra: tuple[int, ...] = ()) -> None:
         self.arrays = arrays
         self.start = start
         self.end = end

@@ -43,9 +43,7 @@ class ChunkedLayer(Watched, stock.ChunkedKVCache):  # type: ignore[misc, valid-t
             return None
         valid = self.offset - self.start_position
         keep = min(valid, self.chunk_size)
-        arrays: list[mx.array | None] = [
-            own_bytes(a[..., valid - keep : valid, :]) for a in (self.keys, self.values)
-        ]
+        arrays: list[mx.array | None] = [own_bytes(a[..., valid - keep : valid, :]) for a in (self.keys, self.values)]
         mx.eval(arrays)
         return Snapshot(arrays, max(0, from_offset), self.offset, (self.chunk_size, self.offset - keep))
 
@@ -68,7 +66,7 @@ class ChunkedLayer(Watched, stock.ChunkedKVCache):  # type: ignore[misc, valid-t
         self.offset = target
         return True
 
-    def merge(self, parent: Snapshot | None, child: Snapshot | None) -> Snapshot | None:
+    def join(self, parent: Snapshot | None, child: Snapshot | None) -> Snapshot | None:
         close_all(parent)
         return child
 

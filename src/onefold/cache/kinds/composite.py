@@ -66,14 +66,12 @@ class CompositeLayer(stock.CacheList):  # type: ignore[misc, valid-type]
             cache.restore(part, target)
         return True
 
-    def merge(  # type: ignore[override]
-        self, parent: CompositeSnapshot | None, child: CompositeSnapshot | None
-    ) -> CompositeSnapshot | None:
+    def join(self, parent: CompositeSnapshot | None, child: CompositeSnapshot | None) -> CompositeSnapshot | None:
         if parent is None or child is None:
             close_all(parent, child)
             return None
         pairs = zip(self.caches, parent.members, child.members, strict=True)
-        members = [c.merge(p, k) for c, p, k in pairs]
+        members = [c.join(p, k) for c, p, k in pairs]
         parent.members, child.members = [], []
         close_all(parent, child)
         return _composed(members)

@@ -125,6 +125,11 @@ class SegmentedLayer(Watched):
             return self._mask_after_rotation(N, return_array, window_size)
         return stock.attention_mask(N, offset=self.offset, return_array=return_array, window_size=window_size)
 
+    @staticmethod
+    def merge(caches: list[Any]) -> Any:
+        """mlx-lm's own padded batch of these, for a server whose model is not known. A copy."""
+        return stock.BatchKVCache.merge(caches)
+
     def is_trimmable(self) -> bool:
         return self.ring is None or self.ring.is_trimmable()
 
@@ -179,8 +184,7 @@ class SegmentedLayer(Watched):
                 parts.append([x[..., a:b, :] for x in arrays])
             at += hi - lo
         joined: list[mx.array | None] = [
-            mx.concatenate(list(x), axis=2) if len(x) > 1 else own_bytes(x[0])
-            for x in zip(*parts, strict=True)
+            mx.concatenate(list(x), axis=2) if len(x) > 1 else own_bytes(x[0]) for x in zip(*parts, strict=True)
         ]
         mx.eval(joined)
         return Snapshot(joined, start, self.offset)
@@ -215,7 +219,7 @@ class SegmentedLayer(Watched):
             self.track.rewind(target)
         return True
 
-    def merge(self, parent: Snapshot | None, child: Snapshot | None) -> Snapshot | None:
+    def join(self, parent: Snapshot | None, child: Snapshot | None) -> Snapshot | None:
         if child is not None and child.extra:  # a ring's
             close_all(parent)
             return child

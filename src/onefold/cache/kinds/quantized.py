@@ -6,9 +6,14 @@ range are cut off, and weights are padded with zeros. A short range of a long bu
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
-from onefold.cache.segment import ArraySpec, LayerSpec
+from onefold.cache import stock
+from onefold.cache.kinds.base import Pulse
+from onefold.cache.kinds.full import SegmentedLayer
+from onefold.cache.segment import ArraySpec, LayerSpec, Track
 from onefold.cache.stock import Kind
 
 
@@ -42,9 +47,7 @@ class AffineCodec:
 
     def scores(self, q: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array:
         (w, scales, biases), lo, hi = _whole_or_slice(arrays[:3], lo, hi)
-        s = mx.quantized_matmul(
-            q, w, scales, biases, transpose=True, group_size=self.group_size, bits=self.bits
-        )
+        s = mx.quantized_matmul(q, w, scales, biases, transpose=True, group_size=self.group_size, bits=self.bits)
         return s[..., lo:hi]
 
     def mix(self, p: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array:
@@ -52,9 +55,20 @@ class AffineCodec:
         capacity = w.shape[2]
         if (lo, hi) != (0, capacity):
             p = mx.pad(p, [(0, 0), (0, 0), (0, 0), (lo, capacity - hi)])
-        return mx.quantized_matmul(
-            p, w, scales, biases, transpose=False, group_size=self.group_size, bits=self.bits
-        )
+        return mx.quantized_matmul(p, w, scales, biases, transpose=False, group_size=self.group_size, bits=self.bits)
+
+
+class PackedLayer(SegmentedLayer, stock.QuantizedKVCache):  # type: ignore[misc, valid-type]
+    """For a model that reads its quantised layers by mlx-lm's own attention: it *is* one of them, in one buffer."""
+
+    def __init__(self, track: Track, index: int, codec: AffineCodec, *, pulse: Pulse | None = None) -> None:
+        SegmentedLayer.__init__(self, track, index, codec, pulse=pulse)
+        self.bits = codec.bits
+        self.group_size = codec.group_size
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        parts = [a[..., : self.offset, :] for a in self.track.pieces[0].slab.arrays(self.index)]
+        return tuple(parts[:3]), tuple(parts[3:])
 
 
 def _whole_or_slice(arrays: list[mx.array], lo: int, hi: int) -> tuple[list[mx.array], int, int]:

@@ -59,9 +59,7 @@ class RecurrentLayer(Watched, stock.ArraysCache):  # type: ignore[misc, valid-ty
         self._written = None
         return True
 
-    def merge(  # type: ignore[override]
-        self, parent: Snapshot | None, child: Snapshot | None
-    ) -> Snapshot | None:
+    def join(self, parent: Snapshot | None, child: Snapshot | None) -> Snapshot | None:
         close_all(parent)
         return child
 

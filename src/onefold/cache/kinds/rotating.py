@@ -69,9 +69,7 @@ class RotatingLayer(Watched, stock.RotatingKVCache):  # type: ignore[misc, valid
         self.offset = snapshot.end
         self._idx = self.keys.shape[2]
 
-    def merge(  # type: ignore[override]
-        self, parent: Snapshot | None, child: Snapshot | None
-    ) -> Snapshot | None:
+    def join(self, parent: Snapshot | None, child: Snapshot | None) -> Snapshot | None:
         close_all(parent)
         return child
 

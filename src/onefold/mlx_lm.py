@@ -1,0 +1,467 @@
+"""A drop-in for mlx-lm's `LRUPromptCache`, for `mlx_lm.server` and whoever else uses it.
+
+    from onefold.mlx_lm import LRUPromptCache
+    ResponseGenerator(model_provider, LRUPromptCache(max_size=10, max_bytes=8 << 30))
+
+- The same constructor and methods. Behind them each token's KV is held once: a fetch moves what nobody else is using,
+  and borrows what somebody is; what was fetched and never comes back loses nothing that was stored.
+- Which model a key stands for is learnt when mlx-lm makes caches for it. Its layers are then read in place, in batches
+  too. Caches that come from elsewhere are kept contiguous, and a second reader gets a copy.
+- `max_bytes` is for all KV, that of running requests too. What is stored makes way for them; they are never refused.
+- What cannot be kept soundly is not kept: `reasons` counts why, and the log says each reason once.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Hashable
+from typing import Any
+
+import mlx.nn as nn
+import numpy as np
+
+from onefold.cache import device, stock
+from onefold.cache.entries import TYPES, Entries, Entry
+from onefold.cache.lease import Lease
+from onefold.cache.prefix_cache import PrefixCache
+from onefold.cache.served import StandIn, Table
+from onefold.cache.tree import Tokens, as_tokens
+from onefold.errors import ConfigError, LeaseError, TokenError
+from onefold.sizes import show_size
+
+log = logging.getLogger("onefold")
+
+UNLIMITED = 1 << 63
+
+
+class LRUPromptCache:
+    def __init__(self, max_size: int = 10, max_bytes: int = UNLIMITED) -> None:
+        self.max_size = max_size
+        self.max_bytes = max_bytes
+        self.reasons: Counter[str] = Counter()
+        """Why something was not kept, or not all of it."""
+        self._entries = Entries()
+        self._stores: dict[Hashable, list[_Store]] = {}
+        self._models = _Models()
+        self._names: dict[int, int] = {}
+        self._uncached: set[Hashable] = set()
+        self._lock = threading.RLock()
+        ears = _Ears(self)
+        stock.listen(ears)
+        self._finalizer = weakref.finalize(self, stock.unlisten, ears)
+
+    def close(self) -> None:
+        """Let go of everything. Not needed by a server: a cache that is dropped does the same."""
+        self._finalizer()
+        with self._lock:
+            self._entries = Entries()
+            for store in self._all_stores():
+                store.cache.close()
+            self._stores.clear()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_finalizer"):
+            self.close()
+
+    def __len__(self) -> int:
+        with self._lock:
+            self._notice_evictions()
+            return len(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        """KV held now, by running requests too."""
+        with self._lock:
+            whole = sum(e.nbytes for e in self._entries)
+            return whole + sum(store.cache.held_bytes for store in self._all_stores())
+
+    def stats_by_type(self) -> dict[str, dict[str, int]]:
+        with self._lock:
+            self._notice_evictions()
+            found = {t: {"n_sequences": len(self._entries.of_type(t)), "n_bytes": 0} for t in TYPES}
+            for entry in self._entries:
+                found[entry.cache_type]["n_bytes"] += entry.nbytes
+            for key, by_type in self._entries.own_tokens().items():
+                left = sum(store.cache.held_bytes for store in self._stores.get(key, []))
+                tokens = sum(by_type.values())
+                for t, n in by_type.items():
+                    share = left * n // tokens if tokens else 0
+                    found[t]["n_bytes"] += share
+                    left, tokens = left - share, tokens - n
+            return found
+
+    # -- fetching ----------------------------------------------------------------------------
+
+    def fetch_nearest_cache(self, model: Hashable, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+        """The layers that hold the longest known part of `tokens`, and the rest; at least one token is left for the
+        model to run on."""
+        with self._lock:
+            tokens = list(tokens)
+            found = self._as_tokens(tokens)
+            fetched = None if found is None else self._fetch(model, tokens, found)
+            if fetched is None:
+                self._models.missed(model, tokens)
+                return None, tokens
+            self._models.found()
+            return fetched
+
+    def _fetch(self, key: Hashable, tokens: list[int], found: Tokens) -> tuple[list[Any], list[int]] | None:
+        nearest = self._entries.nearest(key, found)
+        entry, longer = nearest.exact or nearest.shorter, nearest.longer
+        if longer is not None and nearest.common > (entry.node.end if entry else 0) and _trimmable(longer):
+            entry = longer
+        if entry is not None:
+            self._entries.touch(entry)
+            if entry.whole is not None:
+                return _copied(entry.whole, entry.node.end, nearest.common, tokens)
+        store = self._nearest_store(key, found) if len(found) else None
+        if store is None:
+            return None
+        lease = store.cache.lease(found)
+        if store.table is not None:
+            return store.table.serve(lease), tokens[lease.cached :]
+        if lease.cached:
+            return lease.layers, tokens[lease.cached :]
+        lease.cancel()
+        return None
+
+    def _nearest_store(self, key: Hashable, tokens: Tokens) -> _Store | None:
+        """Of the key's stores (there are several only if KV came in several formats) the one that knows most."""
+        stores = [s for s in self._stores.get(key, []) if s.table is None or s.stands_for(self._models.latest())]
+        known = [store.cache.matched(tokens) for store in stores]
+        if any(known):
+            return stores[known.index(max(known))]
+        # nothing is known: where formats differ, mlx-lm makes what it wants
+        return stores[0] if len(stores) == 1 and stores[0].table is not None else None
+
+    # -- inserting ---------------------------------------------------------------------------
+
+    def insert_cache(
+        self, model: Hashable, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
+    ) -> None:
+        """Keep what these layers hold: the KV of `tokens`, as far as they really hold it."""
+        if cache_type not in TYPES:
+            raise ConfigError(f"cache_type is one of {', '.join(TYPES)}, got {cache_type!r}")
+        with self._lock:
+            found = self._as_tokens(tokens)
+            if found is None:
+                return
+            if all(stock.opaque(layer) for layer in prompt_cache):
+                nbytes = sum(layer.nbytes for layer in prompt_cache)
+                if not self._too_large(nbytes, self.max_bytes):
+                    self._enter(model, found, cache_type, prompt_cache, nbytes)
+                return
+            kept = self._keep(model, found, prompt_cache) if len(found) else 0
+            if kept:
+                self._enter(model, found[:kept], cache_type)
+
+    def _keep(self, key: Hashable, tokens: Tokens, layers: list[Any]) -> int:
+        """Move the layers' KV to where it is kept; returns how many tokens that are."""
+        lease, ended = _lease_of(layers)
+        if lease is not None:
+            return self._settle(lease, tokens, ended=ended)
+        if any(_is_ours(layer) for layer in layers):
+            self._say("layers were replaced", "some of these layers are not the ones that were fetched")
+            return 0
+        store = self._store_for(key, layers)
+        if store is None or self._outgrows(store.cache, len(tokens)):
+            return 0
+        kept, reason = store.cache.adopt(tokens, layers)
+        if reason:
+            self._say(reason, f"{kept} of {len(tokens)} tokens were kept")
+        return kept
+
+    def _settle(self, lease: Lease, tokens: Tokens, *, ended: bool) -> int:
+        if lease.closed:
+            self._say("already put back", "these layers were put back before")
+            return 0
+        held = min(len(tokens), lease.offset)
+        if held < len(tokens):
+            self._say("more tokens than KV", f"{held} of {len(tokens)} tokens were kept")
+        if self._outgrows(lease._cache, held):
+            if ended:
+                lease.discard()
+            return 0
+        try:
+            lease.commit(tokens[:held], close=ended)
+        except LeaseError as error:
+            self._say("layers do not fit the tokens", str(error))
+            if not lease.closed:
+                lease.discard()
+            return 0
+        return min(held, lease._cache.matched(tokens[:held]))
+
+    def _outgrows(self, cache: PrefixCache, n_tokens: int) -> bool:
+        return self._too_large(n_tokens * cache.token_bytes, min(self.max_bytes, cache.budget_bytes))
+
+    def _too_large(self, n_bytes: int, limit: int) -> bool:
+        if n_bytes > limit:
+            self._say("larger than the limit", f"{show_size(n_bytes)} of {show_size(limit)}: it is not kept")
+        return n_bytes > limit
+
+    def _store_for(self, key: Hashable, layers: list[Any]) -> _Store | None:
+        """Where layers of this make are kept: the model's own cache, or one that goes by the layers alone."""
+        models = self._models.of(key)
+        if models:
+            self._served(key, models)
+        for store in self._stores.get(key, []):
+            if store.takes(layers):
+                return store
+        cache = PrefixCache.of_layers(layers, min(self.max_bytes, device.default_budget()))
+        if cache.uncached_reason:
+            self._say(cache.uncached_reason, "this model runs uncached")
+            cache.close()
+            return None
+        store = _Store(cache, None)
+        self._stores.setdefault(key, []).append(store)
+        return store
+
+    def _served(self, key: Hashable, models: list[nn.Module]) -> _Store | None:
+        """The store whose layers these models read in place; None if they cannot."""
+        for store in [s for s in self._stores.get(key, []) if s.table is not None]:
+            if store.stands_for(*models):
+                return store
+            self._stores[key].remove(store)  # another model has the key now
+            store.cache.close()
+            for entry in [e for e in self._entries if e.key == key and e.whole is None]:
+                self._entries.remove(entry)
+        if key in self._uncached:
+            return None
+        draft = models[1] if len(models) > 1 else None
+        budget = min(self.max_bytes, device.default_budget(*models))
+        cache = PrefixCache(models[0], max(1, budget), draft_model=draft, elastic=True, low_water=1.0, high_water=1.0)
+        if cache.uncached_reason:
+            self._say(cache.uncached_reason, "this model runs uncached")
+            cache.close()
+            self._uncached.add(key)
+            return None
+        store = _Store(cache, Table(cache))
+        self._stores.setdefault(key, []).insert(0, store)
+        return store
+
+    def _serve_row(self, model: nn.Module, tokens: list[int]) -> list[Any] | None:
+        """A batch is about to make caches for a row that nothing was cached for: it gets ours. (A lone request may want
+        a draft model's too; it makes its own, and what it fills is taken over when it is put back.)"""
+        with self._lock:
+            key, found = self._models.row(model, tokens), self._as_tokens(tokens)
+            store = None if key is None else self._served(key, [model])
+            if store is None or store.table is None or found is None:
+                return None
+            return store.table.serve(store.cache.lease(found))
+
+    # -- giving up ---------------------------------------------------------------------------
+
+    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
+        """Keep at most so many entries and so many stored bytes: those of running requests are not counted here."""
+        with self._lock:
+            if n_sequences is not None:
+                while len(self) > max(0, n_sequences):
+                    self._evict(self._entries.oldest())
+            if n_bytes is not None:
+                self._shrink(max(0, n_bytes))
+
+    def _enter(
+        self,
+        key: Hashable,
+        tokens: Tokens,
+        cache_type: str,
+        whole: list[Any] | None = None,
+        nbytes: int = 0,
+    ) -> None:
+        entry = self._entries.add(key, tokens, cache_type, whole, nbytes)
+        if whole is None or all(layer.is_trimmable() for layer in whole):
+            for prefix in self._entries.prefixes(entry):
+                if (prefix.whole is None) == (whole is None):
+                    self._entries.remove(prefix)
+        while len(self._entries) > self.max_size:
+            self._evict(self._entries.oldest())
+        live = sum(s.cache.held_bytes - s.cache.stored_bytes for s in self._all_stores())
+        self._shrink(max(0, self.max_bytes - live))
+
+    def _evict(self, entry: Entry) -> None:
+        tokens = entry.tokens
+        self._entries.remove(entry)
+        if entry.whole is None and len(tokens):
+            keep = self._entries.common(entry.key, tokens)
+            for store in self._stores.get(entry.key, []):
+                store.cache.forget(tokens, keep)
+
+    def _shrink(self, n_bytes: int) -> None:
+        """At most so many bytes that no request is using: whole entries first, in their order, then tails."""
+        while (whole := sum(e.nbytes for e in self._entries)) + self._stored_bytes() > n_bytes and whole:
+            self._evict(self._entries.oldest())
+        excess = self._stored_bytes() - n_bytes
+        for store in self._all_stores():
+            if excess <= 0:
+                break
+            before = store.cache.stored_bytes
+            store.cache.shrink(max(0, before - excess))
+            excess -= before - store.cache.stored_bytes
+        self._notice_evictions()
+
+    def _notice_evictions(self) -> None:
+        """Entries of which nothing is left but what others have are no entries any more."""
+        stores = self._all_stores()
+        counts = [store.cache.evicted_tokens for store in stores]
+        if counts == [store.evicted for store in stores]:
+            return
+        for store, n in zip(stores, counts, strict=True):
+            store.evicted = n
+        for entry in [e for e in self._entries if e.whole is None]:
+            tokens = entry.tokens
+            known = max((s.cache.matched(tokens) for s in self._stores.get(entry.key, [])), default=0)
+            if known < len(tokens):
+                self._entries.remove(entry)
+                if known > self._entries.common(entry.key, tokens):
+                    self._entries.add(entry.key, tokens[:known], entry.cache_type)
+
+    def _stored_bytes(self) -> int:
+        return sum(store.cache.stored_bytes for store in self._all_stores())
+
+    def _all_stores(self) -> list[_Store]:
+        return [store for stores in self._stores.values() for store in stores]
+
+    # -- details -----------------------------------------------------------------------------
+
+    def _as_tokens(self, tokens: list[int]) -> Tokens | None:
+        """mlx-lm names images by large negative numbers: each gets an id that no token has."""
+        if len(tokens) == 0:
+            return np.empty(0, np.int32)
+        try:
+            wide = np.asarray(tokens, dtype=np.int64)
+            if wide.ndim == 1 and wide.min() < 0:
+                for name in np.unique(wide[wide < 0]).tolist():
+                    self._names.setdefault(name, (1 << 30) + len(self._names))
+                wide = np.array([self._names.get(t, t) for t in wide.tolist()])
+            return as_tokens(wide)
+        except (TokenError, ValueError, TypeError, OverflowError) as error:
+            self._say("not tokens", str(error))
+            return None
+
+    def _say(self, reason: str, more: str) -> None:
+        """Count a reason; the first time, say it."""
+        self.reasons[reason] += 1
+        if self.reasons[reason] == 1:
+            log.warning("prompt cache: %s (%s)", reason, more)
+
+
+class _Store:
+    """The KV of one key in one format. With a table, its model is known and its layers are served in batches."""
+
+    def __init__(self, cache: PrefixCache, table: Table | None) -> None:
+        self.cache = cache
+        self.table = table
+        self.evicted = 0
+
+    def takes(self, layers: list[Any]) -> bool:
+        return self.cache.fits(layers)
+
+    def stands_for(self, *models: nn.Module | None) -> bool:
+        """Whether these are the models whose KV this is. Those that were unloaded and loaded again are."""
+        own = [m for m in (self.cache.model, self.cache.draft_model) if m is not None]
+        if len(models) == 1 and own and (models[0] is None or any(models[0] is m for m in own)):
+            return True
+        if len(own) == len(models) and all(a is b for a, b in zip(own, models, strict=True)):
+            return True
+        return self.cache.rebind(*(m for m in models if m is not None))
+
+
+class _Models:
+    """Which model a key stands for, as far as mlx-lm has shown it: it asks for a key's tokens, and if there are none it
+    makes caches for the key's model on the same thread. Models are not kept alive."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, list[weakref.ref[nn.Module]]] = {}
+        self._missed: dict[int, tuple[Hashable, list[int]]] = {}
+        self._latest: dict[int, weakref.ref[nn.Module]] = {}
+
+    def missed(self, key: Hashable, tokens: list[int]) -> None:
+        """Nothing is cached of these tokens: caches made on this thread from here on are the key's."""
+        self._missed[threading.get_ident()] = (key, tokens)
+        self._known.pop(key, None)
+
+    def found(self) -> None:
+        self._missed.pop(threading.get_ident(), None)
+
+    def made(self, model: nn.Module) -> None:
+        here = threading.get_ident()
+        self._latest[here] = weakref.ref(model)
+        if here in self._missed:
+            self._known.setdefault(self._missed[here][0], []).append(weakref.ref(model))
+
+    def row(self, model: nn.Module, tokens: list[int]) -> Hashable | None:
+        """The key whose tokens these are."""
+        here = threading.get_ident()
+        self._latest[here] = weakref.ref(model)
+        key, missed = self._missed.pop(here, (None, None))
+        return key if missed == tokens else None
+
+    def of(self, key: Hashable) -> list[nn.Module]:
+        """The models that a key's layers belong to, target first; empty if not known."""
+        models = [ref() for ref in self._known.get(key, [])]
+        return [m for m in models if m is not None] if None not in models else []
+
+    def latest(self) -> nn.Module | None:
+        ref = self._latest.get(threading.get_ident())
+        return ref() if ref is not None else None
+
+
+class _Ears:
+    """Listens for a cache without keeping it alive."""
+
+    def __init__(self, cache: LRUPromptCache) -> None:
+        self._cache = weakref.ref(cache)
+
+    def made(self, model: nn.Module) -> None:
+        cache = self._cache()
+        if cache is not None:
+            cache._models.made(model)
+
+    def row(self, model: nn.Module, tokens: list[int]) -> list[Any] | None:
+        cache = self._cache()
+        return None if cache is None else cache._serve_row(model, tokens)
+
+
+def _lease_of(layers: list[Any]) -> tuple[Lease | None, bool]:
+    """The lease that these layers are all of, and whether its request has ended."""
+    first: Any = layers[0] if layers else None
+    if isinstance(first, StandIn):
+        row = first.rows[0]
+        whole = len(layers) == len(row.lease.layers)
+        same = all(isinstance(x, StandIn) and x.rows == [row] for x in layers)
+        return (row.lease, row.seats == 0) if whole and same else (None, False)
+    watchers = first.watchers() if _is_ours(first) else []
+    lease = getattr(watchers[0], "lease", None) if watchers else None
+    if lease is None or len(layers) != len(lease.layers):
+        return None, False
+    return (lease, True) if all(a is b for a, b in zip(layers, lease.layers, strict=True)) else (None, False)
+
+
+def _trimmable(entry: Entry) -> bool:
+    return entry.whole is None or all(layer.is_trimmable() for layer in entry.whole)
+
+
+def _copied(whole: list[Any], length: int, common: int, tokens: list[int]) -> tuple[list[Any], list[int]]:
+    """What is kept whole is copied and trimmed, as mlx-lm does: there is no KV in it."""
+    layers = copy.deepcopy(whole)
+    if length <= common:
+        return layers, tokens[length:]
+    at = min(len(tokens) - 1, common)
+    for layer in layers:
+        layer.trim(length - at)
+    return layers, tokens[at:]
+
+
+def _is_ours(layer: Any) -> bool:
+    return isinstance(layer, StandIn) or hasattr(layer, "watchers")
+
+
+def serve() -> None:
+    """mlx-lm's server, with its own arguments, on this cache."""
+    stock.run_server(
+        lambda max_size, max_bytes: LRUPromptCache(max_size, UNLIMITED if max_bytes is None else max_bytes)
+    )

@@ -146,5 +146,5 @@ def _tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         return rng.standard_normal(shape) / 10
     if "embed" in name:
         return rng.standard_normal(shape)
-    gain = {"q_proj": 2.0, "k_proj": 2.0, "lm_head": 8.0}.get(name.split(".")[-2], 1.0)
+    gain = {"q_proj": 2.0, "k_proj": 2.0, "lm_head": 3.0}.get(name.split(".")[-2], 1.0)
     return rng.standard_normal(shape) * gain / np.sqrt(shape[-1])

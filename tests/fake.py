@@ -75,9 +75,7 @@ class FakeAttention(nn.Module):
         if self.outside:
             keys = keys + 0.0
         queries = self._spell(tokens, positions, self.n_heads, 2) / VOCAB
-        out = scaled_dot_product_attention(
-            queries, keys, values, cache=cache, scale=1 / (32 * self.dim), mask=mask
-        )
+        out = scaled_dot_product_attention(queries, keys, values, cache=cache, scale=1 / (32 * self.dim), mask=mask)
         return out.transpose(0, 2, 1, 3).reshape(rows, length, -1)
 
     def _spell(self, tokens: mx.array, positions: mx.array, heads: int, salt: int) -> mx.array:

@@ -114,9 +114,7 @@ def test_linker_binds_mlx_to_it(setting: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("choice", ["default", "wheel", "off"])
 def test_results_are_right(choice: str) -> None:
     setting = {"default": "", "wheel": wheel_library() if choice == "wheel" else "", "off": "off"}[choice]
-    answer = run(
-        "blas.preload()" + _MATMUL + "say(worst=worst, inverse_error=inverse_error)", ONEFOLD_BLAS=setting
-    )
+    answer = run("blas.preload()" + _MATMUL + "say(worst=worst, inverse_error=inverse_error)", ONEFOLD_BLAS=setting)
     assert answer["worst"] < 1e-3
     assert answer["inverse_error"] < 1e-4
 
@@ -139,9 +137,7 @@ say(error=float(np.abs(solved - before).max()))
 @linux
 @pytest.mark.parametrize("setting", ["off", "OFF", "0"])
 def test_off(setting: str) -> None:
-    answer = run(
-        "say(chosen=blas.preload(), found=hasattr(ctypes.CDLL(None), 'cblas_sgemm'))", ONEFOLD_BLAS=setting
-    )
+    answer = run("say(chosen=blas.preload(), found=hasattr(ctypes.CDLL(None), 'cblas_sgemm'))", ONEFOLD_BLAS=setting)
     assert answer["chosen"] == f"MLX's own (ONEFOLD_BLAS={setting})"
     assert not answer["found"]
 
@@ -171,9 +167,7 @@ def test_unfit_path_is_reported_and_mlx_still_works(setting: str, fault: str) ->
 
 @linux
 def test_mlx_imported_first_is_reported() -> None:
-    answer = run(
-        "import mlx.core\nsay(chosen=blas.preload(), found=hasattr(ctypes.CDLL(None), 'cblas_sgemm'))"
-    )
+    answer = run("import mlx.core\nsay(chosen=blas.preload(), found=hasattr(ctypes.CDLL(None), 'cblas_sgemm'))")
     assert answer["chosen"] == "MLX's own (mlx was imported first)"
     assert not answer["found"]
 

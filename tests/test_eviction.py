@@ -22,9 +22,7 @@ def whole(node: Node) -> int:
     return (node.end - node.start) * TOKEN_BYTES
 
 
-def pick(
-    tree: Tree, missing: int = 1, *, frees: dict[int, int] | None = None, may_cut: bool = False
-) -> Victim | None:
+def pick(tree: Tree, missing: int = 1, *, frees: dict[int, int] | None = None, may_cut: bool = False) -> Victim | None:
     def bytes_of(node: Node) -> int:
         return whole(node) if frees is None else frees.get(id(node), whole(node))
 

@@ -50,9 +50,7 @@ def long_model():
 
 def stored(cache: onefold.PrefixCache, model, tokens: list[int]) -> list[int]:
     with cache.lease(tokens) as lease:
-        out = [
-            t for t, _ in generate_step(mx.array(lease.rest), model, max_tokens=2, prompt_cache=lease.layers)
-        ]
+        out = [t for t, _ in generate_step(mx.array(lease.rest), model, max_tokens=2, prompt_cache=lease.layers)]
         lease.commit(tokens + out)
     return tokens + out
 

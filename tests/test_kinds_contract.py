@@ -50,9 +50,7 @@ def kv(start: int, n: int) -> tuple[mx.array, mx.array]:
     return keys, -keys - 1
 
 
-def segmented(
-    codec: Any = None, n_layers: int = 1, budget: int = 1 << 40, **options: Any
-) -> list[SegmentedLayer]:
+def segmented(codec: Any = None, n_layers: int = 1, budget: int = 1 << 40, **options: Any) -> list[SegmentedLayer]:
     codec = codec or PlainCodec()
     track = Track(Store([codec.spec(SPEC, SPEC)] * n_layers, Ledger(budget)))
     return [SegmentedLayer(track, i, codec, **options) for i in range(n_layers)]
@@ -183,9 +181,7 @@ def active() -> int:
 
 
 @over(CASES)
-@pytest.mark.parametrize(
-    ("chunks", "start"), [((10,), -3), ((16,), 0), ((10, 15), 7), ((25, 1, 1), 0), ((1,) * 20, 7)]
-)
+@pytest.mark.parametrize(("chunks", "start"), [((10,), -3), ((16,), 0), ((10, 15), 7), ((25, 1, 1), 0), ((1,) * 20, 7)])
 def test_d1_snapshot_leaves_live_state_unchanged(case: Case, chunks: tuple[int, ...], start: int) -> None:
     layer = case.fresh(*chunks)
     snapshot = layer.snapshot(start)
@@ -210,9 +206,7 @@ def test_d1_snapshot_keeps_its_values_while_the_layer_goes_on(
 @over(CASES)
 @pytest.mark.parametrize("more", [(1,), (1, 1), (9,)], ids=str)
 @pytest.mark.parametrize("at", [10, 15, 16, 17, 25])
-def test_d1_snapshot_keeps_its_values_after_it_was_restored(
-    case: Case, at: int, more: tuple[int, ...]
-) -> None:
+def test_d1_snapshot_keeps_its_values_after_it_was_restored(case: Case, at: int, more: tuple[int, ...]) -> None:
     """Item assignment shows in every holder of a Python object: a restored layer must not write into it."""
     snapshot = case.fresh(at).snapshot()
     before = values_of(snapshot)
@@ -557,9 +551,7 @@ def _same_call(layer: Any, stock: Any, n: int, window: int | None = None) -> Non
 @pytest.mark.parametrize("at", [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3])
 @pytest.mark.parametrize("how", ["chunk", "mixed"])
 @pytest.mark.parametrize("calls", [(1,) * 20, (1, 9, 1, 1), (9, 1, 1, 9)], ids=str)
-def test_d3_the_write_position_comes_back(
-    ring: str, keep: int, at: int, how: str, calls: tuple[int, ...]
-) -> None:
+def test_d3_the_write_position_comes_back(ring: str, keep: int, at: int, how: str, calls: tuple[int, ...]) -> None:
     before = {"chunk": (at,), "mixed": (5, at - 9, *(1,) * 4)}[how]
     snapshot = feed(RINGS[ring](WINDOW, keep), *before).snapshot()
     layer = RINGS[ring](WINDOW, keep)
@@ -739,9 +731,7 @@ def test_d5_growth_up_to_a_window_larger_than_a_step(ring: str, keep: int, promp
     ring=st.sampled_from(sorted(RINGS)),
 )
 @settings(max_examples=80, deadline=None)
-def test_d5_any_sequence_of_calls_holds_the_last_tokens(
-    calls: list[tuple[str, int]], keep: int, ring: str
-) -> None:
+def test_d5_any_sequence_of_calls_holds_the_last_tokens(calls: list[tuple[str, int]], keep: int, ring: str) -> None:
     """The oracle is arithmetic: the head, and the newest of what was written."""
     layer: Any = RINGS[ring](WINDOW, keep)
     kept: list[Any] = []

@@ -327,11 +327,7 @@ def faults(case: Case) -> list[FaultAt]:
 
 FAULTY = pytest.mark.parametrize(
     ("world", "at"),
-    [
-        pytest.param(case, at, id=f"{name}-{at.layer}-{at.where}")
-        for name, case in CASES.items()
-        for at in faults(case)
-    ],
+    [pytest.param(case, at, id=f"{name}-{at.layer}-{at.where}") for name, case in CASES.items() for at in faults(case)],
     indirect=["world"],
 )
 
@@ -680,9 +676,7 @@ class Bounded(World):
     def __init__(self, kinds: tuple[str, ...]) -> None:
         self.case = Case(kinds)
         self.model = FakeModel(kinds)
-        self.cache = PrefixCache(
-            self.model, "64MB", max_kv_size=BOUND[0], keep=BOUND[1], min_checkpoint_tokens=1
-        )
+        self.cache = PrefixCache(self.model, "64MB", max_kv_size=BOUND[0], keep=BOUND[1], min_checkpoint_tokens=1)
 
     def open(self, prompt: Sequence[int], **options: Any) -> Session:
         return super().open(prompt, bound=BOUND, **options)

@@ -250,9 +250,7 @@ class Requests(RuleBasedStateMachine):
         return name, list(old[: of.cut]) if of.repeat else old[: of.cut] + of.more
 
     def _session(self, name: str, prompt: list[int], places: list[int]) -> Session:
-        session = Session(
-            self.model, self.cache, prompt, namespace=name, checkpoints=places, bound=self.bound
-        )
+        session = Session(self.model, self.cache, prompt, namespace=name, checkpoints=places, bound=self.bound)
         told = [old for space, old in self.known if space == name]
         assert session.matched <= max((_common(prompt, old) for old in told), default=0)
         return session

@@ -217,8 +217,7 @@ FAMILIES: dict[str, Family] = {
                 floor_scale=16,
             ),
         },
-        "Chunked, Chunked, Chunked, KV; calls cache.maybe_trim_front() and reads "
-        "start_position",
+        "Chunked, Chunked, Chunked, KV; calls cache.maybe_trim_front() and reads start_position",
     ),
     "deepseek_v3": Family(
         "deepseek_v3",
@@ -375,8 +374,7 @@ FAMILIES: dict[str, Family] = {
             norm_topk_prob=True,
             routed_scaling_factor=1.0,
         ),
-        "Arrays(2), KV, Arrays(2); masked, advances; 5 layers with 3 caches: MLP "
-        "and MoE layers have none",
+        "Arrays(2), KV, Arrays(2); masked, advances; 5 layers with 3 caches: MLP and MoE layers have none",
     ),
     "jamba": Family(
         "jamba",
@@ -393,8 +391,7 @@ FAMILIES: dict[str, Family] = {
             num_experts=4,
             num_experts_per_tok=2,
         ),
-        "Arrays(2), KV, Arrays(2), KV; masked, but its Mamba layers ignore the "
-        "mask, and never advance; MoE",
+        "Arrays(2), KV, Arrays(2), KV; masked, but its Mamba layers ignore the mask, and never advance; MoE",
     ),
     "lfm2": Family(
         "lfm2",
@@ -423,8 +420,7 @@ FAMILIES: dict[str, Family] = {
             use_conv_bias=True,
             time_step_rank=4,
         ),
-        "Arrays(2); no mask, never advances, and writes its state only where the "
-        "cache is an instance of ArraysCache",
+        "Arrays(2); no mask, never advances, and writes its state only where the cache is an instance of ArraysCache",
     ),
     "mamba2": Family(
         "mamba2",
@@ -491,12 +487,7 @@ def tiny(name: str, *, seed: int = 0) -> nn.Module:
     params = tree_flatten(model.parameters())
     keys = mx.random.split(mx.random.key(seed), len(params))
     model.update(
-        tree_unflatten(
-            [
-                (path, _init(path, value, key))
-                for (path, value), key in zip(params, keys, strict=True)
-            ]
-        )
+        tree_unflatten([(path, _init(path, value, key)) for (path, value), key in zip(params, keys, strict=True)])
     )
     mx.eval(model.parameters())
     return model.eval()

@@ -332,8 +332,8 @@ class LRUPromptCache:
         if len(tokens) == 0:
             return np.empty(0, np.int32)
         try:
-            wide = np.asarray(tokens, dtype=np.int64)
-            if wide.ndim == 1 and wide.min() < 0:
+            wide = np.asarray(tokens)
+            if wide.ndim == 1 and wide.dtype.kind == "i" and wide.min() < 0:
                 for name in np.unique(wide[wide < 0]).tolist():
                     self._names.setdefault(name, (1 << 30) + len(self._names))
                 wide = np.array([self._names.get(t, t) for t in wide.tolist()])

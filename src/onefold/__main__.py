@@ -1,0 +1,7 @@
+"""`python -m onefold`."""
+
+import sys
+
+from onefold.cli import main
+
+sys.exit(main())

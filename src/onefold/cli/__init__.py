@@ -1,0 +1,22 @@
+"""The `onefold` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib.metadata import version
+
+from onefold.cli import mlx_lm_server
+
+COMMANDS = {"mlx-lm-server": mlx_lm_server}
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="onefold", description="Holds every token's KV once.")
+    parser.add_argument("--version", action="version", version=f"onefold {version('onefold')}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.HELP, add_help=False)
+    chosen, rest = parser.parse_known_args(arguments[:1]), arguments[1:]
+    return COMMANDS[chosen[0].command].run(rest)

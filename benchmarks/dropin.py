@@ -83,6 +83,7 @@ class Bench:
             found = {c: self.heard(what, c, self.measure(c, "continue", path=path)) for c in self.caches}
             limit = 1.25 if path == "batched" else 1.10
             yield Row(f"{what}: peak KV / entry", {c: r["ratio"] for c, r in found.items()}, **at_most(limit))
+            yield Row("  held before that turn / entry", {c: r["held"] for c, r in found.items()})
         truth = self.measure("none", "continue")["answers"]  # greedy: the same answers on every path
         for path in PATHS:
             self.answers[f"continue by a short turn, {NAMES[path]}"]["none"] = truth

@@ -9,6 +9,7 @@ continue   A conversation of `tokens` tokens is stored, then continued by a shor
            memory from just before that request until its result is stored, less the weights and less the activations
            of one forward over as many tokens as the turn has, by the bytes of the KV that was stored before. The
            activations are measured without any cache; they grow with the length of the turn, not of the conversation.
+           `held` is active memory just before that request, less the weights, by the same.
 concurrent Six requests in one batch, of different lengths, that end at different times. `ratio` is what active memory
            has grown by when all are done and stored, by the bytes that the cache says it holds.
 fetch      `fetch_nearest_cache` on one stored conversation, in milliseconds, with the server left out.
@@ -35,35 +36,10 @@ from mlx_lm import load
 from mlx_lm.models.cache import KVCache
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from prompt_caches import MODULES, prompt_cache_class
+from prompt_caches import CHOICES, prompt_cache_class
 from serving import CHAT, Server, cached_tokens, serving, text_of
 
 WORDS = ["the", "of", "a", "to", "in", "is", "it", "you", "that", "was", "for", "on", "are", "with", "as", "or", "hot"]
-
-
-class Forgetful:
-    """A prompt cache that never has anything: what its answers are is what all answers have to be."""
-
-    nbytes = 0
-
-    def __len__(self) -> int:
-        return 0
-
-    def fetch_nearest_cache(self, model_key: object, tokens: list[int]) -> tuple[None, list[int]]:
-        return None, tokens
-
-    def insert_cache(self, *_: object, **__: object) -> None:
-        pass
-
-    def trim_to(self, **_: object) -> None:
-        pass
-
-    def stats_by_type(self) -> dict[str, dict[str, int]]:
-        return {}
-
-
-def new_cache(name: str) -> Any:
-    return Forgetful() if name == "none" else prompt_cache_class(name)()
 
 
 def text(seed: int, length: int) -> str:
@@ -106,7 +82,7 @@ def options_of(path: str) -> dict[str, int]:
 def measure_continue(args: argparse.Namespace) -> dict[str, Any]:
     turn, answer_tokens = 24, 8
     transient = activations(args.model, turn + 32)
-    with serving(new_cache(args.cache), model=args.model, draft=args.draft) as server:
+    with serving(prompt_cache_class(args.cache)(), model=args.model, draft=args.draft) as server:
         weights = active()
         messages = [{"role": "user", "content": text(0, args.tokens)}]
         options = {"max_tokens": answer_tokens, **options_of(args.path)}
@@ -130,7 +106,7 @@ def measure_continue(args: argparse.Namespace) -> dict[str, Any]:
 
 def measure_concurrent(args: argparse.Namespace) -> dict[str, Any]:
     system = [{"role": "system", "content": text(7, args.tokens // 4)}] if args.shared else []
-    with serving(new_cache(args.cache), model=args.model) as server:
+    with serving(prompt_cache_class(args.cache)(), model=args.model) as server:
         weights = active()
         bodies = [
             {
@@ -160,7 +136,7 @@ def measure_fetch(args: argparse.Namespace) -> dict[str, Any]:
     layer = KVCache()
     layer.update_and_fetch(mx.zeros((1, 1, n, 8)), mx.zeros((1, 1, n, 8)))
     mx.eval(layer.keys, layer.values)
-    cache = new_cache(args.cache)
+    cache = prompt_cache_class(args.cache)()
     cache.insert_cache("model", tokens, [layer])
     del layer
     prompts = {"half": tokens[: n // 2] + other, "early": tokens[:100] + other, "extend": tokens + other}
@@ -178,7 +154,7 @@ def measure_fetch(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_converse(args: argparse.Namespace) -> dict[str, Any]:
-    with serving(new_cache(args.cache), model=args.model, draft=args.draft) as server:
+    with serving(prompt_cache_class(args.cache)(), model=args.model, draft=args.draft) as server:
         ask(server, [{"role": "user", "content": "warm"}], max_tokens=4, **options_of(args.path))
         messages = [{"role": "system", "content": text(3, args.tokens // 4)}]
         answers = []
@@ -201,14 +177,12 @@ MEASURES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measure", choices=MEASURES)
-    parser.add_argument("--cache", choices=[*MODULES, "none"], required=True)
+    parser.add_argument("--cache", choices=CHOICES, required=True)
     parser.add_argument("--path", choices=["single", "draft", "batched"], default="batched")
     parser.add_argument("--shared", action="store_true", help="concurrent: on one system prompt")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--draft", type=Path)
-    parser.add_argument(
-        "--token-bytes", type=int, default=0, help="KV of one token, of both models if two"
-    )
+    parser.add_argument("--token-bytes", type=int, default=0, help="KV of one token, of both models if two")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--times", type=int, default=1, help="fetch: how often, for the median")
     args = parser.parse_args()

@@ -4,7 +4,7 @@ VENV  := .venv
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.setup-stamp
 
-.PHONY: help setup test demo bench-core problems clean
+.PHONY: help setup test demo bench-core bench-dropin problems clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -29,6 +29,9 @@ demo: setup ## Run the demonstration.
 
 bench-core: setup ## Run the core benchmark.
 	$(PY) benchmarks/core.py
+
+bench-dropin: setup ## Run the drop-in benchmark: our prompt cache behind mlx-lm's server, and mlx-lm's own.
+	$(PY) benchmarks/dropin.py
 
 problems: setup ## Run the problems benchmark.
 	$(PY) benchmarks/problems.py

@@ -4,8 +4,9 @@ The tokenizer has one token per character of ASCII, so that a text is as many to
 goes back into the prompt of the next turn becomes the very tokens that were generated. Other alphabets are not for it.
 
 Weights depend on the seed and on the tensor's name alone: a model with fewer layers is the same model cut short, which
-makes it a draft that is sometimes right. The rows of the output that belong to no character are zero, so special
-tokens are never generated and an answer is as long as `max_tokens` says, unless `stops` asks for an end token.
+makes it a draft that is sometimes right. The rows of the output for special tokens are zero, so that they are never
+generated and an answer is as long as `max_tokens` says, unless `stops` asks for an end token. The same goes for the
+space, as mlx-lm drops one that an answer begins with.
 """
 
 from __future__ import annotations
@@ -133,8 +134,8 @@ def _weights(shape: Shape) -> dict[str, mx.array]:
     model = module.Model(module.ModelArgs.from_dict(shape.config()))
     found = {name: _tensor(name, value.shape, shape.seed) for name, value in tree_flatten(model.parameters())}
     tokens = _tokens()
-    spoken = np.array([i < tokens[UNKNOWN] or (shape.stops and i == tokens[END]) for i in range(shape.vocab)])
-    found["lm_head.weight"] = found["lm_head.weight"] * spoken[:, None]
+    silent = {tokens["Ġ"], *range(tokens[UNKNOWN], shape.vocab)} - ({tokens[END]} if shape.stops else set())
+    found["lm_head.weight"][sorted(silent)] = 0
     return {name: mx.array(value.astype(np.float32)) for name, value in found.items()}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import threading
 from typing import Any
 
 import mlx.core as mx
@@ -419,6 +420,36 @@ def test_rows_come_and_go_and_a_cancelled_one_keeps_its_prompt():
     store.cache.check()
     assert store.cache.stats().open_leases == 0
     cache.close()
+
+
+def test_cancelled_requests_do_not_pile_up():
+    model, cache = tiny("llama"), LRUPromptCache(max_size=3)
+    loop = Loop(model, cache)
+    for seed in range(12):
+        uid, _ = loop.ask(words(100, seed), 50)
+        for _ in range(5):
+            loop.step()
+        loop.cancel(uid)
+        assert len(cache) <= 3
+    (store,) = cache._all_stores()
+    assert store.cache.stats().stored_tokens <= 3 * 100
+    assert store.cache.stats().open_leases == 0
+    store.cache.check()
+    cache.close()
+
+
+def test_layers_are_put_back_on_the_thread_that_fetched_them(cache):
+    prompt = words(40)
+    cache.insert_cache(KEY, prompt, filled(prompt))
+    layers, rest = cache.fetch_nearest_cache(KEY, [*prompt, 1])
+    feed(layers, rest)
+    mx.eval([x.state for x in layers])
+    thread = threading.Thread(target=cache.insert_cache, args=(KEY, [*prompt, 1], layers))
+    thread.start()
+    thread.join()
+    assert cache.reasons == {"another thread": 1}
+    cache.insert_cache(KEY, [*prompt, 1], layers)
+    assert len(cache) == 1 and len(cache.fetch_nearest_cache(KEY, [*prompt, 1, 2])[1]) == 1
 
 
 def test_a_lone_request_makes_its_own_caches_and_they_are_taken_over_without_a_copy():

@@ -69,19 +69,20 @@ class LRUPromptCache:
 
     def __len__(self) -> int:
         with self._lock:
-            self._notice_evictions()
+            self._catch_up()
             return len(self._entries)
 
     @property
     def nbytes(self) -> int:
         """KV held now, by running requests too."""
         with self._lock:
+            self._catch_up()
             whole = sum(e.nbytes for e in self._entries)
             return whole + sum(store.cache.held_bytes for store in self._all_stores())
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         with self._lock:
-            self._notice_evictions()
+            self._catch_up()
             found = {t: {"n_sequences": len(self._entries.of_type(t)), "n_bytes": 0} for t in TYPES}
             for entry in self._entries:
                 found[entry.cache_type]["n_bytes"] += entry.nbytes
@@ -100,6 +101,7 @@ class LRUPromptCache:
         """The layers that hold the longest known part of `tokens`, and the rest; at least one token is left for the
         model to run on."""
         with self._lock:
+            self._catch_up()
             tokens = list(tokens)
             found = self._as_tokens(tokens)
             fetched = None if found is None else self._fetch(model, tokens, found)
@@ -179,6 +181,9 @@ class LRUPromptCache:
         if lease.closed:
             self._say("already put back", "these layers were put back before")
             return 0
+        if lease._thread != threading.get_ident():
+            self._say("another thread", "these layers were fetched on another thread, and stay its own")
+            return 0
         held = min(len(tokens), lease.offset)
         if held < len(tokens):
             self._say("more tokens than KV", f"{held} of {len(tokens)} tokens were kept")
@@ -190,8 +195,7 @@ class LRUPromptCache:
             lease.commit(tokens[:held], close=ended)
         except LeaseError as error:
             self._say("layers do not fit the tokens", str(error))
-            if not lease.closed:
-                lease.discard()
+            lease.discard()
             return 0
         return min(held, lease._cache.matched(tokens[:held]))
 
@@ -303,6 +307,17 @@ class LRUPromptCache:
             excess -= before - store.cache.stored_bytes
         self._notice_evictions()
 
+    def _catch_up(self) -> None:
+        """What forgotten requests left behind becomes an entry; what was evicted is none any more."""
+        for key, store in [(key, store) for key, stores in self._stores.items() for store in stores]:
+            store.cache.sweep()
+            while store.left_behind:
+                tokens = store.left_behind.pop()
+                known = store.cache.matched(tokens)
+                if known > self._entries.common(key, tokens):
+                    self._enter(key, tokens[:known], TYPES[0])
+        self._notice_evictions()
+
     def _notice_evictions(self) -> None:
         """Entries of which nothing is left but what others have are no entries any more."""
         stores = self._all_stores()
@@ -356,6 +371,8 @@ class _Store:
         self.cache = cache
         self.table = table
         self.evicted = 0
+        self.left_behind: list[Tokens] = []
+        cache.on_dropped = lambda lease: self.left_behind.append(lease.tokens)
 
     def takes(self, layers: list[Any]) -> bool:
         return self.cache.fits(layers)

@@ -13,7 +13,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,6 +144,8 @@ class PrefixCache:
         self._format = form
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._dropped: list[Lease] = []
+        self.on_dropped: Callable[[Lease], None] = lambda lease: None
+        """Told of leases that were dropped without being closed, when they have been settled."""
         self._pins: set[int] = set()
         self._scratch: dict[int, Account] = {}
         self._batched: dict[int, int] = {}
@@ -169,7 +171,7 @@ class PrefixCache:
         """Go on with other objects of the same weights (a model that was unloaded and loaded again). False if they are
         others, or if a request is still running."""
         with self._lock:
-            self._sweep()
+            self.sweep()
             if self._leases or [*map(type, models)] != self._watched:
                 return False
             if not isinstance(self._format, tuple) or model_digest(*models) != self._format[0]:
@@ -196,7 +198,7 @@ class PrefixCache:
         asked = _positions(checkpoints, reserve_tokens, namespace)
         with self._lock:
             self._open_for_use()
-            self._sweep()
+            self.sweep()
             self._totals["requests"] += 1
             self._totals["tokens_requested"] += len(found)
             track = Track(self._store, contiguous=self._contiguous)
@@ -303,7 +305,7 @@ class PrefixCache:
 
     def stats(self) -> Stats:
         with self._lock:
-            self._sweep()
+            self.sweep()
             for lease in self._leases:
                 lease._recount()
             nodes = list(self._shelf.nodes())
@@ -334,7 +336,7 @@ class PrefixCache:
     def check(self) -> None:
         """Recount everything from nothing; raises IntegrityError with every finding."""
         with self._lock:
-            self._sweep()
+            self.sweep()
             for lease in self._leases:
                 lease._recount()
             found = self._shelf.check()
@@ -358,17 +360,20 @@ class PrefixCache:
         if self._closed:
             raise ConfigError("this cache is closed")
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Settle leases that were dropped without being closed; on their own thread, while there is one."""
-        here = threading.get_ident()
-        running = {t.ident for t in threading.enumerate()} if self._dropped else set()
-        for lease in list(self._dropped):
-            if lease._thread == here or lease._thread not in running:
-                self._dropped.remove(lease)
-                lease._thread = here
-                self._reasons["dropped"] += 1
-                with contextlib.suppress(DeviceError):
-                    lease.cancel()
+        if not self._dropped:
+            return
+        here, running = threading.get_ident(), {t.ident for t in threading.enumerate()}
+        with self._lock:
+            for lease in list(self._dropped):
+                if lease._thread == here or lease._thread not in running:
+                    self._dropped.remove(lease)
+                    lease._thread = here
+                    self._reasons["dropped"] += 1
+                    with contextlib.suppress(DeviceError):
+                        lease.cancel()
+                        self.on_dropped(lease)
 
     # -- opening ---------------------------------------------------------------------------
 
@@ -527,7 +532,7 @@ class PrefixCache:
     def held_bytes(self) -> int:
         """KV that is held now: live, stored and in checkpoints."""
         with self._lock:
-            self._sweep()
+            self.sweep()
             for lease in self._leases:
                 lease._recount()
             return self._ledger.held_bytes

@@ -149,6 +149,8 @@ class PrefixCache:
         self._pins: set[int] = set()
         self._scratch: dict[int, Account] = {}
         self._batched: dict[int, int] = {}
+        self._threads: set[int] = set()
+        """That ever leased."""
         self._totals: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
         self._closed = False
@@ -199,6 +201,7 @@ class PrefixCache:
         with self._lock:
             self._open_for_use()
             self.sweep()
+            self._threads.add(threading.get_ident())
             self._totals["requests"] += 1
             self._totals["tokens_requested"] += len(found)
             track = Track(self._store, contiguous=self._contiguous)
@@ -400,8 +403,7 @@ class PrefixCache:
         if not lease._spanless:
             rest = len(lease.tokens) + reserve_tokens - lease._track.end
             self._require(lease, rest)
-            self._make_writable(lease, rest)
-            if rest > 0:
+            if self._make_writable(lease, rest) and rest > 0:
                 end = lease._track.end
                 lease._track.ensure(end, rest)
                 lease._track.shorten(end)
@@ -500,20 +502,27 @@ class PrefixCache:
         needed = max(0, rest - room) * self._store.token_bytes
         self._ledger.open(Purpose.LIVE, needed, f"{rest} more tokens").close()
 
-    def _make_writable(self, lease: Lease, rest: int) -> None:
-        """Continue in place if nobody else reads these buffers; else the first write opens a fresh one."""
+    def _make_writable(self, lease: Lease, rest: int) -> bool:
+        """Continue in place if nobody else reads these buffers; else the first write opens a fresh one. False if room
+        for the rest is better made then: a copy that need not be reserved now."""
         track = lease._track
         if not track.pieces:
-            return
+            return True
         path = lease._node.path() if lease._node is not None else []
         room = round_up(max(rest, 1))
-        united = self._shelf.unite(track, path, room)
-        if not united and not track.take() and self._shelf.clear_behind(track):
-            track.take()
+        home = track.pieces[-1].slab.home
+        if len(self._threads) == 1 or home == lease._thread:
+            united = self._shelf.unite(track, path, room)
+            if not united and not track.take() and self._shelf.clear_behind(track):
+                track.take()
+        # else other threads could not read it while this one writes: it is left to all of them
         moved = track.writable(track.pieces[-1])
-        if self._contiguous and not (moved and len(track.pieces) == 1 and track.pieces[0].lo == 0):
-            track.merge(round_up(track.end + rest), consume=set())
         self._totals["moves" if moved else "borrows"] += 1
+        if self._contiguous and not (moved and track.whole):
+            if self._ledger.elastic:
+                return False
+            track.merge(round_up(track.end + rest), consume=set())
+        return True
 
     def _open_uncached(self, lease: Lease) -> Lease:
         """A model that we do not understand gets its own caches, and nothing is kept."""
@@ -637,6 +646,9 @@ class PrefixCache:
 
     def _store_work(self, lease: Lease, tokens: Tokens) -> None:
         shelf, tree, track = self._shelf, self._shelf.tree(lease.namespace), lease._track
+        for piece in track.pieces:
+            if track.writable(piece):
+                piece.slab.home = lease._thread
         position = lease.offset
         keep = min(len(tokens), position)
         if not lease._spanless:
@@ -706,6 +718,8 @@ class PrefixCache:
 
     def _adopt(self, lease: Lease, node: Node) -> None:
         """A contiguous copy was made for this request: where nobody reads the original, the copy takes its place."""
+        if not lease._track.whole:
+            return
         slab = lease._track.pieces[-1].slab
         own = [n for n in node.path() if n.span is not None and n.span.slab is not slab and n.span.slab.idle]
         self._shelf.repoint(own, slab)

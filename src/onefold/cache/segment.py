@@ -27,6 +27,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from onefold.cache.attention import View
+from onefold.cache.kinds.base import own_bytes
 from onefold.cache.ledger import Ledger, Purpose
 from onefold.cache.tree import Node
 from onefold.errors import BudgetError, DeviceError
@@ -186,7 +187,7 @@ class Slab:
         """Growing failed after `done` layers: give them the size of the others again."""
         for index, layer in enumerate(self.layers[:done]):
             if layer is not None:
-                self.layers[index] = [mx.contiguous(a[..., : self.capacity, :]) for a in layer]
+                self.layers[index] = [own_bytes(a[..., : self.capacity, :]) for a in layer]
                 mx.eval(self.layers[index])
         self.account.resize(self.capacity * self.store.token_bytes)
 
@@ -194,7 +195,7 @@ class Slab:
 def _join(parts: list[mx.array | None]) -> mx.array:
     """One array of its own bytes: never a view of a larger buffer."""
     found = [p for p in parts if p is not None]
-    return mx.concatenate(found, axis=2) if len(found) > 1 else mx.contiguous(found[0])
+    return mx.concatenate(found, axis=2) if len(found) > 1 else own_bytes(found[0])
 
 
 @dataclass(eq=False, slots=True)

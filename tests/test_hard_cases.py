@@ -251,3 +251,12 @@ def test_after_the_budget_was_lowered_a_small_request_evicts_little():
             forward(model, lease.layers, words(50, seed=3), 0)
         assert cache.stats().stored_tokens >= held - 1200
         cache.check()
+
+
+def test_recurrent_layers_that_nobody_counts_for_on_a_model_outside_the_seam():
+    """Whether they are told how many tokens passed was found out on handles, which such a model cannot take."""
+    model = tiny("longcat_flash_ngram")
+    with onefold.PrefixCache(model, "64MB", min_checkpoint_tokens=1) as cache:
+        _, known = turn(cache, model, words(40))
+        lease, _ = turn(cache, model, [*known, 5, 6])
+        assert lease.cached == lease.matched == len(known)

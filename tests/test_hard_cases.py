@@ -300,3 +300,12 @@ def test_a_dropped_lease_is_settled_at_the_next_call():
         gc.collect()
         forward(model, layers, [*prompt, 1], 40)
         assert cache.stats().open_leases == 1
+
+
+def test_recurrent_layers_that_nobody_counts_for_on_a_model_outside_the_seam():
+    """Whether they are told how many tokens passed was found out on handles, which such a model cannot take."""
+    model = tiny("longcat_flash_ngram")
+    with onefold.PrefixCache(model, "64MB", min_checkpoint_tokens=1) as cache:
+        _, known = turn(cache, model, words(40))
+        lease, _ = turn(cache, model, [*known, 5, 6])
+        assert lease.cached == lease.matched == len(known)

@@ -189,7 +189,7 @@ class Slab:
         """Growing failed after `done` layers: give them the size of the others again."""
         for index, layer in enumerate(self.layers[:done]):
             if layer is not None:
-                self.layers[index] = [mx.contiguous(a[..., : self.capacity, :]) for a in layer]
+                self.layers[index] = [own_bytes(a[..., : self.capacity, :]) for a in layer]
                 mx.eval(self.layers[index])
         self.account.resize(self.capacity * self.store.token_bytes)
 

@@ -1,0 +1,195 @@
+"""The drop-in behind mlx-lm's own server, over HTTP: what it holds, and that the server lives."""
+
+from __future__ import annotations
+
+import gc
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from local_model import DRAFT, Shape, write_model
+from mlx_lm import server as mlx_lm_server
+from serving import CHAT, TEXT, cached_tokens, serving, text_of
+
+from onefold.cli import main
+from onefold.mlx_lm import LRUPromptCache
+
+DEEP = Shape(layers=16)
+PATHS: dict[str, dict[str, Any]] = {"single": {"seed": 1}, "batched": {}}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """KV outweighs all else, and one layer's share of it is small."""
+    return write_model(tmp_path_factory.mktemp("deep"), DEEP)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("draft"), DRAFT)
+
+
+def active() -> int:
+    gc.collect()
+    mx.clear_cache()
+    return int(mx.get_active_memory())
+
+
+def text(n: int, seed: int = 0) -> str:
+    words = ["the", "of", "a", "to", "in", "is", "it", "you", "that", "was", "for", "on", "are"]
+    return " ".join(words[(i * i + 7 * seed + i // 5) % len(words)] for i in range(n))[:n]
+
+
+@pytest.mark.parametrize(("path", "most"), [("single", 1.10), ("draft", 1.10), ("batched", 1.25)])
+def test_continuing_holds_the_conversation_once(path: str, most: float, deep: Path, draft: Path) -> None:
+    """Peak after the first token, less weights and the activations of a short turn, over what was stored."""
+    options = {"max_tokens": 8, **PATHS.get(path, {})}
+    with serving(LRUPromptCache(), model=deep, draft=draft if path == "draft" else None) as server:
+        weights = active()
+        messages = [{"role": "user", "content": text(2000)}]
+        first = server.post(CHAT, {"messages": messages, **options})
+        messages += [{"role": "assistant", "content": text_of(first)}, {"role": "user", "content": "and?"}]
+        shape_bytes = DEEP.token_bytes + (DRAFT.token_bytes if path == "draft" else 0)
+        entry = first["usage"]["total_tokens"] * shape_bytes
+        active()
+        mx.reset_peak_memory()
+        events = server.stream(CHAT, {"messages": messages, **options})
+        while not text_of(next(events)):
+            pass
+        peak = mx.get_peak_memory() - weights
+        assert list(events)
+        server.settle()
+    assert peak / entry <= most, f"{peak / entry:.2f}"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_is_reported_is_what_is_held(shared: bool, deep: Path) -> None:
+    system = [{"role": "system", "content": text(900)}] if shared else []
+    bodies = [
+        {"messages": [*system, {"role": "user", "content": text(200 + 37 * i, i)}], "max_tokens": 4 + 5 * i}
+        for i in range(6)
+    ]
+    with serving(LRUPromptCache(), model=deep) as server:
+        weights = active()
+        answers = server.together(CHAT, bodies)
+        held, reported = active() - weights, server.cache.nbytes
+        assert held / reported <= 1.02
+        tokens = sum(a["usage"]["total_tokens"] for a in answers)
+        if shared:
+            assert held < 0.6 * tokens * DEEP.token_bytes  # 900 of about 1,250 tokens are the same
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_byte_limit_holds(path: str, deep: Path) -> None:
+    limit = 1500 * DEEP.token_bytes
+    with serving(LRUPromptCache(max_bytes=limit), model=deep) as server:
+        server.post(TEXT, {"prompt": "warm", "max_tokens": 2, **PATHS[path]})
+        weights = active() - server.cache.nbytes
+        for i in range(8):
+            server.post(TEXT, {"prompt": text(400, i), "max_tokens": 4, **PATHS[path]})
+            assert server.cache.nbytes <= limit
+            assert active() - weights <= 1.02 * limit
+        assert 2 <= len(server.cache) < 8
+        known = cached_tokens(server.post(TEXT, {"prompt": text(400, 7) + "!", "max_tokens": 2, **PATHS[path]}))
+        assert known >= 399
+        before = len(server.cache)
+        server.post(TEXT, {"prompt": text(3000, 3), "max_tokens": 2, **PATHS[path]})  # larger than the limit
+        assert len(server.cache) >= before - 1 and server.cache.nbytes <= limit
+        assert server.cache.reasons["larger than the limit"] == 1
+
+
+@pytest.mark.parametrize("path", [*PATHS, "draft"])
+def test_an_exact_hit_does_not_kill_the_generation_thread(path: str, model: Path, draft: Path) -> None:
+    """The same prompt again, and an earlier prompt with its own output: mlx-lm's thread dies of it."""
+    options = {"max_tokens": 9, **PATHS.get(path, {})}
+    with serving(LRUPromptCache(), model=model, draft=draft if path == "draft" else None) as server:
+        prompt = text(60)
+        first = server.post(TEXT, {"prompt": prompt, **options})
+        again = server.post(TEXT, {"prompt": prompt, **options})
+        assert text_of(again) == text_of(first) and cached_tokens(again) == 59
+        longer = server.post(TEXT, {"prompt": prompt + text_of(first), **options})
+        assert cached_tokens(longer) >= 67
+        with serving(LRUPromptCache(), model=model) as other:
+            expected = other.post(TEXT, {"prompt": prompt + text_of(first), **options})
+        assert text_of(longer) == text_of(expected)
+        assert server.generator.is_healthy
+
+
+def test_quantised_kv_is_taken_over_and_continued(model: Path) -> None:
+    flags = ["--kv-bits", "4", "--quantized-kv-start", "32"]
+    answers = []
+    for cache in (LRUPromptCache(), LRUPromptCache(max_size=1, max_bytes=1)):  # the second keeps nothing
+        with serving(cache, model=model, flags=flags) as server:
+            first = server.post(TEXT, {"prompt": text(120), "max_tokens": 6})
+            second = server.post(TEXT, {"prompt": text(120) + text_of(first) + " so", "max_tokens": 6})
+            short = server.post(TEXT, {"prompt": "a", "max_tokens": 3})
+            longer = server.post(TEXT, {"prompt": "a" + text_of(short) + text(60), "max_tokens": 6})
+            answers.append([text_of(a) for a in (first, second, short, longer)])
+            if cache.max_size > 1:
+                assert cached_tokens(second) == 126 and cached_tokens(longer) >= 3
+    assert answers[0] == answers[1]
+
+
+def test_the_command_passes_its_arguments_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(mlx_lm_server, "ResponseGenerator", lambda provider, cache: seen.update(cache=cache))
+    monkeypatch.setattr(mlx_lm_server, "_run_http_server", lambda host, port, *_: seen.update(at=(host, port)))
+    before = (mlx_lm_server.run, mlx_lm_server.LRUPromptCache, list(sys.argv))
+    flags = ["--model", str(model), "--port", "0", "--prompt-cache-bytes", "5MB", "--prompt-cache-size", "7"]
+    assert main(["mlx-lm-server", *flags]) == 0
+    assert isinstance(seen["cache"], LRUPromptCache)
+    assert (seen["cache"].max_size, seen["cache"].max_bytes) == (7, 5_000_000)
+    assert seen["at"] == ("127.0.0.1", 0)
+    assert (mlx_lm_server.run, mlx_lm_server.LRUPromptCache, list(sys.argv)) == before
+
+
+def test_the_command_serves(model: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "onefold", "mlx-lm-server", "--model", str(model), "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        ask(port, "warm")
+        assert ask(port, text(80)) == 0
+        assert ask(port, text(80) + "?") >= 80
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+def ask(port: int, prompt: str) -> int:
+    """Post to a server that may be starting; how much of the prompt was cached."""
+    body = json.dumps({"prompt": prompt, "max_tokens": 2}).encode()
+    give_up = time.monotonic() + 120
+    while True:
+        try:
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{port}{TEXT}", body, {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return cached_tokens(json.load(response))
+        except OSError:
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(0.2)
+
+
+def test_nonsense_on_the_command_line_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["nonsense"], ["mlx-lm-server", "--no-such-flag"]):
+        with pytest.raises(SystemExit) as left:
+            main(arguments)
+        assert left.value.code == 2
+    assert "--no-such-flag" in capsys.readouterr().err

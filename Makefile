@@ -4,7 +4,7 @@ VENV  := .venv
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.setup-stamp
 
-.PHONY: help setup test demo bench-core problems clean
+.PHONY: help setup test demo bench-core problems models clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -32,6 +32,9 @@ bench-core: setup ## Run the core benchmark.
 
 problems: setup ## Run the problems benchmark.
 	$(PY) benchmarks/problems.py
+
+models: setup ## Try every architecture of mlx-lm and write docs/models.md.
+	$(PY) benchmarks/models.py
 
 clean: ## Remove .venv, caches and build products.
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -24,7 +24,7 @@ TABLE = ROOT / "docs" / "models.md"
 
 MATTER = {
     "baichuan_m1": "composites of recurrent states with full attention and with windows",
-    "iquestloopcoder": "KV that a second pass over the layers reads again, and windows beside it",
+    "deepseek_v41": "a cache class of the model's own",
     "kimi_linear": "MLA and delta nets",
     "minimax_m3_vl": "an indexer beside full attention, in some layers only; keys without values",
     "recurrent_gemma": "windows and recurrent states, and nothing that could be cut",

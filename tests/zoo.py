@@ -310,7 +310,6 @@ STANDS_IN = {
 """What is not quite the architecture in its tiny model, where there is no Metal. See `stand_ins.py`."""
 
 LEFT_OUT = {
-    "deepseek_v41": "Its module has a cache class of its own without a way to put a state back.",
     "olmo": (
         "mlx-lm's module adds a mask that is a word to its scores, and raises on prompts of more than one token; to be "
         "mended there. olmo2 and olmo3 are other modules, and reused."

@@ -4,7 +4,7 @@ VENV  := .venv
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.setup-stamp
 
-.PHONY: help setup test demo bench-core bench-dropin problems clean
+.PHONY: help setup test demo models bench-core bench-dropin problems clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -35,6 +35,9 @@ bench-dropin: setup ## Run the drop-in benchmark: our prompt cache behind mlx-lm
 
 problems: setup ## Run the problems benchmark.
 	$(PY) benchmarks/problems.py
+
+models: setup ## Try every architecture of mlx-lm and write docs/models.md.
+	$(PY) benchmarks/models.py
 
 clean: ## Remove .venv, caches and build products.
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -309,3 +309,30 @@ def test_recurrent_layers_that_nobody_counts_for_on_a_model_outside_the_seam():
         _, known = turn(cache, model, words(40))
         lease, _ = turn(cache, model, [*known, 5, 6])
         assert lease.cached == lease.matched == len(known)
+
+
+def test_a_forward_that_failed_on_caches_of_the_models_own_can_be_tried_again(monkeypatch):
+    """Such a cache hears of forwards from the watch alone."""
+    model, prompt = tiny("deepseek_v41"), words(40)
+    with onefold.PrefixCache(model, "64MB", min_checkpoint_tokens=1) as cache:
+        with cache.lease(prompt) as lease:
+            forward(model, lease.layers, prompt[:24], 0)
+            with monkeypatch.context() as patch:
+                patch.setattr(type(model.layers[-1]), "__call__", _broken_after(2, type(model.layers[-1]).__call__))
+                with pytest.raises(RuntimeError, match="broken"):
+                    model(mx.array([prompt[24:32]]), cache=lease.layers)
+            assert {layer.offset for layer in lease.layers} == {24}
+            assert close(forward(model, lease.layers, prompt, 24), fresh(model, prompt))
+        lease, _ = turn(cache, model, prompt)
+        assert lease.cached == 39
+
+
+def _broken_after(n: int, call):
+    left = iter(range(n))
+
+    def layer(*args, **options):
+        if next(left, None) is None:
+            raise RuntimeError("broken")
+        return call(*args, **options)
+
+    return layer

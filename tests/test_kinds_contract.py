@@ -24,6 +24,7 @@ from onefold.cache.kinds.base import Snapshot
 from onefold.cache.kinds.chunked import ChunkedLayer
 from onefold.cache.kinds.composite import CompositeLayer
 from onefold.cache.kinds.full import Bound, PlainCodec, SegmentedLayer
+from onefold.cache.kinds.own import OwnLayer
 from onefold.cache.kinds.quantized import AffineCodec
 from onefold.cache.kinds.recurrent import RecurrentLayer
 from onefold.cache.kinds.rotating import RotatingLayer
@@ -56,6 +57,27 @@ def segmented(codec: Any = None, n_layers: int = 1, budget: int = 1 << 40, **opt
     return [SegmentedLayer(track, i, codec, **options) for i in range(n_layers)]
 
 
+class Keeper:
+    """A cache class such as a model brings along: a tail that is replaced, and a sum that is written in place."""
+
+    def __init__(self) -> None:
+        self.offset = 0
+        self.tail: mx.array | None = None
+        self.total: mx.array | None = None
+
+    def take(self, activations: mx.array) -> None:
+        if self.total is None:
+            self.total = mx.zeros((1, HEADS, 4, DIM))
+        self.total[:, :, self.offset % 4, :] += activations.sum(axis=2)
+        tail = activations if self.tail is None else mx.concatenate([self.tail, activations], axis=2)
+        self.tail = tail[..., -TAIL:, :]
+        self.offset += activations.shape[2]
+
+    @property
+    def state(self) -> Any:
+        return self.tail, self.total
+
+
 @dataclass(frozen=True)
 class Case:
     name: str
@@ -78,6 +100,7 @@ CASES = [
     Case("rotating_keep", lambda w: RotatingLayer(w, KEEP), window=True),
     Case("chunked", ChunkedLayer, chunked=True),
     Case("recurrent", lambda w: RecurrentLayer(2), recurrent=True),
+    Case("own", lambda w: OwnLayer.like(Keeper()), recurrent=True),
     Case("composite_kv_kv", lambda w: CompositeLayer(*segmented(n_layers=2)), splits=True),
     Case("composite_arrays_kv", lambda w: CompositeLayer(RecurrentLayer(2), segmented()[0]), recurrent=True),
     Case("bounded_unrotated", lambda w: segmented(bound=Bound(1 << 20, KEEP))[0], splits=True),
@@ -103,6 +126,8 @@ def feed(layer: Any, *chunks: int) -> Any:
 def _update(layer: Any, start: int, n: int) -> Any:
     if isinstance(layer, CompositeLayer):
         return [_update(member, start, n) for member in layer.caches]
+    if isinstance(layer, OwnLayer):
+        return layer.take(kv(start, n)[0])  # type: ignore[attr-defined]
     if isinstance(layer, RecurrentLayer):
         activations, _ = kv(start, n)
         before = layer[0]
@@ -128,6 +153,8 @@ def held(layer: Any) -> list[np.ndarray]:
     """Everything that a layer's future depends on."""
     if isinstance(layer, CompositeLayer):
         return [a for member in layer.caches for a in held(member)]
+    if isinstance(layer, OwnLayer):
+        return [np.array(a) for a in layer.live_arrays()]
     if isinstance(layer, RecurrentLayer):
         return [np.array(a) for a in layer.cache if a is not None]
     if layer.offset == 0:

@@ -12,6 +12,7 @@ Knows nothing of trees, leases or budgets.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from onefold.cache.kinds.base import Pulse
 from onefold.cache.kinds.chunked import ChunkedLayer
 from onefold.cache.kinds.composite import CompositeLayer
 from onefold.cache.kinds.full import Bound, PlainCodec, SegmentedLayer
+from onefold.cache.kinds.own import OwnLayer
 from onefold.cache.kinds.quantized import AffineCodec, PackedLayer
 from onefold.cache.kinds.recurrent import RecurrentLayer
 from onefold.cache.kinds.rotating import RotatingLayer
@@ -48,6 +50,7 @@ _BUILD_ERRORS = (
 """What a model's own code raises when it is handed something it cannot work with."""
 
 _TRIAL = (3, 1, 2)
+_FAR = 1024
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ class Leaf:
     """The model quantises this layer by itself."""
     packed: bool = False
     """It is handed out as mlx-lm's own quantised cache, which the stock attention reads."""
+    pristine: Any = None
+    """As the model makes it: a cache class of the model's own."""
 
 
 @dataclass
@@ -120,7 +125,13 @@ class Anatomy:
 
     @property
     def recurrent(self) -> bool:
-        return any(leaf.kind is Kind.RECURRENT and leaf.used for leaf in self.leaves)
+        """Whether some state is good for one point alone."""
+        return any(leaf.kind in (Kind.RECURRENT, Kind.OWN) and leaf.used for leaf in self.leaves)
+
+    @property
+    def own(self) -> bool:
+        """Whether some layers are of a class of the model's own, which can only be copied whole."""
+        return any(leaf.kind is Kind.OWN for leaf in self.leaves)
 
     @property
     def pointwise(self) -> bool:
@@ -172,6 +183,8 @@ class Anatomy:
             return RotatingLayer(*leaf.window, pulse=pulse)
         if leaf.kind is Kind.CHUNKED:
             return ChunkedLayer(leaf.window[0], pulse=pulse)
+        if leaf.kind is Kind.OWN:
+            return OwnLayer.like(leaf.pristine, pulse)
         return RecurrentLayer(leaf.size, pulse=pulse)
 
     # -- bytes ---------------------------------------------------------------------------
@@ -196,6 +209,8 @@ class Anatomy:
                 continue
             if leaf.kind is Kind.RECURRENT:
                 total += leaf.state_bytes
+            elif leaf.kind is Kind.OWN:
+                total += leaf.state_bytes + leaf.token_bytes * (offset + n_tokens)
             elif leaf.kind is Kind.ROTATING:
                 total += ring_entries(leaf.window[0], offset, n_tokens) * leaf.token_bytes
             else:
@@ -232,16 +247,17 @@ def _survey(model: nn.Module, kv: KvFormat, bound: Bound | None) -> Anatomy:
     caches = stock.make_prompt_cache(model)
     anatomy = Anatomy(_leaves(caches), len(caches), bound=bound)
     _measure_weights(model, anatomy)
-    anatomy.reason = _unknown(anatomy, caches)
+    anatomy.reason = _unknown(anatomy, caches, Kind.UNKNOWN)
     if anatomy.reason:
         return anatomy
     try:
         for n in _TRIAL:
             model(mx.zeros((1, n), mx.int32), cache=caches)
+        _read_shapes(anatomy, caches, kv)
+        if anatomy.own and not anatomy.reason:
+            _read_growth(model, anatomy, caches)
     except _BUILD_ERRORS as error:
         anatomy.reason = f"the model does not run on its own caches: {type(error).__name__}: {error}"
-        return anatomy
-    _read_shapes(anatomy, caches, kv)
     if anatomy.reason:
         return anatomy
     if kv.bits < 16 and any(not leaf.codec.plain for leaf in anatomy.sliceable) != bool(anatomy.sliceable):
@@ -264,7 +280,7 @@ def _survey(model: nn.Module, kv: KvFormat, bound: Bound | None) -> Anatomy:
 
 def _read_off(caches: list[Any]) -> Anatomy:
     anatomy = Anatomy(_leaves(caches), len(caches), contiguous=True)
-    anatomy.reason = _unknown(anatomy, caches)
+    anatomy.reason = _unknown(anatomy, caches, Kind.UNKNOWN, Kind.OWN)  # how its own begins is not known
     if anatomy.reason:
         return anatomy
     index = 0
@@ -291,8 +307,8 @@ def _leaves(caches: list[Any]) -> list[Leaf]:
     return [_leaf(cache, path) for i, top in enumerate(caches) for path, cache in stock.flatten(top, (i,))]
 
 
-def _unknown(anatomy: Anatomy, caches: list[Any]) -> str:
-    leaves = [leaf for leaf in anatomy.leaves if leaf.kind is Kind.UNKNOWN]
+def _unknown(anatomy: Anatomy, caches: list[Any], *kinds: Kind) -> str:
+    leaves = [leaf for leaf in anatomy.leaves if leaf.kind in kinds]
     names = sorted({type(_at(caches, leaf.path)).__name__ for leaf in leaves})
     return f"cache class {', '.join(names)} offers nothing that could be reused" if names else ""
 
@@ -313,6 +329,8 @@ def _leaf(cache: Any, path: tuple[int, ...]) -> Leaf:
         leaf.window = (cache.chunk_size, 0)
     elif kind is Kind.RECURRENT:
         leaf.size = len(cache.cache)
+    elif kind is Kind.OWN:
+        leaf.pristine = copy.copy(cache)
     elif kind is Kind.QUANTIZED:
         leaf.native = AffineCodec(cache.bits, cache.group_size)
     return leaf
@@ -327,7 +345,10 @@ def _read_shapes(anatomy: Anatomy, caches: list[Any], kv: KvFormat) -> None:
             leaf.used = bool(arrays)
             leaf.state_bytes = sum(a.nbytes for a in arrays)
             continue
-        if cache.keys is None:
+        if leaf.kind is Kind.OWN and not stock.is_plain(cache):
+            anatomy.reason = f"cache class {type(cache).__name__} keeps something else than arrays and numbers"
+            return
+        if leaf.kind is not Kind.OWN and cache.keys is None:
             leaf.used = False
             continue
         if cache.offset != total:
@@ -336,6 +357,8 @@ def _read_shapes(anatomy: Anatomy, caches: list[Any], kv: KvFormat) -> None:
                 "a layer that is not updated once per forward cannot be cut by position"
             )
             return
+        if leaf.kind is Kind.OWN:
+            continue
         k, v = _key_values(cache)
         leaf.token_bytes = k.token_bytes + v.token_bytes
         if leaf.kind in SLICEABLE:
@@ -343,6 +366,20 @@ def _read_shapes(anatomy: Anatomy, caches: list[Any], kv: KvFormat) -> None:
             index += 1
             leaf.plain = (k, v)
             _set_format(leaf, kv)
+
+
+def _read_growth(model: nn.Module, anatomy: Anatomy, caches: list[Any]) -> None:
+    """What a cache class of the model's own comes to: so much, and so much more per token. Its windows are full by the
+    second of these forwards, if they are no longer than one."""
+    sizes: list[list[int]] = []
+    for _ in range(2):
+        model(mx.zeros((1, _FAR), mx.int32), cache=caches)
+        held = [vars(_at(caches, leaf.path)).values() if leaf.kind is Kind.OWN else () for leaf in anatomy.leaves]
+        sizes.append([sum(v.nbytes for v in values if isinstance(v, mx.array)) for values in held])
+    for leaf, first, second in zip(anatomy.leaves, *sizes, strict=True):
+        if leaf.kind is Kind.OWN:
+            leaf.state_bytes = first
+            leaf.token_bytes = math.ceil((second - first) / _FAR)
 
 
 def _key_values(cache: Any) -> tuple[ArraySpec, ArraySpec]:

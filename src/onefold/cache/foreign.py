@@ -86,7 +86,9 @@ def _fill_track(lease: Lease, layers: list[tuple[Any, list[mx.array]]], upto: in
 
 
 def _fill_point(layer: Any, cache: Any, upto: int) -> None:
-    if layer.kind is Kind.RECURRENT:
+    if layer.kind is Kind.OWN:
+        layer.take_over(cache)
+    elif layer.kind is Kind.RECURRENT:
         layer.free()
         layer.cache = [None if a is None else own_bytes(a) for a in cache.cache]
     else:
@@ -131,6 +133,8 @@ def _fits(cache: Any, leaf: Leaf) -> bool:
         return True
     if leaf.kind is Kind.RECURRENT:
         return len(cache.cache) == leaf.size and all(a is None or a.shape[0] == 1 for a in cache.cache)
+    if leaf.kind is Kind.OWN:
+        return type(cache) is type(leaf.pristine)
     if cache.keys is None:
         return False
     arrays = _arrays(cache)

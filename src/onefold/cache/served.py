@@ -117,11 +117,11 @@ class StandIn:
 
     @property
     def state(self) -> list[mx.array]:
-        return [a for layer in self._own() for a in layer.state]
+        return [a for layer in self._own() for a in layer.live_arrays()]
 
     @property
     def nbytes(self) -> int:
-        return sum(int(layer.nbytes) for layer in self._own())
+        return sum(a.nbytes for a in self.state)
 
     @property
     def offset(self) -> Any:
@@ -162,7 +162,7 @@ class StandIn:
                 outs.append(None)
                 continue
             out = run(inputs[i : i + 1, :real], row.lease.layers[span])
-            mx.eval([layer.state for layer in row.lease.layers[span]])  # one row's activations at a time
+            mx.eval([layer.live_arrays() for layer in row.lease.layers[span]])  # one row's activations at a time
             outs.append(mx.pad(out, [(0, 0), (0, n - real), (0, 0)]))
         known = next(out for out in outs if out is not None)
         return mx.concatenate([mx.zeros_like(known) if out is None else out for out in outs], axis=0)

@@ -41,6 +41,7 @@ class Kind(enum.Enum):
     CHUNKED = "chunked"
     RECURRENT = "recurrent"
     COMPOSITE = "composite"
+    OWN = "own"
     UNKNOWN = "unknown"
 
 
@@ -58,7 +59,7 @@ def kind_of(cache: Any) -> Kind:
     if has("cache", "__setitem__") and not has("update_and_fetch"):
         return Kind.RECURRENT
     if not has("update_and_fetch", "offset", "keys", "values"):
-        return Kind.UNKNOWN
+        return Kind.OWN if not has("update_and_fetch") and has("offset", "state") and is_plain(cache) else Kind.UNKNOWN
     if has("chunk_size", "start_position", "maybe_trim_front"):
         return Kind.CHUNKED
     if has("max_size", "keep"):
@@ -67,6 +68,15 @@ def kind_of(cache: Any) -> Kind:
         return Kind.QUANTIZED
     trimmable = has("is_trimmable", "trim") and cache.is_trimmable()
     return Kind.FULL if trimmable and isinstance(cache.offset, int) else Kind.UNKNOWN
+
+
+def is_plain(cache: Any) -> bool:
+    """Whether a cache object's state is its attributes, and these are arrays, numbers or nothing: it can be kept and
+    put back without knowing what they mean."""
+    if not hasattr(cache, "__dict__") or any(vars(cls).get("__slots__") for cls in type(cache).__mro__):
+        return False
+    held = vars(cache).values()
+    return isinstance(cache.offset, int) and all(v is None or isinstance(v, (int, float, mx.array)) for v in held)
 
 
 def make_prompt_cache(model: nn.Module) -> list[Any]:

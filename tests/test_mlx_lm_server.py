@@ -21,7 +21,7 @@ from serving import CHAT, TEXT, cached_tokens, serving, text_of
 from onefold.cli import main
 from onefold.mlx_lm import LRUPromptCache
 
-DEEP = Shape(layers=16)
+DEEP = Shape(layers=32, heads=1, kv_heads=1, intermediate=64)
 PATHS: dict[str, dict[str, Any]] = {"single": {"seed": 1}, "batched": {}}
 
 
@@ -58,7 +58,7 @@ def test_continuing_holds_the_conversation_once(path: str, most: float, deep: Pa
     options = {"max_tokens": 8, **PATHS.get(path, {})}
     with serving(LRUPromptCache(), model=deep, draft=draft if path == "draft" else None) as server:
         weights = active()
-        messages = [{"role": "user", "content": text(2000)}]
+        messages = [{"role": "user", "content": text(4200)}]
         first = server.post(CHAT, {"messages": messages, **options})
         messages += [{"role": "assistant", "content": text_of(first)}, {"role": "user", "content": "and?"}]
         shape_bytes = DEEP.token_bytes + (DRAFT.token_bytes if path == "draft" else 0)
@@ -107,7 +107,7 @@ def test_the_byte_limit_holds(path: str, deep: Path) -> None:
         before = len(server.cache)
         server.post(TEXT, {"prompt": text(3000, 3), "max_tokens": 2, **PATHS[path]})  # larger than the limit
         assert len(server.cache) >= before - 1 and server.cache.nbytes <= limit
-        assert server.cache.reasons["larger than the limit"] == 1
+        assert server.cache.reasons["larger than the limit"]
 
 
 @pytest.mark.parametrize("path", [*PATHS, "draft"])

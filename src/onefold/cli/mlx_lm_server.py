@@ -10,6 +10,9 @@ HELP = "run mlx_lm.server, with its own arguments, on Onefold's prompt cache"
 def run(arguments: list[str]) -> int:
     from onefold.mlx_lm import serve  # takes seconds to import: not for --help
 
-    sys.argv = ["onefold mlx-lm-server", *arguments]  # where mlx-lm's parser looks
-    serve()
+    before, sys.argv = sys.argv, ["onefold mlx-lm-server", *arguments]  # where mlx-lm's parser looks
+    try:
+        serve()
+    finally:
+        sys.argv = before
     return 0

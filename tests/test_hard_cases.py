@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import threading
 
 import mlx.core as mx
 import pytest
-from driving import cold, forward, turn
+from driving import cold, forward, greedy, turn
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache, trim_prompt_cache
 from tiny import tiny
 
@@ -251,3 +253,59 @@ def test_after_the_budget_was_lowered_a_small_request_evicts_little():
             forward(model, lease.layers, words(50, seed=3), 0)
         assert cache.stats().stored_tokens >= held - 1200
         cache.check()
+
+
+def test_threads_share_a_prefix_that_none_of_them_wrote():
+    """Whoever came first would otherwise take the buffer to write in it, and the others could not read it."""
+    model = tiny("llama")
+    mx.eval(model.parameters())
+    system = words(200)
+    expected = {who: cold(model, [*system, who], 4)[0] for who in range(3)}
+    met, found = threading.Barrier(3, timeout=60), dict[int, tuple[int, list[int]]]()
+    with onefold.PrefixCache(model, "256MB") as cache:
+        turn(cache, model, [*system, 50])
+
+        def ask(who: int) -> None:
+            tokens = [*system, who]
+            with cache.lease(tokens) as lease:
+                met.wait()  # all of them hold it now
+                out, _ = greedy(model, lease.layers, forward(model, lease.layers, tokens, lease.cached), 4)
+                found[who] = (lease.cached, out)
+                met.wait()
+                lease.commit(tokens + out)
+            mx.clear_streams()
+
+        threads = [threading.Thread(target=ask, args=(who,)) for who in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        cache.check()
+        assert found == {who: (200, expected[who]) for who in range(3)}
+        assert cache.stats().stored_tokens == 200 + 5 + 3 * 5
+
+
+def test_a_dropped_lease_is_settled_at_the_next_call():
+    model, prompt = tiny("llama"), words(40)
+    with onefold.PrefixCache(model, "64MB") as cache:
+        lease = cache.lease(prompt)
+        forward(model, lease.layers, prompt[:24], 0)
+        del lease
+        gc.collect()
+        assert cache.stats().open_leases == 0 and cache.stats().reasons["dropped"] == 1
+        cache.check()
+        lease, _ = turn(cache, model, prompt)
+        assert lease.cached == 24
+        layers = cache.lease([*prompt, 1]).layers  # the layers keep it
+        gc.collect()
+        forward(model, layers, [*prompt, 1], 40)
+        assert cache.stats().open_leases == 1
+
+
+def test_recurrent_layers_that_nobody_counts_for_on_a_model_outside_the_seam():
+    """Whether they are told how many tokens passed was found out on handles, which such a model cannot take."""
+    model = tiny("longcat_flash_ngram")
+    with onefold.PrefixCache(model, "64MB", min_checkpoint_tokens=1) as cache:
+        _, known = turn(cache, model, words(40))
+        lease, _ = turn(cache, model, [*known, 5, 6])
+        assert lease.cached == lease.matched == len(known)

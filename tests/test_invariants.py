@@ -189,6 +189,22 @@ def test_5_a_stored_array_pins_exactly_what_it_reports(family):
         assert abs(active() - before - reported) <= 1024
 
 
+def test_5_a_short_branch_that_is_moved_out_pins_no_more_than_its_tokens():
+    """A single head: a range of its tokens is contiguous already, which is no reason to keep the whole buffer."""
+    model = tiny("deepseek_v3")
+    turn_ = words(40)
+    before = active()
+    with onefold.PrefixCache(model, "64MB") as cache:
+        exact()
+        for tail in ([91, 92, 93], [94, 95]):
+            with cache.lease(turn_ + tail) as lease:
+                mx.eval(forward(model, lease.layers, turn_ + tail, lease.cached))
+                lease.commit(turn_ + tail)
+        stats = cache.stats()
+        assert stats.moves == 1
+        assert abs(active() - before - stats.bytes["stored"]) <= 1024
+
+
 def test_6_a_committed_segment_is_never_written():
     model = tiny("llama")
     with onefold.PrefixCache(model, "64MB") as cache:

@@ -85,6 +85,21 @@ _DELTA_NET: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
 }
 
+_LONGCAT: dict[str, Any] = {
+    **_MLA,
+    "num_layers": 2,
+    "attention_method": "MLA",
+    "zero_expert_type": "identity",
+    "zero_expert_num": 2,
+    "ffn_hidden_size": 96,
+    "expert_ffn_hidden_size": 32,
+    "n_routed_experts": 4,
+    "moe_topk": 2,
+    "routed_scaling_factor": 1.0,
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+}
+
 FAMILIES: dict[str, Family] = {
     "llama": Family("llama", _config("llama"), "KV"),
     "llama_q": Family(
@@ -268,22 +283,20 @@ FAMILIES: dict[str, Family] = {
     ),
     "longcat_flash": Family(
         "longcat_flash",
-        _config(
-            "longcat_flash",
-            **_MLA,
-            num_layers=2,
-            attention_method="MLA",
-            zero_expert_type="identity",
-            zero_expert_num=2,
-            ffn_hidden_size=96,
-            expert_ffn_hidden_size=32,
-            n_routed_experts=4,
-            moe_topk=2,
-            routed_scaling_factor=1.0,
-            mla_scale_q_lora=True,
-            mla_scale_kv_lora=True,
-        ),
+        _config("longcat_flash", **_LONGCAT),
         "List(KV, KV); two MLA attentions in a layer",
+    ),
+    "longcat_flash_ngram": Family(
+        "longcat_flash_ngram",
+        _config(
+            "longcat_flash_ngram",
+            **_LONGCAT,
+            ngram_vocab_size_ratio=2,
+            emb_neighbor_num=3,
+            emb_split_num=2,
+        ),
+        "Arrays(1), List(KV, KV), List(KV, KV); the first is not a layer's: it keeps "
+        "the last token ids for the n-gram embedding, and never advances",
     ),
     "qwen3_next": Family(
         "qwen3_next",
@@ -457,19 +470,33 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-_EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
+_EMBEDDINGS = (
+    "embed_tokens.weight",
+    "embed_in.weight",
+    "embeddings.weight",
+    "embedding.weight",
+    "embed.weight",
+    "embd.weight",
+    "tok_embeddings.weight",
+    "token_embeddings.weight",
+    "wte.weight",
+)
 
 
 def _init(path: str, value: mx.array, key: mx.array) -> mx.array:
     """A random value for one parameter, which no other random state changes."""
     name = path.rsplit(".", 1)[-1]
-    # Slow decay in A_log and w_lora, so that a recurrent state remembers.
+    if not mx.issubdtype(value.dtype, mx.floating):  # packed weights
+        return mx.random.randint(0, 256, value.shape, key=key).astype(value.dtype)
+    # Slow decay in A_log, w_lora and recurrent_param, so that a recurrent state remembers.
     if name == "A_log":
         return mx.random.uniform(-4.0, -1.0, value.shape, key=key)
     noise = mx.random.normal(value.shape, key=key)
+    if name == "recurrent_param":
+        return 0.1 * noise - 4.0
     if name == "bias":
         return 0.1 * noise - (4.0 if "w_lora" in path else 0.0)
-    if value.ndim == 1:  # norms, gates and sinks, around their constant
+    if value.ndim <= 1:  # norms, gates and sinks, around their constant
         return value.astype(mx.float32) + 0.1 * noise
     # Small embeddings, so that a tied model does not repeat its last token.
     gain = 0.5 if path.endswith(_EMBEDDINGS) else 1.5
@@ -477,13 +504,12 @@ def _init(path: str, value: mx.array, key: mx.array) -> mx.array:
     return noise * (gain * fan_in**-0.5)
 
 
-def tiny(name: str, *, seed: int = 0) -> nn.Module:
-    """The model of a family, with fp32 weights that depend only on the seed."""
-    family = FAMILIES[name]
-    module = importlib.import_module(f"mlx_lm.models.{family.module}")
+def build(module: str, config: dict[str, Any], *, seed: int = 0) -> nn.Module:
+    """A model of one module of mlx_lm.models, with fp32 weights that depend only on the seed."""
+    source = importlib.import_module(f"mlx_lm.models.{module}")
     # Some architectures write to their config.
-    args = module.ModelArgs.from_dict(copy.deepcopy(family.config))
-    model: nn.Module = module.Model(args)
+    args = source.ModelArgs.from_dict(copy.deepcopy(config))
+    model: nn.Module = source.Model(args)
     params = tree_flatten(model.parameters())
     keys = mx.random.split(mx.random.key(seed), len(params))
     model.update(
@@ -491,3 +517,8 @@ def tiny(name: str, *, seed: int = 0) -> nn.Module:
     )
     mx.eval(model.parameters())
     return model.eval()
+
+
+def tiny(name: str, *, seed: int = 0) -> nn.Module:
+    """The model of a family."""
+    return build(FAMILIES[name].module, FAMILIES[name].config, seed=seed)

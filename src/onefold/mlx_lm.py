@@ -29,7 +29,7 @@ from onefold.cache.entries import TYPES, Entries, Entry
 from onefold.cache.lease import Lease
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.served import StandIn, Table
-from onefold.cache.tree import Tokens, as_tokens
+from onefold.cache.tree import Tokens, as_tokens, unboxed
 from onefold.errors import ConfigError, LeaseError, TokenError
 from onefold.sizes import show_size
 
@@ -102,11 +102,10 @@ class LRUPromptCache:
         model to run on."""
         with self._lock:
             self._catch_up()
-            tokens = list(tokens)
             found = self._as_tokens(tokens)
             fetched = None if found is None else self._fetch(model, tokens, found)
             if fetched is None:
-                self._models.missed(model, tokens)
+                self._models.missed(model, list(tokens))
                 return None, tokens
             self._models.found()
             return fetched
@@ -347,7 +346,7 @@ class LRUPromptCache:
         if len(tokens) == 0:
             return np.empty(0, np.int32)
         try:
-            wide = np.asarray(tokens)
+            wide = np.asarray(unboxed(tokens))
             if wide.ndim == 1 and wide.dtype.kind == "i" and wide.min() < 0:
                 for name in np.unique(wide[wide < 0]).tolist():
                     self._names.setdefault(name, (1 << 30) + len(self._names))

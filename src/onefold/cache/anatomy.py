@@ -256,7 +256,9 @@ def _survey(model: nn.Module, kv: KvFormat, bound: Bound | None) -> Anatomy:
         )
         for leaf in anatomy.sliceable:
             _set_format(leaf, KvFormat())
-    anatomy.ragged = not anatomy.contiguous and _takes_rows(model, anatomy)
+    if anatomy.recurrent:
+        _hear(model, anatomy)
+    anatomy.ragged = not anatomy.contiguous and not anatomy.reason and _takes_rows(model, anatomy)
     return anatomy
 
 
@@ -401,23 +403,35 @@ def _trial(model: nn.Module, run: Callable[[], None]) -> bool:
 
 
 def _takes_handles(model: nn.Module, anatomy: Anatomy) -> bool:
-    leaves: list[Any] = []
-
     def run() -> None:
         track = Track(Store(anatomy.specs, Ledger(1 << 62)))
-        layers, leaves[:] = anatomy.make(track, always_handles=True)
+        layers, leaves = anatomy.make(track, always_handles=True)
         readers = [leaf for leaf in leaves if isinstance(leaf, SegmentedLayer)]
         for n in _TRIAL:
             model(mx.zeros((1, n), mx.int32), cache=layers)
             if any(leaf.consumed[0] == 0 for leaf in readers):
                 raise ValueError("keys went somewhere else than to attention")
 
-    taken = _trial(model, run)
+    return _trial(model, run)
+
+
+def _hear(model: nn.Module, anatomy: Anatomy) -> None:
+    """Whether recurrent layers are told how many tokens passed. Asked on layers that hand out arrays: it must be known
+    of a model that cannot take handles, too."""
+    track = Track(Store(anatomy.specs, Ledger(1 << 62)))
+    layers, leaves = anatomy.make(track)
     recurrent = [leaf for leaf in leaves if leaf.kind is Kind.RECURRENT]
-    anatomy.silent = taken and any(leaf.offset != sum(_TRIAL) for leaf in recurrent)
+
+    def run() -> None:
+        for n in _TRIAL:
+            model(mx.zeros((1, n), mx.int32), cache=layers)
+
+    if not _trial(model, run):
+        anatomy.reason = "the model does not run on layers that are made for it"
+        return
+    anatomy.silent = any(leaf.offset != sum(_TRIAL) for leaf in recurrent)
     if anatomy.silent and any(leaf.offset for leaf in recurrent):
         anatomy.reason = "some of its recurrent layers say how many tokens have passed, and some do not"
-    return taken
 
 
 def _takes_rows(model: nn.Module, anatomy: Anatomy) -> bool:

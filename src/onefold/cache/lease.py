@@ -26,6 +26,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from onefold.cache import settling
 from onefold.cache.anatomy import Anatomy
 from onefold.cache.checkpoints import GRID, Checkpoint, wanted
 from onefold.cache.kinds.full import SegmentedLayer
@@ -230,7 +231,7 @@ class Lease:
         if not all(b.uniform for b in self._beats):
             offsets = sorted({leaf.offset for b in self._beats for leaf in b.leaves})
             raise CommitError(f"the layers disagree: they hold from {offsets[0]} to {offsets[-1]} tokens")
-        self._cache._settle(self, found, close=close)
+        settling.settle(self._cache, self, found, close=close)
 
     def _layers_changed(self) -> bool:
         if len(self.layers) != len(self._handed_out):
@@ -246,14 +247,14 @@ class Lease:
             beat.undo()
         sound = all(b.uniform for b in self._beats) and not self._layers_changed()
         keep = min(self.offset, len(self.tokens), self._rewound) if sound else 0
-        self._cache._settle(self, self.tokens[:keep], close=True)
+        settling.settle(self._cache, self, self.tokens[:keep], close=True)
 
     def discard(self) -> None:
         """Close, and keep nothing of what was done. What was stored before stays."""
         self._usable()
         with self._cache._lock:
-            self._cache._evaluate(self)
-            self._cache._release(self)
+            settling.evaluate(self._cache, self)
+            settling.release(self._cache, self)
 
     def __del__(self) -> None:
         """Dropped without being closed: what it holds is let go at the cache's next call."""
@@ -356,7 +357,7 @@ class Lease:
         try:
             self._points.resize(self._points.bytes + need)
         except BudgetError:
-            if not alone or not self._cache._abandon(self):
+            if not alone or not settling.abandon(self._cache, self):
                 raise
             give_up = True
         for leaf in beat.leaves:
@@ -371,7 +372,7 @@ class Lease:
         self._cache._rotated(self, start, bound.max_size)
         if self._spanless:
             self._track.free()
-            self._cache._let_go(self)
+            settling.let_go(self._cache, self)
         if give_up:
             self._points.resize(self._live_point_bytes())
 
@@ -392,7 +393,7 @@ class Lease:
         asked = self._asked | {self.matched} if self.matched > self.cached else self._asked
         if position <= len(self.tokens) and wanted(position, last, len(self.tokens), asked):
             with self._cache._lock:
-                taken = self._cache._take_checkpoint(self, position, gap=position - last)
+                taken = settling.take_checkpoint(self._cache, self, position, gap=position - last)
             if taken is not None:
                 self._taken.append(taken)
 

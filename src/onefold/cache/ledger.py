@@ -57,6 +57,9 @@ class Account:
 
 
 class Ledger:
+    elastic = False
+    """Never refuses."""
+
     def __init__(self, budget_bytes: int) -> None:
         if budget_bytes <= 0:
             raise ConfigError(f"the budget must be positive, got {budget_bytes} bytes")
@@ -200,6 +203,8 @@ class ElasticLedger(Ledger):
     The budget is for KV alone, and what is stored makes way for what is live. A live request that needs more than all
     of it is let through: it is over the budget for as long as it runs, and frees nothing that could not help it.
     """
+
+    elastic = True
 
     @property
     def used_bytes(self) -> int:

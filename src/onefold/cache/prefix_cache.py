@@ -20,19 +20,18 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from onefold.cache import device, foreign, stock
+from onefold.cache import device, foreign, opening, settling, stock
 from onefold.cache.anatomy import Anatomy, KvFormat
 from onefold.cache.arena import Arena
 from onefold.cache.attention import attention
 from onefold.cache.batch import Batch
-from onefold.cache.checkpoints import Checkpoint
 from onefold.cache.fingerprint import model_digest
 from onefold.cache.kinds.full import Bound
 from onefold.cache.lease import Lease
 from onefold.cache.ledger import Account, ElasticLedger, Ledger, Purpose
-from onefold.cache.segment import Store, Track, round_up
+from onefold.cache.segment import Store, Track
 from onefold.cache.shelf import Shelf
-from onefold.cache.tree import Node, Tokens, as_tokens
+from onefold.cache.tree import Node, as_tokens
 from onefold.errors import BudgetError, ConfigError, DeviceError, IntegrityError
 from onefold.sizes import parse_size
 
@@ -149,6 +148,8 @@ class PrefixCache:
         self._pins: set[int] = set()
         self._scratch: dict[int, Account] = {}
         self._batched: dict[int, int] = {}
+        self._threads: set[int] = set()
+        """That ever leased."""
         self._totals: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
         self._closed = False
@@ -199,6 +200,7 @@ class PrefixCache:
         with self._lock:
             self._open_for_use()
             self.sweep()
+            self._threads.add(threading.get_ident())
             self._totals["requests"] += 1
             self._totals["tokens_requested"] += len(found)
             track = Track(self._store, contiguous=self._contiguous)
@@ -206,14 +208,14 @@ class PrefixCache:
             if self.uncached_reason:
                 return self._open_uncached(lease)
             try:
-                self._open(lease, reserve_tokens)
+                opening.open_lease(self, lease, reserve_tokens)
                 self._leases.add(lease)
             except BudgetError:
                 self._reasons["no room"] += 1
                 raise
             finally:
                 if lease not in self._leases:
-                    self._release(lease)
+                    settling.release(self, lease)
             self._totals["hits"] += lease.cached > 0
             self._totals["tokens_matched"] += lease.matched
             self._totals["tokens_cached"] += lease.cached
@@ -281,7 +283,7 @@ class PrefixCache:
             if self._closed:
                 return
             for lease in [*self._leases, *self._dropped]:
-                self._release(lease)
+                settling.release(self, lease)
             self._dropped.clear()
             self.clear()
             stock.uninstall(self._seam)
@@ -375,146 +377,6 @@ class PrefixCache:
                         lease.cancel()
                         self.on_dropped(lease)
 
-    # -- opening ---------------------------------------------------------------------------
-
-    def _open(self, lease: Lease, reserve_tokens: int) -> None:
-        tree = self._shelf.tree(lease.namespace)
-        path, lease.matched = tree.match(lease.tokens)
-        usable = min(lease.matched, len(lease.tokens) - 1)
-        readable, why = self._readable(path, lease.matched)
-        point, checkpoint, reason = self._resume_point(path, min(usable, readable), usable)
-        lease.reason = why if readable < usable and not self._pointwise else reason
-        lease.cached = point
-        floor = 0 if point == 0 else (point if checkpoint is not None and checkpoint.spanless else readable)
-        if floor:
-            node = next(n for n in path if n.end >= floor)
-            if node.end > floor:
-                node = tree.split(node, floor)
-            lease._node = node
-            self._shelf.hold(node)
-            self._shelf.touch(node)
-            if checkpoint is None or not checkpoint.spanless:
-                self._read_in_place(lease, node)
-        if not self._stand_at(lease, point, checkpoint):
-            self._begin_again(lease, checkpoint)
-        if not lease._spanless:
-            rest = len(lease.tokens) + reserve_tokens - lease._track.end
-            self._require(lease, rest)
-            self._make_writable(lease, rest)
-            if rest > 0:
-                end = lease._track.end
-                lease._track.ensure(end, rest)
-                lease._track.shorten(end)
-
-    def _readable(self, path: list[Node], matched: int) -> tuple[int, str]:
-        """How far the path's segments can be read by this thread now."""
-        if not self._store.specs:
-            return matched, ""
-        at, here = 0, threading.get_ident()
-        for node in path:
-            if node.span is None:
-                return at, "rotated"
-            writers = node.span.slab.writers
-            if any(x._track in writers and x._thread != here for x in self._leases):
-                return at, "held by another thread"
-            at = min(node.end, matched)
-        return at, ""
-
-    def _resume_point(self, path: list[Node], readable: int, usable: int) -> tuple[int, Checkpoint | None, str]:
-        """The deepest point at which every layer can be put back."""
-        if usable == 0:
-            return 0, None, "nothing known"
-        for node in reversed(path):
-            found = node.checkpoint
-            if found is None or node.end > usable or not (found.spanless or node.end <= readable):
-                continue
-            if self._pointwise or node.end > readable:
-                clamped = self._clampable(path, readable) if node.end < readable else None
-                if clamped is not None:
-                    return readable, clamped, ""
-                return node.end, found, "" if node.end == usable else "no checkpoint"
-        if not self._pointwise:
-            return readable, None, "" if readable else "nothing known"
-        clamped = self._clampable(path, readable)
-        return (0, None, "no checkpoint") if clamped is None else (readable, clamped, "")
-
-    def _clampable(self, path: list[Node], target: int) -> Checkpoint | None:
-        """A checkpoint at or behind `target` whose windows still hold everything before it."""
-        if not path or not target or self._recurrent:
-            return None
-        near = [*path, *list(path[-1].walk())[:16]]
-        layers = [leaf for a in self._anatomies for leaf in a.make(Track(self._store))[1]]
-        for node in near:
-            found: Checkpoint | None = node.checkpoint
-            if found is None or node.end < target or (found.spanless and self._store.specs):
-                continue
-            if all(s is None or x.can_restore(s, target) for x, s in zip(layers, found.snapshots, strict=True)):
-                return found
-        return None
-
-    def _read_in_place(self, lease: Lease, node: Node) -> None:
-        spans = [n.span for n in node.path()]
-        lease._track.borrow(spans)
-        for slab in {p.slab for p in lease._track.pieces}:
-            if slab.writers:
-                slab.evaluate()  # sealed: its writer goes on elsewhere
-
-    def _stand_at(self, lease: Lease, point: int, checkpoint: Checkpoint | None) -> bool:
-        """Put every layer at `point`; False if one of them will not have its snapshot."""
-        lease._restored = checkpoint
-        leaves = [(beat, leaf) for beat in lease._beats for leaf in beat.leaves]
-        snapshots = [None] * len(leaves) if checkpoint is None else checkpoint.snapshots
-        for (beat, leaf), snapshot in zip(leaves, snapshots, strict=True):
-            if snapshot is None:
-                leaf.offset = point
-            elif leaf.kind in stock.SLICEABLE:
-                if snapshot.end != point:
-                    return False
-                leaf.rotate()
-                leaf.ring.adopt(snapshot)
-                leaf.offset = point
-                beat.rotated = True
-            elif not leaf.restore(snapshot, point):
-                return False
-        return True
-
-    def _begin_again(self, lease: Lease, checkpoint: Checkpoint | None) -> None:
-        """A checkpoint could not be put back: say so, give it up, and let the request prefill from the start."""
-        log.warning("a checkpoint at %d could not be put back; prefilling from the start", lease.cached)
-        for node in lease._node.path() if lease._node is not None else []:
-            if node.checkpoint is checkpoint:
-                self._shelf.drop_checkpoint(node)
-        lease._restored, lease.cached, lease.reason = None, 0, "checkpoint refused"
-        for beat in lease._beats:
-            beat.rotated = not beat.anatomy.sliceable
-            for leaf in beat.leaves:
-                if leaf.kind in stock.SLICEABLE:
-                    leaf.ring, leaf.offset = None, 0
-                else:
-                    leaf.free()
-
-    def _require(self, lease: Lease, rest: int) -> None:
-        """Refuse a rest that cannot be given room before anything is moved to make some."""
-        last = lease._track.pieces[-1] if lease._track.pieces else None
-        room = last.slab.capacity - last.hi if last is not None else 0
-        needed = max(0, rest - room) * self._store.token_bytes
-        self._ledger.open(Purpose.LIVE, needed, f"{rest} more tokens").close()
-
-    def _make_writable(self, lease: Lease, rest: int) -> None:
-        """Continue in place if nobody else reads these buffers; else the first write opens a fresh one."""
-        track = lease._track
-        if not track.pieces:
-            return
-        path = lease._node.path() if lease._node is not None else []
-        room = round_up(max(rest, 1))
-        united = self._shelf.unite(track, path, room)
-        if not united and not track.take() and self._shelf.clear_behind(track):
-            track.take()
-        moved = track.writable(track.pieces[-1])
-        if self._contiguous and not (moved and len(track.pieces) == 1 and track.pieces[0].lo == 0):
-            track.merge(round_up(track.end + rest), consume=set())
-        self._totals["moves" if moved else "borrows"] += 1
-
     def _open_uncached(self, lease: Lease) -> Lease:
         """A model that we do not understand gets its own caches, and nothing is kept."""
         self._reasons["unknown cache"] += 1
@@ -606,154 +468,6 @@ class PrefixCache:
                     lease.commit(found[:kept])
             return kept, reason
 
-    # -- settling --------------------------------------------------------------------------
-
-    def _settle(self, lease: Lease, tokens: Tokens, *, close: bool) -> None:
-        with self._lock:
-            try:
-                if not self.uncached_reason:
-                    self._evaluate(lease)
-                    if len(tokens):
-                        self._store_work(lease, tokens)
-            finally:
-                if close:
-                    self._release(lease)
-            if close:
-                self._lower_water()
-
-    def _evaluate(self, lease: Lease) -> None:
-        """What goes into the tree may be read by other threads. If it cannot be evaluated, because the device failed in
-        the middle of a forward, the buffers that this lease was writing are lost, and said to be."""
-        arrays = [a for b in lease._beats for leaf in b.leaves for a in leaf.live_arrays()]
-        try:
-            mx.eval(arrays)
-        except RuntimeError as error:
-            torn = [p.slab for p in lease._track.pieces if lease._track.writable(p)]
-            self._reasons["lost on the device"] += 1
-            self._release(lease)
-            for slab in torn:
-                self._shelf.lose(slab, error)
-            raise DeviceError(f"what the layers hold could not be evaluated: {error}") from error
-
-    def _store_work(self, lease: Lease, tokens: Tokens) -> None:
-        shelf, tree, track = self._shelf, self._shelf.tree(lease.namespace), lease._track
-        position = lease.offset
-        keep = min(len(tokens), position)
-        if not lease._spanless:
-            keep = min(keep, lease._rotated_at)  # a model that rotated has written nothing from there on
-        if all(beat.position == keep for beat in lease._beats):
-            self._take_end(lease, keep)
-        if self._recurrent:
-            # without a checkpoint behind it a segment could never be resumed: do not keep it
-            last = max((c.position for c in lease._taken), default=0)
-            if last < keep:
-                self._totals["discarded_tokens"] += max(0, keep - max(last, track.floor))
-                keep = max(last, min(track.floor, keep))
-        lease._taken, taken = [], lease._taken
-        taken_here = [c for c in taken if c.position <= keep]
-        for checkpoint in taken:
-            if checkpoint.position > keep:
-                checkpoint.close()
-        if keep == 0:
-            return
-        kept = tokens[:keep]
-        node = shelf.put(tree, kept, None if lease._spanless else track)
-        self._hold_deeper(lease, node)
-        if not lease._spanless:
-            track.freeze(keep)
-            if self._contiguous:
-                self._adopt(lease, node)
-        for checkpoint in taken_here:
-            if not shelf.place(tree, kept, checkpoint):
-                self._reasons["checkpoint already there"] += 1
-        shelf.touch(node)
-        shelf.thin(node)
-
-    def _take_end(self, lease: Lease, position: int) -> None:
-        """The live state becomes the checkpoint at the end: it is moved, not copied, where it lies right."""
-        if position == 0 or not (self._pointwise or lease._spanless):
-            return
-        last = lease._last_checkpoint
-        if position > last:
-            taken = self._take_checkpoint(lease, position, gap=position - last)
-            if taken is not None:
-                lease._taken.append(taken)
-
-    def _take_checkpoint(self, lease: Lease, position: int, *, gap: int) -> Checkpoint | None:
-        if self._recurrent and gap < self.min_checkpoint_tokens:
-            self._reasons["too short to keep"] += 1
-            return None
-        size = sum(lease._point_bytes(b, 1) for b in lease._beats)
-        if not self._shelf.admit_checkpoint(size):
-            self._reasons["checkpoint too large"] += 1
-            return None
-        try:
-            account = self._ledger.open(Purpose.CHECKPOINT, size, "a checkpoint")
-        except BudgetError:
-            self._reasons["no room for a checkpoint"] += 1
-            return None
-        snapshots = lease.snapshots()
-        spanless = all(s is not None for s in snapshots)
-        checkpoint = Checkpoint(position, snapshots, account, spanless=spanless)
-        account.resize(checkpoint.bytes, force=True)
-        return checkpoint
-
-    def _hold_deeper(self, lease: Lease, node: Node) -> None:
-        self._shelf.hold(node)
-        if lease._node is not None:
-            self._shelf.release(lease._node)
-        lease._node = node
-
-    def _adopt(self, lease: Lease, node: Node) -> None:
-        """A contiguous copy was made for this request: where nobody reads the original, the copy takes its place."""
-        slab = lease._track.pieces[-1].slab
-        own = [n for n in node.path() if n.span is not None and n.span.slab is not slab and n.span.slab.idle]
-        self._shelf.repoint(own, slab)
-
-    def _release(self, lease: Lease) -> None:
-        """Let go of all that a lease holds. What it has put into the tree stays."""
-        if lease.closed:
-            return
-        slabs = {p.slab for p in lease._track.pieces}
-        if lease._node is not None:
-            self._shelf.evacuate(lease._node.path(), lease._track)
-        for beat in lease._beats:
-            for leaf in beat.leaves:
-                if leaf.kind not in stock.SLICEABLE:
-                    leaf.free()
-                else:
-                    leaf.ring = None
-                leaf.offset = 0
-        lease._track.free()
-        for checkpoint in lease._taken:
-            checkpoint.close()
-        lease._taken, lease._restored = [], None
-        node, tree = lease._node, self._shelf.tree(lease.namespace)
-        self._let_go(lease)
-        if not lease._points.closed:
-            lease._points.close()
-        lease.closed = True
-        self._leases.discard(lease)
-        if node is not None and node.parent is not None:
-            self._shelf.tidy(tree, node)
-        for slab in slabs:
-            self._shelf.trim_slack(slab)
-        thread = lease._thread
-        if not any(x._thread == thread for x in self._leases) and thread in self._scratch:
-            self._scratch.pop(thread).close()
-
-    def _let_go(self, lease: Lease) -> None:
-        if lease._node is not None:
-            self._shelf.release(lease._node)
-            lease._node = None
-
-    def _lower_water(self) -> None:
-        low, high = self._water
-        held = self._ledger.used_bytes
-        if held > high * self._ledger.budget_bytes:
-            missing = int(held - low * self._ledger.budget_bytes)
-            self._shelf.make_room(min(missing, self._shelf.reclaimable_bytes()))
-
     # -- for leases -------------------------------------------------------------------------
 
     def _reserve_scratch(self, n_bytes: int) -> None:
@@ -792,18 +506,6 @@ class PrefixCache:
             position,
             max_size,
         )
-
-    def _abandon(self, lease: Lease) -> bool:
-        """Give the tree's share of this lease's path up to the lease, if nobody else needs it."""
-        track = lease._track
-        if any(p.slab.tracks != {track} for p in track.pieces):
-            return False
-        node, tree = lease._node, self._shelf.tree(lease.namespace)
-        self._let_go(lease)
-        while node is not None and node.parent is not None and not node.children and node.idle:
-            node, gone = node.parent, node
-            self._shelf.drop(tree, gone)
-        return not any(p.slab.spans for p in track.pieces)
 
     def _unpin(self, pin: Pin) -> None:
         with self._lock:

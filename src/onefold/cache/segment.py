@@ -94,7 +94,7 @@ class Store:
 
 
 class Slab:
-    __slots__ = ("account", "capacity", "layers", "spans", "store", "tracks", "writers")
+    __slots__ = ("account", "capacity", "home", "layers", "spans", "store", "tracks", "writers")
 
     def __init__(self, store: Store, capacity: int, reserved: int) -> None:
         self.store = store
@@ -103,6 +103,8 @@ class Slab:
         self.layers: list[list[mx.array] | None] = [None] * len(store.specs)
         self.spans: set[Span] = set()
         self.tracks: set[Track] = set()
+        self.home = 0
+        """The thread whose request wrote it last."""
         self.writers: set[Track] = set()
         """One, or the rows of a batch that write to regions of their own: see `arena`."""
         store.slabs.add(self)
@@ -187,7 +189,7 @@ class Slab:
         """Growing failed after `done` layers: give them the size of the others again."""
         for index, layer in enumerate(self.layers[:done]):
             if layer is not None:
-                self.layers[index] = [mx.contiguous(a[..., : self.capacity, :]) for a in layer]
+                self.layers[index] = [own_bytes(a[..., : self.capacity, :]) for a in layer]
                 mx.eval(self.layers[index])
         self.account.resize(self.capacity * self.store.token_bytes)
 
@@ -260,6 +262,16 @@ class Track:
     @property
     def end(self) -> int:
         return self.pieces[-1].end if self.pieces else 0
+
+    @property
+    def whole(self) -> bool:
+        """One piece that starts at index 0: it can be read as a plain slice."""
+        return len(self.pieces) == 1 and self.pieces[0].lo == 0
+
+    def gather(self) -> None:
+        """See that a contiguous track is one piece, before it is read."""
+        if self.contiguous and self.pieces and not self.whole:
+            self.merge(round_up(self.end), consume=set())
 
     # -- reading ----------------------------------------------------------------------
 

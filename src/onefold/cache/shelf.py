@@ -25,6 +25,9 @@ from onefold.errors import BudgetError, DeviceError
 
 log = logging.getLogger("onefold")
 
+REMAINDER = 1024
+"""Tokens of another branch that are moved out of the way, so that a conversation goes on in one buffer."""
+
 
 class Shelf:
     def __init__(self, store: Store, ledger: Ledger, *, pointwise: bool) -> None:
@@ -264,7 +267,7 @@ class Shelf:
 
     def clear_behind(self, track: Track) -> bool:
         """Nodes of another branch lie behind the track's end in its last slab: move them to a slab of their own, if
-        they are fewer than what goes before them, so that the track goes on in place."""
+        they are few, so that the track goes on in place."""
         last = track.pieces[-1]
         slab = last.slab
         behind = sorted((s for s in slab.spans if s.lo >= last.hi), key=lambda s: s.lo)
@@ -273,7 +276,7 @@ class Shelf:
             return False
         if any(p.slab is slab and p.lo >= last.hi for p in track.pieces):
             return False  # its own earlier tokens lie there
-        if not behind or tokens > track.end or not self.ledger.fits(tokens * self.store.token_bytes):
+        if not behind or tokens > min(track.end, REMAINDER) or not self.ledger.fits(tokens * self.store.token_bytes):
             return False
         self._move_out(behind, room=0)
         return True

@@ -103,6 +103,7 @@ class SegmentedLayer(Watched):
     def keys_and_values(self) -> tuple[Any, Any]:
         if self.ring is not None:
             return self.ring.keys_and_values()
+        self.track.gather()
         pieces, hi = self.track.pieces, self.offset
         if self.codec.plain and not self._always_handles and pieces and pieces[0].lo == 0 and hi <= pieces[0].hi:
             k, v = pieces[0].slab.arrays(self.index)

@@ -67,6 +67,7 @@ class PackedLayer(SegmentedLayer, stock.QuantizedKVCache):  # type: ignore[misc,
         self.group_size = codec.group_size
 
     def keys_and_values(self) -> tuple[Any, Any]:
+        self.track.gather()
         parts = [a[..., : self.offset, :] for a in self.track.pieces[0].slab.arrays(self.index)]
         return tuple(parts[:3]), tuple(parts[3:])
 

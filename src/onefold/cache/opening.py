@@ -1,0 +1,182 @@
+"""Opening a lease: how far its tokens can be resumed, and whose buffers it goes on in.
+
+- Match, then pin the path, then make room: evicting before the match would lose the very hit.
+- Where every layer can be put back is the deepest point at which all of them can: any position for sliceable layers, a
+  checkpoint for the others.
+- Continue in place if nobody else reads the buffers; else read them where they lie, and write elsewhere.
+
+Called with the cache's lock held.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from onefold.cache import stock
+from onefold.cache.checkpoints import Checkpoint
+from onefold.cache.ledger import Purpose
+from onefold.cache.segment import Track, round_up
+from onefold.cache.tree import Node
+
+if TYPE_CHECKING:
+    from onefold.cache.lease import Lease
+    from onefold.cache.prefix_cache import PrefixCache
+
+log = logging.getLogger("onefold")
+
+
+def open_lease(cache: PrefixCache, lease: Lease, reserve_tokens: int) -> None:
+    tree = cache._shelf.tree(lease.namespace)
+    path, lease.matched = tree.match(lease.tokens)
+    usable = min(lease.matched, len(lease.tokens) - 1)
+    readable, why = _readable(cache, path, lease.matched)
+    point, checkpoint, reason = _resume_point(cache, path, min(usable, readable), usable)
+    lease.reason = why if readable < usable and not cache._pointwise else reason
+    lease.cached = point
+    floor = 0 if point == 0 else (point if checkpoint is not None and checkpoint.spanless else readable)
+    if floor:
+        node = next(n for n in path if n.end >= floor)
+        if node.end > floor:
+            node = tree.split(node, floor)
+        lease._node = node
+        cache._shelf.hold(node)
+        cache._shelf.touch(node)
+        if checkpoint is None or not checkpoint.spanless:
+            _read_in_place(cache, lease, node)
+    if not _stand_at(cache, lease, point, checkpoint):
+        _begin_again(cache, lease, checkpoint)
+    if not lease._spanless:
+        rest = len(lease.tokens) + reserve_tokens - lease._track.end
+        _require(cache, lease, rest)
+        if _make_writable(cache, lease, rest) and rest > 0:
+            end = lease._track.end
+            lease._track.ensure(end, rest)
+            lease._track.shorten(end)
+
+
+def _readable(cache: PrefixCache, path: list[Node], matched: int) -> tuple[int, str]:
+    """How far the path's segments can be read by this thread now."""
+    if not cache._store.specs:
+        return matched, ""
+    at, here = 0, threading.get_ident()
+    for node in path:
+        if node.span is None:
+            return at, "rotated"
+        writers = node.span.slab.writers
+        if any(x._track in writers and x._thread != here for x in cache._leases):
+            return at, "held by another thread"
+        at = min(node.end, matched)
+    return at, ""
+
+
+def _resume_point(
+    cache: PrefixCache, path: list[Node], readable: int, usable: int
+) -> tuple[int, Checkpoint | None, str]:
+    """The deepest point at which every layer can be put back."""
+    if usable == 0:
+        return 0, None, "nothing known"
+    for node in reversed(path):
+        found = node.checkpoint
+        if found is None or node.end > usable or not (found.spanless or node.end <= readable):
+            continue
+        if cache._pointwise or node.end > readable:
+            clamped = _clampable(cache, path, readable) if node.end < readable else None
+            if clamped is not None:
+                return readable, clamped, ""
+            return node.end, found, "" if node.end == usable else "no checkpoint"
+    if not cache._pointwise:
+        return readable, None, "" if readable else "nothing known"
+    clamped = _clampable(cache, path, readable)
+    return (0, None, "no checkpoint") if clamped is None else (readable, clamped, "")
+
+
+def _clampable(cache: PrefixCache, path: list[Node], target: int) -> Checkpoint | None:
+    """A checkpoint at or behind `target` whose windows still hold everything before it."""
+    if not path or not target or cache._recurrent:
+        return None
+    near = [*path, *list(path[-1].walk())[:16]]
+    layers = [leaf for a in cache._anatomies for leaf in a.make(Track(cache._store))[1]]
+    for node in near:
+        found: Checkpoint | None = node.checkpoint
+        if found is None or node.end < target or (found.spanless and cache._store.specs):
+            continue
+        if all(s is None or x.can_restore(s, target) for x, s in zip(layers, found.snapshots, strict=True)):
+            return found
+    return None
+
+
+def _read_in_place(cache: PrefixCache, lease: Lease, node: Node) -> None:
+    spans = [n.span for n in node.path()]
+    lease._track.borrow(spans)
+    for slab in {p.slab for p in lease._track.pieces}:
+        if slab.writers:
+            slab.evaluate()  # sealed: its writer goes on elsewhere
+
+
+def _stand_at(cache: PrefixCache, lease: Lease, point: int, checkpoint: Checkpoint | None) -> bool:
+    """Put every layer at `point`; False if one of them will not have its snapshot."""
+    lease._restored = checkpoint
+    leaves = [(beat, leaf) for beat in lease._beats for leaf in beat.leaves]
+    snapshots = [None] * len(leaves) if checkpoint is None else checkpoint.snapshots
+    for (beat, leaf), snapshot in zip(leaves, snapshots, strict=True):
+        if snapshot is None:
+            leaf.offset = point
+        elif leaf.kind in stock.SLICEABLE:
+            if snapshot.end != point:
+                return False
+            leaf.rotate()
+            leaf.ring.adopt(snapshot)
+            leaf.offset = point
+            beat.rotated = True
+        elif not leaf.restore(snapshot, point):
+            return False
+    return True
+
+
+def _begin_again(cache: PrefixCache, lease: Lease, checkpoint: Checkpoint | None) -> None:
+    """A checkpoint could not be put back: say so, give it up, and let the request prefill from the start."""
+    log.warning("a checkpoint at %d could not be put back; prefilling from the start", lease.cached)
+    for node in lease._node.path() if lease._node is not None else []:
+        if node.checkpoint is checkpoint:
+            cache._shelf.drop_checkpoint(node)
+    lease._restored, lease.cached, lease.reason = None, 0, "checkpoint refused"
+    for beat in lease._beats:
+        beat.rotated = not beat.anatomy.sliceable
+        for leaf in beat.leaves:
+            if leaf.kind in stock.SLICEABLE:
+                leaf.ring, leaf.offset = None, 0
+            else:
+                leaf.free()
+
+
+def _require(cache: PrefixCache, lease: Lease, rest: int) -> None:
+    """Refuse a rest that cannot be given room before anything is moved to make some."""
+    last = lease._track.pieces[-1] if lease._track.pieces else None
+    room = last.slab.capacity - last.hi if last is not None else 0
+    needed = max(0, rest - room) * cache._store.token_bytes
+    cache._ledger.open(Purpose.LIVE, needed, f"{rest} more tokens").close()
+
+
+def _make_writable(cache: PrefixCache, lease: Lease, rest: int) -> bool:
+    """Continue in place if nobody else reads these buffers; else the first write opens a fresh one. False if room
+    for the rest is better made then: a copy that need not be reserved now."""
+    track = lease._track
+    if not track.pieces:
+        return True
+    path = lease._node.path() if lease._node is not None else []
+    room = round_up(max(rest, 1))
+    home = track.pieces[-1].slab.home
+    if len(cache._threads) == 1 or home == lease._thread:
+        united = cache._shelf.unite(track, path, room)
+        if not united and not track.take() and cache._shelf.clear_behind(track):
+            track.take()
+    # else other threads could not read it while this one writes: it is left to all of them
+    moved = track.writable(track.pieces[-1])
+    cache._totals["moves" if moved else "borrows"] += 1
+    if cache._contiguous and not (moved and track.whole):
+        if cache._ledger.elastic:
+            return False
+        track.merge(round_up(track.end + rest), consume=set())
+    return True

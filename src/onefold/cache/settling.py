@@ -1,0 +1,196 @@
+"""Settling a lease: what it made becomes the tree's, by a move, and everything else is let go.
+
+- What goes into the tree has been evaluated: other threads may read it.
+- A segment of a recurrent model without a checkpoint behind it could never be resumed, and is not kept.
+- If the device failed in the middle of a forward, the buffers that were being written are lost, and said to be.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from onefold.cache import stock
+from onefold.cache.checkpoints import Checkpoint
+from onefold.cache.ledger import Purpose
+from onefold.cache.tree import Node, Tokens
+from onefold.errors import BudgetError, DeviceError
+
+if TYPE_CHECKING:
+    from onefold.cache.lease import Lease
+    from onefold.cache.prefix_cache import PrefixCache
+
+
+def settle(cache: PrefixCache, lease: Lease, tokens: Tokens, *, close: bool) -> None:
+    with cache._lock:
+        try:
+            if not cache.uncached_reason:
+                evaluate(cache, lease)
+                if len(tokens):
+                    _store_work(cache, lease, tokens)
+        finally:
+            if close:
+                release(cache, lease)
+        if close:
+            _lower_water(cache)
+
+
+def evaluate(cache: PrefixCache, lease: Lease) -> None:
+    """What goes into the tree may be read by other threads. If it cannot be evaluated, because the device failed in
+    the middle of a forward, the buffers that this lease was writing are lost, and said to be."""
+    arrays = [a for b in lease._beats for leaf in b.leaves for a in leaf.live_arrays()]
+    try:
+        mx.eval(arrays)
+    except RuntimeError as error:
+        torn = [p.slab for p in lease._track.pieces if lease._track.writable(p)]
+        cache._reasons["lost on the device"] += 1
+        release(cache, lease)
+        for slab in torn:
+            cache._shelf.lose(slab, error)
+        raise DeviceError(f"what the layers hold could not be evaluated: {error}") from error
+
+
+def _store_work(cache: PrefixCache, lease: Lease, tokens: Tokens) -> None:
+    shelf, tree, track = cache._shelf, cache._shelf.tree(lease.namespace), lease._track
+    for piece in track.pieces:
+        if track.writable(piece):
+            piece.slab.home = lease._thread
+    position = lease.offset
+    keep = min(len(tokens), position)
+    if not lease._spanless:
+        keep = min(keep, lease._rotated_at)  # a model that rotated has written nothing from there on
+    if all(beat.position == keep for beat in lease._beats):
+        _take_end(cache, lease, keep)
+    if cache._recurrent:
+        # without a checkpoint behind it a segment could never be resumed: do not keep it
+        last = max((c.position for c in lease._taken), default=0)
+        if last < keep:
+            cache._totals["discarded_tokens"] += max(0, keep - max(last, track.floor))
+            keep = max(last, min(track.floor, keep))
+    lease._taken, taken = [], lease._taken
+    taken_here = [c for c in taken if c.position <= keep]
+    for checkpoint in taken:
+        if checkpoint.position > keep:
+            checkpoint.close()
+    if keep == 0:
+        return
+    kept = tokens[:keep]
+    node = shelf.put(tree, kept, None if lease._spanless else track)
+    _hold_deeper(cache, lease, node)
+    if not lease._spanless:
+        track.freeze(keep)
+        if cache._contiguous:
+            _adopt(cache, lease, node)
+    for checkpoint in taken_here:
+        if not shelf.place(tree, kept, checkpoint):
+            cache._reasons["checkpoint already there"] += 1
+    shelf.touch(node)
+    shelf.thin(node)
+
+
+def _take_end(cache: PrefixCache, lease: Lease, position: int) -> None:
+    """The live state becomes the checkpoint at the end: it is moved, not copied, where it lies right."""
+    if position == 0 or not (cache._pointwise or lease._spanless):
+        return
+    last = lease._last_checkpoint
+    if position > last:
+        taken = take_checkpoint(cache, lease, position, gap=position - last)
+        if taken is not None:
+            lease._taken.append(taken)
+
+
+def take_checkpoint(cache: PrefixCache, lease: Lease, position: int, *, gap: int) -> Checkpoint | None:
+    if cache._recurrent and gap < cache.min_checkpoint_tokens:
+        cache._reasons["too short to keep"] += 1
+        return None
+    size = sum(lease._point_bytes(b, 1) for b in lease._beats)
+    if not cache._shelf.admit_checkpoint(size):
+        cache._reasons["checkpoint too large"] += 1
+        return None
+    try:
+        account = cache._ledger.open(Purpose.CHECKPOINT, size, "a checkpoint")
+    except BudgetError:
+        cache._reasons["no room for a checkpoint"] += 1
+        return None
+    snapshots = lease.snapshots()
+    spanless = all(s is not None for s in snapshots)
+    checkpoint = Checkpoint(position, snapshots, account, spanless=spanless)
+    account.resize(checkpoint.bytes, force=True)
+    return checkpoint
+
+
+def _hold_deeper(cache: PrefixCache, lease: Lease, node: Node) -> None:
+    cache._shelf.hold(node)
+    if lease._node is not None:
+        cache._shelf.release(lease._node)
+    lease._node = node
+
+
+def _adopt(cache: PrefixCache, lease: Lease, node: Node) -> None:
+    """A contiguous copy was made for this request: where nobody reads the original, the copy takes its place."""
+    if not lease._track.whole:
+        return
+    slab = lease._track.pieces[-1].slab
+    own = [n for n in node.path() if n.span is not None and n.span.slab is not slab and n.span.slab.idle]
+    cache._shelf.repoint(own, slab)
+
+
+def release(cache: PrefixCache, lease: Lease) -> None:
+    """Let go of all that a lease holds. What it has put into the tree stays."""
+    if lease.closed:
+        return
+    slabs = {p.slab for p in lease._track.pieces}
+    if lease._node is not None:
+        cache._shelf.evacuate(lease._node.path(), lease._track)
+    for beat in lease._beats:
+        for leaf in beat.leaves:
+            if leaf.kind not in stock.SLICEABLE:
+                leaf.free()
+            else:
+                leaf.ring = None
+            leaf.offset = 0
+    lease._track.free()
+    for checkpoint in lease._taken:
+        checkpoint.close()
+    lease._taken, lease._restored = [], None
+    node, tree = lease._node, cache._shelf.tree(lease.namespace)
+    let_go(cache, lease)
+    if not lease._points.closed:
+        lease._points.close()
+    lease.closed = True
+    cache._leases.discard(lease)
+    if node is not None and node.parent is not None:
+        cache._shelf.tidy(tree, node)
+    for slab in slabs:
+        cache._shelf.trim_slack(slab)
+    thread = lease._thread
+    if not any(x._thread == thread for x in cache._leases) and thread in cache._scratch:
+        cache._scratch.pop(thread).close()
+
+
+def let_go(cache: PrefixCache, lease: Lease) -> None:
+    if lease._node is not None:
+        cache._shelf.release(lease._node)
+        lease._node = None
+
+
+def abandon(cache: PrefixCache, lease: Lease) -> bool:
+    """Give the tree's share of this lease's path up to the lease, if nobody else needs it."""
+    track = lease._track
+    if any(p.slab.tracks != {track} for p in track.pieces):
+        return False
+    node, tree = lease._node, cache._shelf.tree(lease.namespace)
+    let_go(cache, lease)
+    while node is not None and node.parent is not None and not node.children and node.idle:
+        node, gone = node.parent, node
+        cache._shelf.drop(tree, gone)
+    return not any(p.slab.spans for p in track.pieces)
+
+
+def _lower_water(cache: PrefixCache) -> None:
+    low, high = cache._water
+    held = cache._ledger.used_bytes
+    if held > high * cache._ledger.budget_bytes:
+        missing = int(held - low * cache._ledger.budget_bytes)
+        cache._shelf.make_room(min(missing, cache._shelf.reclaimable_bytes()))

@@ -3,6 +3,7 @@
 VENV  := .venv
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.setup-stamp
+JOBS  ?= 2
 
 .PHONY: help setup test demo models bench-core bench-dropin problems clean
 
@@ -19,10 +20,10 @@ $(STAMP): pyproject.toml
 	$(PY) -m pip install --disable-pip-version-check --quiet -e '.[dev]'
 	@touch $@
 
-test: setup ## Check style and types, then run the tests.
+test: setup ## Check style and types, then run the tests, in JOBS processes (0: in one, the plain way).
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/mypy
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q -n $(JOBS) --dist worksteal
 
 demo: setup ## Run the demonstration.
 	$(PY) examples/demo.py

@@ -22,6 +22,7 @@ from onefold.cli import main
 from onefold.mlx_lm import LRUPromptCache
 
 DEEP = Shape(layers=32, heads=1, kv_heads=1, intermediate=64)
+STEPS = ["--prefill-step-size", "128"]  # small ones are quicker on a CPU
 PATHS: dict[str, dict[str, Any]] = {"single": {"seed": 1}, "batched": {}}
 
 
@@ -56,7 +57,7 @@ def text(n: int, seed: int = 0) -> str:
 def test_continuing_holds_the_conversation_once(path: str, most: float, deep: Path, draft: Path) -> None:
     """Peak after the first token, less weights and the activations of a short turn, over what was stored."""
     options = {"max_tokens": 8, **PATHS.get(path, {})}
-    with serving(LRUPromptCache(), model=deep, draft=draft if path == "draft" else None) as server:
+    with serving(LRUPromptCache(), model=deep, draft=draft if path == "draft" else None, flags=STEPS) as server:
         weights = active()
         messages = [{"role": "user", "content": text(4200)}]
         first = server.post(CHAT, {"messages": messages, **options})
@@ -81,7 +82,7 @@ def test_what_is_reported_is_what_is_held(shared: bool, deep: Path) -> None:
         {"messages": [*system, {"role": "user", "content": text(200 + 37 * i, i)}], "max_tokens": 4 + 5 * i}
         for i in range(6)
     ]
-    with serving(LRUPromptCache(), model=deep) as server:
+    with serving(LRUPromptCache(), model=deep, flags=STEPS) as server:
         weights = active()
         answers = server.together(CHAT, bodies)
         held, reported = active() - weights, server.cache.nbytes
@@ -94,7 +95,7 @@ def test_what_is_reported_is_what_is_held(shared: bool, deep: Path) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_the_byte_limit_holds(path: str, deep: Path) -> None:
     limit = 1500 * DEEP.token_bytes
-    with serving(LRUPromptCache(max_bytes=limit), model=deep) as server:
+    with serving(LRUPromptCache(max_bytes=limit), model=deep, flags=STEPS) as server:
         server.post(TEXT, {"prompt": "warm", "max_tokens": 2, **PATHS[path]})
         weights = active() - server.cache.nbytes
         for i in range(8):

@@ -24,6 +24,7 @@ from driving import GRID, forward, greedy, same
 from mlx_lm.models.cache import make_prompt_cache
 
 import onefold
+from onefold.cache import opening
 from onefold.cache.anatomy import Anatomy
 from onefold.cache.stock import SLICEABLE
 
@@ -384,7 +385,8 @@ class Trial:
     def resumable(self, cache: onefold.PrefixCache, tokens: list[int]) -> int:
         """How much of a conversation a request would reuse. Asking as a request would make it the last used."""
         path, matched = cache._shelf.tree(("", cache._format)).match(np.array(tokens, np.int32))
-        return cache._resume_point(path, cache._readable(path, matched)[0], matched)[0]
+        readable, _ = opening.readable_length(cache, path, matched)
+        return opening.resume_point(cache, path, readable, matched)[0]
 
     def uniform(self, lease: onefold.Lease, at: int) -> None:
         offsets = {leaf.offset for beat in lease._beats for leaf in beat.leaves}

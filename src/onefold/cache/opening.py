@@ -31,8 +31,8 @@ def open_lease(cache: PrefixCache, lease: Lease, reserve_tokens: int) -> None:
     tree = cache._shelf.tree(lease.namespace)
     path, lease.matched = tree.match(lease.tokens)
     usable = min(lease.matched, len(lease.tokens) - 1)
-    readable, why = _readable(cache, path, lease.matched)
-    point, checkpoint, reason = _resume_point(cache, path, min(usable, readable), usable)
+    readable, why = readable_length(cache, path, lease.matched)
+    point, checkpoint, reason = resume_point(cache, path, min(usable, readable), usable)
     lease.reason = why if readable < usable and not cache._pointwise else reason
     lease.cached = point
     floor = 0 if point == 0 else (point if checkpoint is not None and checkpoint.spanless else readable)
@@ -56,7 +56,7 @@ def open_lease(cache: PrefixCache, lease: Lease, reserve_tokens: int) -> None:
             lease._track.shorten(end)
 
 
-def _readable(cache: PrefixCache, path: list[Node], matched: int) -> tuple[int, str]:
+def readable_length(cache: PrefixCache, path: list[Node], matched: int) -> tuple[int, str]:
     """How far the path's segments can be read by this thread now."""
     if not cache._store.specs:
         return matched, ""
@@ -71,7 +71,7 @@ def _readable(cache: PrefixCache, path: list[Node], matched: int) -> tuple[int, 
     return at, ""
 
 
-def _resume_point(
+def resume_point(
     cache: PrefixCache, path: list[Node], readable: int, usable: int
 ) -> tuple[int, Checkpoint | None, str]:
     """The deepest point at which every layer can be put back."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -145,7 +146,12 @@ def test_quantised_kv_is_taken_over_and_continued(model: Path) -> None:
 
 def test_the_command_passes_its_arguments_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(mlx_lm_server, "ResponseGenerator", lambda provider, cache: seen.update(cache=cache))
+
+    class Generator(mlx_lm_server.ResponseGenerator):
+        def __init__(self, provider: Any, cache: Any) -> None:
+            seen.update(cache=cache)
+
+    monkeypatch.setattr(mlx_lm_server, "ResponseGenerator", Generator)
     monkeypatch.setattr(mlx_lm_server, "_run_http_server", lambda host, port, *_: seen.update(at=(host, port)))
     before = (mlx_lm_server.run, mlx_lm_server.LRUPromptCache, list(sys.argv))
     flags = ["--model", str(model), "--port", "0", "--prompt-cache-bytes", "5MB", "--prompt-cache-size", "7"]
@@ -166,9 +172,12 @@ def test_the_command_serves(model: Path) -> None:
         ask(port, "warm")
         assert ask(port, text(80)) == 0
         assert ask(port, text(80) + "?") >= 80
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 0, said
     finally:
-        process.terminate()
-        process.communicate(timeout=30)
+        process.kill()
+        process.communicate()
 
 
 def ask(port: int, prompt: str) -> int:

@@ -286,7 +286,8 @@ def _hear_batches() -> Callable[[], None]:
 def run_server(make_cache: Callable[[int, int | None], Any]) -> None:
     """mlx-lm's own server, with its own command line, on what `make_cache(max_size, max_bytes)` gives."""
     server: Any = importlib.import_module("mlx_lm.server")
-    run, lru = server.run, server.LRUPromptCache
+    run, lru, generator = server.run, server.LRUPromptCache, server.ResponseGenerator
+    generate = generator._run_generate
 
     @functools.wraps(run)
     def run_with(host: str, port: int, provider: Any, *args: Any, **kwargs: Any) -> Any:
@@ -294,8 +295,15 @@ def run_server(make_cache: Callable[[int, int | None], Any]) -> None:
         server.LRUPromptCache = lambda max_size=10, *_: make_cache(max_size, limit)
         return run(host, port, provider, *args, **kwargs)
 
-    server.run = run_with
+    @functools.wraps(generate)
+    def run_generate(self: Any) -> None:
+        try:
+            generate(self)
+        finally:
+            mx.clear_streams()  # what MLX leaves of a thread's streams can abort the process when it exits
+
+    server.run, generator._run_generate = run_with, run_generate
     try:
         server.main()
     finally:
-        server.run, server.LRUPromptCache = run, lru
+        server.run, server.LRUPromptCache, generator._run_generate = run, lru, generate

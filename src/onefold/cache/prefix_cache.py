@@ -140,8 +140,6 @@ class PrefixCache:
         self._recurrent = any(a.recurrent for a in self._anatomies)
         self._contiguous = any(a.contiguous for a in self._anatomies)
         self._shelf = Shelf(self._store, self._ledger, pointwise=self._pointwise)
-        if any(a.own for a in anatomies):
-            self._shelf.per_path = 2  # each is a copy of all that the conversation holds
         self._format = form
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._dropped: list[Lease] = []

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 
 from onefold.cache import eviction
-from onefold.cache.checkpoints import PER_PATH, Checkpoint, Place, surplus
+from onefold.cache.checkpoints import Checkpoint, Place, surplus
 from onefold.cache.ledger import Ledger
 from onefold.cache.segment import STEP, Piece, Slab, Span, Store, Track, round_up
 from onefold.cache.tree import Node, Tokens, Tree
@@ -34,7 +34,6 @@ class Shelf:
         self.store = store
         self.ledger = ledger
         self.pointwise = pointwise
-        self.per_path = PER_PATH
         self.trees: dict[Hashable, Tree] = {}
         self.counts: Counter[str] = Counter()
         self._clock = 0
@@ -108,7 +107,7 @@ class Shelf:
     def thin(self, node: Node) -> None:
         """Keep the best few checkpoints of the path that ends at `node`."""
         held = [n for n in node.path() if n.checkpoint is not None]
-        gone = set(surplus([Place(n.end, len(n.children) > 1) for n in held], self.per_path))
+        gone = set(surplus([Place(n.end, len(n.children) > 1) for n in held]))
         for n in held:
             if n.end in gone:
                 self.drop_checkpoint(n)

@@ -244,7 +244,7 @@ def _nest(flat: dict[tuple[int, ...], Any], path: tuple[int, ...]) -> Any:
 
 
 def _survey(model: nn.Module, kv: KvFormat, bound: Bound | None) -> Anatomy:
-    caches = stock.make_prompt_cache(model)
+    caches = _made(model)
     anatomy = Anatomy(_leaves(caches), len(caches), bound=bound)
     _measure_weights(model, anatomy)
     anatomy.reason = _unknown(anatomy, caches, Kind.UNKNOWN)
@@ -306,6 +306,11 @@ def _read_off(caches: list[Any]) -> Anatomy:
     if not any(leaf.used for leaf in anatomy.leaves):
         anatomy.reason = "the layers are empty"
     return anatomy
+
+
+def _made(model: nn.Module) -> list[Any]:
+    """The caches that mlx-lm makes: to be looked at, and never handed out."""
+    return stock.make_prompt_cache(model)
 
 
 def _leaves(caches: list[Any]) -> list[Leaf]:
@@ -465,7 +470,7 @@ def _is_causal(model: nn.Module, anatomy: Anatomy) -> bool:
     is run, twice, on a few tokens."""
     tokens = mx.arange(_CHUNK)[None] % max(2, anatomy.vocab)
     others = mx.concatenate([tokens[:, : _CHUNK // 2], tokens[:, : _CHUNK // 2]], axis=1)
-    one, two = (model(x, cache=stock.make_prompt_cache(model))[:, : _CHUNK // 2] for x in (tokens, others))
+    one, two = (model(x, cache=_made(model))[:, : _CHUNK // 2] for x in (tokens, others))
     scale = mx.abs(mx.where(mx.isfinite(one), one, 0)).max()
     apart = mx.abs(mx.where(mx.isfinite(one), one - two, 0)).max()
     return bool(apart <= 1e-2 * scale)

@@ -13,6 +13,7 @@ import mlx.nn as nn
 import pytest
 from batching import KEY, Loop
 from driving import cold
+from mlx_lm import server
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -25,6 +26,7 @@ from mlx_lm.models.cache import (
 from tiny import tiny
 
 import onefold
+from onefold.cache import device
 from onefold.cache.stock import stock_attention
 from onefold.mlx_lm import LRUPromptCache
 
@@ -454,8 +456,6 @@ def test_layers_are_put_back_on_the_thread_that_fetched_them(cache):
 
 def test_a_lone_request_makes_its_own_caches_and_they_are_taken_over_without_a_copy():
     """As the server does for a request that is not batched."""
-    from mlx_lm import server
-
     model, cache = tiny("llama"), LRUPromptCache()
     prompt = words(60)
     assert cache.fetch_nearest_cache(KEY, prompt) == (None, prompt)
@@ -482,15 +482,15 @@ def _tokens(model: nn.Module, prompt: list[int], layers: list[Any]) -> Any:
 def test_a_model_that_is_loaded_again_finds_its_kv():
     cache = LRUPromptCache()
     model, prompt = tiny("llama", seed=1), words(80)
-    (answer,), _ = Loop(model, cache).serve([prompt])
+    prompts = [prompt, words(70, 2)]
+    answers, _ = Loop(model, cache).serve(prompts)
     model = tiny("llama", seed=1)
     gc.collect()
-    from mlx_lm import server
-
     server.make_prompt_cache(model)  # as mlx-lm's ModelProvider does when it has loaded a model
-    (again,), (known,) = Loop(model, cache).serve([prompt + answer + [4]])
-    assert known == len(prompt) + 6
-    assert again == cold(model, prompt + answer + [4], 6)[0]
+    turns = [p + a + [4] for p, a in zip(prompts, answers, strict=True)]
+    again, known = Loop(model, cache).serve(turns)
+    assert known == [86, 76]
+    assert again == [cold(model, t, 6)[0] for t in turns]
     cache.close()
 
 
@@ -499,8 +499,6 @@ def test_another_model_under_the_same_key_finds_nothing():
     model, prompt = tiny("llama", seed=1), words(80)
     Loop(model, cache).serve([prompt])
     other = tiny("llama", seed=2)
-    from mlx_lm import server
-
     server.make_prompt_cache(other)
     (answer,), (known,) = Loop(other, cache).serve([prompt])
     assert known == 0 and answer == cold(other, prompt, 6)[0]
@@ -511,7 +509,7 @@ def test_a_model_is_not_kept_alive():
     cache = LRUPromptCache()
     before = mx.get_active_memory()
     model = tiny("llama")
-    Loop(model, cache).serve([words(80)])
+    Loop(model, cache).serve([words(80), words(70, 1)])
     del model
     gc.collect()
     (store,) = cache._all_stores()
@@ -521,8 +519,6 @@ def test_a_model_is_not_kept_alive():
 
 
 def test_the_seams_are_taken_out_again():
-    from mlx_lm import server
-
     before = (server.make_prompt_cache, BatchGenerator.insert_segments)
     cache = LRUPromptCache()
     assert server.make_prompt_cache is not before[0]
@@ -530,3 +526,230 @@ def test_the_seams_are_taken_out_again():
     del cache
     gc.collect()
     assert (server.make_prompt_cache, BatchGenerator.insert_segments) == before
+
+
+# -- where it was wrong once ---------------------------------------------------------------------------
+
+
+def test_exact_repeats_that_join_a_pooled_batch_together(monkeypatch):
+    """Their regions of the common buffer are empty until they have decoded something."""
+    monkeypatch.setattr(device, "on_gpu", lambda: True)  # tails in one slab, as on a GPU
+    model, cache = tiny("llama"), LRUPromptCache()
+    loop = Loop(model, cache)
+    x, y, z = words(40, 1), words(40, 2), words(40, 3)
+    loop.serve([x], 2)
+    asked = [(y, 9), (z, 9)]
+    uids = [loop.ask(*a)[0] for a in asked]
+    for _ in range(5):
+        loop.step()
+    later = [(x, 20), (x[:30], 8)]
+    uids += [loop.ask(*a)[0] for a in later]
+    loop.step()
+    last = ([*y[:35], 1], 4)
+    uids.append(loop.ask(*last)[0])  # reads what y committed, and seals the slab
+    loop.run()
+    for uid, (prompt, n) in zip(uids, [*asked, *later, last], strict=True):
+        assert loop.answers[uid] == cold(model, prompt, n)[0]
+    assert not cache.reasons
+    cache.close()
+
+
+def test_rows_of_a_pooled_batch_report_a_common_buffer_once(monkeypatch):
+    monkeypatch.setattr(device, "on_gpu", lambda: True)
+    cache = LRUPromptCache()
+    loop = Loop(tiny("llama"), cache)
+    for seed in range(6):
+        loop.ask(words(100, seed), 12)
+    for _ in range(8):
+        loop.step()
+    assert loop.batches.prompt_cache_nbytes <= cache.nbytes
+    loop.run()
+    cache.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon_h1", "deepseek_v32"])
+def test_what_was_put_in_by_hand_is_served_in_a_batch_with_what_was_not(family):
+    model, cache = tiny(family), LRUPromptCache()
+    prompts = [words(70, 1), words(84, 2)]
+    for known in (1, 2):
+        for prompt in prompts[:known]:
+            layers = make_prompt_cache(model)
+            mx.eval(model(mx.array([prompt[:-1]]), cache=layers), model(mx.array([prompt[-1:]]), cache=layers))
+            cache.insert_cache(KEY, prompt, layers)
+        for extra in ([5, 6], [7]):
+            turns = [p + extra for p in prompts]
+            answers, _ = Loop(model, cache).serve(turns)
+            assert answers == [cold(model, t, 6)[0] for t in turns]
+    assert not {r for r in cache.reasons if r.startswith("failed")}
+    cache.close()
+
+
+def test_a_model_that_is_refused_is_not_reused_by_its_layers_either(caplog):
+    model, cache = tiny("gemma2"), LRUPromptCache()
+    original = type(model).__call__
+
+    def uncausal(self, inputs, cache=None, **kwargs):
+        out = original(self, inputs, cache=cache, **kwargs)
+        return out + out[:, -1:] if inputs.shape[1] > 1 else out
+
+    type(model).__call__ = uncausal
+    try:
+        prompt = words(90)
+        for _ in range(2):
+            assert cache.fetch_nearest_cache(KEY, prompt) == (None, prompt)
+            layers = server.make_prompt_cache(model)
+            mx.eval(model(mx.array([prompt]), cache=layers))
+            cache.insert_cache(KEY, prompt, layers)
+        assert len(cache) == 0 and cache.nbytes == 0
+        assert sum(n for r, n in cache.reasons.items() if "see later ones" in r) >= 2
+    finally:
+        type(model).__call__ = original
+        cache.close()
+
+
+def test_a_cut_never_falls_inside_an_image(cache):
+    image = -(1 << 59) - 5
+    key = [1, 2, *[image] * 300, 3, 4, *words(500)]
+    cache.insert_cache(KEY, key, filled([t if t >= 0 else 50 for t in key]))
+    cache.trim_to(n_bytes=cache.nbytes * 2 // 10)
+    _, rest = cache.fetch_nearest_cache(KEY, [*key, 7])
+    assert len(key) + 1 - len(rest) in (0, 2)
+
+
+def test_windows_of_other_sizes_are_kept_apart(cache):
+    def ring(n: int, size: int) -> RotatingKVCache:
+        made = RotatingKVCache(max_size=size, keep=2)
+        for t in range(n):
+            made.update_and_fetch(*kv([t]))
+        return made
+
+    cache.insert_cache(KEY, list(range(40)), [ring(40, 16)])
+    cache.insert_cache(KEY, list(range(50)), [ring(50, 64)])
+    layers, rest = cache.fetch_nearest_cache(KEY, list(range(51)))
+    assert rest == [50] and layers[0].max_size == 64
+
+
+def test_what_cannot_be_quantised_says_so():
+    cache = LRUPromptCache()
+    model = tiny("falcon_h1")
+    Loop(model, cache).serve([words(90)])
+    layers, rest = cache.fetch_nearest_cache(KEY, words(90) + words(20, 1))
+    assert not any(hasattr(layer, "to_quantized") for layer in layers)
+    steps = generate_step(
+        mx.array(rest), model, max_tokens=4, prompt_cache=layers, kv_bits=8, kv_group_size=32, quantized_kv_start=0
+    )
+    assert [int(t) for t, _ in steps] == cold(model, words(90) + words(20, 1), 4)[0]
+    cache.close()
+
+
+def test_requests_that_wait_hold_nothing_and_evict_nothing():
+    cache = LRUPromptCache(max_bytes=4 << 20)
+    loop = Loop(tiny("llama"), cache)
+    loop.serve([words(1500, 9)], 2)
+    held = cache.nbytes
+    waiting = [loop.ask(words(1500, seed), 2)[0] for seed in range(6)]
+    assert cache.nbytes == held
+    for uid in waiting:
+        loop.cancel(uid)
+    assert len(cache.fetch_nearest_cache(KEY, [*words(1500, 9), 1])[1]) == 1
+    cache.close()
+
+
+def test_the_limit_holds_at_rest_after_a_request_that_outgrew_it():
+    token_bytes = 512
+    cache = LRUPromptCache(max_bytes=600 * token_bytes)
+    loop = Loop(tiny("llama"), cache)
+    for seed in range(3):
+        loop.serve([words(100, seed)], 3)
+        loop.serve([words(100, seed) + words(700, 50 + seed)], 3)
+        gc.collect()
+        assert cache.nbytes <= cache.max_bytes
+    cache.close()
+
+
+def test_what_a_discarded_request_leaves_stored_is_an_entry():
+    cache = LRUPromptCache(max_size=1, max_bytes=500 * 512)
+    loop = Loop(tiny("llama"), cache)
+    for seed in range(3):
+        loop.serve([words(200, seed)], 3)
+        loop.serve([words(200, seed) + words(700, 50 + seed)], 3)
+        assert len(cache) == 1
+        (store,) = cache._all_stores()
+        assert store.cache.stats().stored_tokens <= 210
+    cache.close()
+
+
+def test_of_several_models_the_one_that_was_used_longest_ago_gives_way():
+    limit = 5 * sum(x.nbytes for x in filled(words(200)))
+    cache = LRUPromptCache(max_size=100, max_bytes=limit)
+    cache.insert_cache("a", words(200, 1), filled(words(200, 1)))
+    for seed in range(4):
+        cache.insert_cache("b", words(200, seed), filled(words(200, seed)))
+    cache.insert_cache("a", words(200, 9), filled(words(200, 9)))
+    assert len(cache.fetch_nearest_cache("a", [*words(200, 9), 1])[1]) == 1
+    assert cache.nbytes <= limit
+    cache.close()
+
+
+def test_an_entry_that_was_cut_keeps_its_place():
+    cache = LRUPromptCache(max_size=3)
+    for seed in (1, 2, 3):
+        cache.insert_cache(KEY, words(512, seed), filled(words(512, seed)))
+    cache.trim_to(n_bytes=cache.nbytes - 200 * 512)
+    cache.insert_cache(KEY, words(512, 4), filled(words(512, 4)))
+    rests = [len(cache.fetch_nearest_cache(KEY, [*words(512, seed), 1])[1]) for seed in (1, 2, 3, 4)]
+    assert rests == [513, 1, 1, 1]
+    cache.close()
+
+
+def test_by_type_adds_up_while_a_request_runs():
+    cache = LRUPromptCache()
+    loop = Loop(tiny("llama"), cache)
+    loop.ask(words(300), 4)
+    loop.step()
+    assert sum(s["n_bytes"] for s in cache.stats_by_type().values()) == cache.nbytes > 0
+    loop.run()
+    cache.close()
+
+
+def test_layers_of_another_key_or_cache_are_refused(cache):
+    prompt = words(40)
+    cache.insert_cache(KEY, prompt, filled(prompt))
+    layers, rest = cache.fetch_nearest_cache(KEY, [*prompt, 1])
+    feed(layers, rest)
+    cache.insert_cache("other", [*prompt, 1], layers)
+    other = LRUPromptCache()
+    other.insert_cache(KEY, [*prompt, 1], layers)
+    assert cache.reasons == {"another key": 1} and other.reasons == {"another key": 1}
+    assert len(cache) == 1 and len(other) == 0
+    cache.insert_cache(KEY, [*prompt, 1], layers)
+    assert len(cache.fetch_nearest_cache(KEY, [*prompt, 1, 2])[1]) == 1
+    other.close()
+
+
+def test_nothing_that_fails_inside_reaches_the_server(cache, monkeypatch):
+    prompt = words(40)
+    cache.insert_cache(KEY, prompt, filled(prompt))
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(onefold.PrefixCache, "lease", broken)
+    assert cache.fetch_nearest_cache(KEY, [*prompt, 1]) == (None, [*prompt, 1])
+    cache.insert_cache(KEY, words(50, 1), filled(words(50, 1)))
+    assert cache.reasons == {"failed: RuntimeError": 2} and len(cache) == 1
+    monkeypatch.undo()
+    assert len(cache.fetch_nearest_cache(KEY, [*prompt, 1])[1]) == 1
+
+
+def test_no_layers_at_all_are_no_entry(cache):
+    cache.insert_cache(KEY, [1, 2, 3], [])
+    assert cache.fetch_nearest_cache(KEY, [1, 2, 3]) == (None, [1, 2, 3]) and len(cache) == 0
+
+
+def test_layers_that_are_fetched_and_dropped_do_not_pile_up(cache):
+    prompt = words(300)
+    cache.insert_cache(KEY, prompt, filled(prompt))
+    for _ in range(20):
+        cache.fetch_nearest_cache(KEY, [*prompt, 1])
+    assert cache._all_stores()[0].cache.open_leases <= 6

@@ -14,12 +14,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import mlx.nn as nn
 import numpy as np
@@ -30,12 +31,29 @@ from onefold.cache.lease import Lease
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.served import StandIn, Table
 from onefold.cache.tree import Tokens, as_tokens, unboxed
-from onefold.errors import ConfigError, LeaseError, TokenError
+from onefold.errors import ConfigError, LeaseError, OnefoldError, TokenError
 from onefold.sizes import show_size
 
 log = logging.getLogger("onefold")
 
 UNLIMITED = 1 << 63
+_IMAGES = 1 << 30
+"""Ids from here on name images."""
+_MANY = 4
+_FAULTS = (
+    OnefoldError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a model's code, or MLX, raises."""
+
+T = TypeVar("T")
 
 
 class LRUPromptCache:
@@ -48,7 +66,8 @@ class LRUPromptCache:
         self._stores: dict[Hashable, list[_Store]] = {}
         self._models = _Models()
         self._names: dict[int, int] = {}
-        self._uncached: set[Hashable] = set()
+        self._uncached: dict[Hashable, tuple[str, weakref.ref[nn.Module]]] = {}
+        self._clock = 0
         self._lock = threading.RLock()
         ears = _Ears(self)
         stock.listen(ears)
@@ -86,13 +105,16 @@ class LRUPromptCache:
             found = {t: {"n_sequences": len(self._entries.of_type(t)), "n_bytes": 0} for t in TYPES}
             for entry in self._entries:
                 found[entry.cache_type]["n_bytes"] += entry.nbytes
-            for key, by_type in self._entries.own_tokens().items():
-                left = sum(store.cache.held_bytes for store in self._stores.get(key, []))
+            counted = self._entries.own_tokens()
+            for key, stores in self._stores.items():
+                left = sum(store.cache.held_bytes for store in stores)
+                by_type = counted.get(key, {})
                 tokens = sum(by_type.values())
                 for t, n in by_type.items():
                     share = left * n // tokens if tokens else 0
                     found[t]["n_bytes"] += share
                     left, tokens = left - share, tokens - n
+                found[TYPES[0]]["n_bytes"] += left  # what running requests hold that nothing was put back of yet
             return found
 
     # -- fetching ----------------------------------------------------------------------------
@@ -103,7 +125,7 @@ class LRUPromptCache:
         with self._lock:
             self._catch_up()
             found = self._as_tokens(tokens)
-            fetched = None if found is None else self._fetch(model, tokens, found)
+            fetched = None if found is None else self._attempt(lambda: self._fetch(model, tokens, found), None)
             if fetched is None:
                 self._models.missed(model, list(tokens))
                 return None, tokens
@@ -122,7 +144,10 @@ class LRUPromptCache:
         store = self._nearest_store(key, found) if len(found) else None
         if store is None:
             return None
+        store.used = self._tick()
         lease = store.cache.lease(found)
+        if _inside_image(found, lease.cached):
+            lease = self._before_image(store, lease)
         if store.table is not None:
             return store.table.serve(lease), tokens[lease.cached :]
         if lease.cached:
@@ -130,9 +155,24 @@ class LRUPromptCache:
         lease.cancel()
         return None
 
+    def _before_image(self, store: _Store, lease: Lease) -> Lease:
+        """An image is cached whole or not at all: a server feeds the rest of one that was cut as plain tokens."""
+        tokens, start = lease.tokens, lease.cached
+        while start and tokens[start - 1] == tokens[lease.cached]:
+            start -= 1
+        lease.cancel()
+        store.cache.forget(tokens, start)
+        again = store.cache.lease(tokens)
+        if again.cached > start:  # others share it, or use it now
+            again.cancel()
+            again = store.cache.lease(tokens, namespace="an image that was cut")
+        return again
+
     def _nearest_store(self, key: Hashable, tokens: Tokens) -> _Store | None:
         """Of the key's stores (there are several only if KV came in several formats) the one that knows most."""
         stores = [s for s in self._stores.get(key, []) if s.table is None or s.stands_for(self._models.latest())]
+        running = [s for s in stores if s.table is not None and s.cache.open_leases]
+        stores = running or stores  # rows of one batch are of one make
         known = [store.cache.matched(tokens) for store in stores]
         if any(known):
             return stores[known.index(max(known))]
@@ -151,32 +191,41 @@ class LRUPromptCache:
             found = self._as_tokens(tokens)
             if found is None:
                 return
-            if all(stock.opaque(layer) for layer in prompt_cache):
+            if prompt_cache and all(stock.opaque(layer) for layer in prompt_cache):
                 nbytes = sum(layer.nbytes for layer in prompt_cache)
                 if not self._too_large(nbytes, self.max_bytes):
                     self._enter(model, found, cache_type, prompt_cache, nbytes)
-                return
-            kept = self._keep(model, found, prompt_cache) if len(found) else 0
-            if kept:
-                self._enter(model, found[:kept], cache_type)
+            elif len(found):
+                kept = self._attempt(lambda: self._keep(model, found, prompt_cache), 0)
+                if kept:
+                    self._enter(model, found[:kept], cache_type)
+            self._models.found()
+            self._catch_up()
+            self._limit()
 
     def _keep(self, key: Hashable, tokens: Tokens, layers: list[Any]) -> int:
         """Move the layers' KV to where it is kept; returns how many tokens that are."""
         lease, ended = _lease_of(layers)
         if lease is not None:
-            return self._settle(lease, tokens, ended=ended)
+            store = next((s for s in self._stores.get(key, []) if s.cache is lease._cache), None)
+            if store is None:
+                self._say("another key", "these layers were fetched for another key, or from another cache")
+                return 0
+            store.used = self._tick()
+            return self._settle(store, lease, tokens, ended=ended)
         if any(_is_ours(layer) for layer in layers):
             self._say("layers were replaced", "some of these layers are not the ones that were fetched")
             return 0
         store = self._store_for(key, layers)
         if store is None or self._outgrows(store.cache, len(tokens)):
             return 0
+        store.used = self._tick()
         kept, reason = store.cache.adopt(tokens, layers)
         if reason:
             self._say(reason, f"{kept} of {len(tokens)} tokens were kept")
         return kept
 
-    def _settle(self, lease: Lease, tokens: Tokens, *, ended: bool) -> int:
+    def _settle(self, store: _Store, lease: Lease, tokens: Tokens, *, ended: bool) -> int:
         if lease.closed:
             self._say("already put back", "these layers were put back before")
             return 0
@@ -189,12 +238,14 @@ class LRUPromptCache:
         if self._outgrows(lease._cache, held):
             if ended:
                 lease.discard()
+                store.left_behind.append(lease.tokens)
             return 0
         try:
             lease.commit(tokens[:held], close=ended)
         except LeaseError as error:
             self._say("layers do not fit the tokens", str(error))
             lease.discard()
+            store.left_behind.append(lease.tokens)
             return 0
         return min(held, lease._cache.matched(tokens[:held]))
 
@@ -211,10 +262,13 @@ class LRUPromptCache:
         models = self._models.of(key)
         if models:
             self._served(key, models)
+        if key in self._uncached:
+            self._say(self._uncached[key][0], "this model runs uncached")
+            return None
         for store in self._stores.get(key, []):
             if store.takes(layers):
                 return store
-        cache = PrefixCache.of_layers(layers, min(self.max_bytes, device.default_budget()))
+        cache = PrefixCache.of_layers(layers, max(1, min(self.max_bytes, device.default_budget())))
         if cache.uncached_reason:
             self._say(cache.uncached_reason, "this model runs uncached")
             cache.close()
@@ -233,28 +287,52 @@ class LRUPromptCache:
             for entry in [e for e in self._entries if e.key == key and e.whole is None]:
                 self._entries.remove(entry)
         if key in self._uncached:
-            return None
+            if self._uncached[key][1]() is models[0]:
+                return None
+            del self._uncached[key]
         draft = models[1] if len(models) > 1 else None
         budget = min(self.max_bytes, device.default_budget(*models))
         cache = PrefixCache(models[0], max(1, budget), draft_model=draft, elastic=True, low_water=1.0, high_water=1.0)
         if cache.uncached_reason:
             self._say(cache.uncached_reason, "this model runs uncached")
             cache.close()
-            self._uncached.add(key)
+            self._uncached[key] = (cache.uncached_reason, weakref.ref(models[0]))
             return None
         store = _Store(cache, Table(cache))
+        for known in [s for s in self._stores.get(key, []) if self._takes_over(store, s, key)]:
+            self._stores[key].remove(known)
+            known.cache.close()
         self._stores.setdefault(key, []).insert(0, store)
         return store
+
+    def _takes_over(self, store: _Store, known: _Store, key: Hashable) -> bool:
+        """What was put in before the model was known goes to the model's own store, if it is of the same make."""
+        for entry in [e for e in self._entries if e.key == key and e.whole is None]:
+            tokens = entry.tokens
+            with known.cache.lease([*tokens.tolist(), 0]) as lease:
+                if not store.takes(lease.layers):
+                    return False
+                if lease.cached == len(tokens):
+                    store.cache.adopt(tokens, lease.layers)
+        return True
 
     def _serve_row(self, model: nn.Module, tokens: list[int]) -> list[Any] | None:
         """A batch is about to make caches for a row that nothing was cached for: it gets ours. (A lone request may want
         a draft model's too; it makes its own, and what it fills is taken over when it is put back.)"""
         with self._lock:
             key, found = self._models.row(model, tokens), self._as_tokens(tokens)
-            store = None if key is None else self._served(key, [model])
-            if store is None or store.table is None or found is None:
+            if key is None or found is None:
                 return None
-            return store.table.serve(store.cache.lease(found))
+            if any(s.table is None and s.cache.open_leases for s in self._stores.get(key, [])):
+                return None  # rows of one batch are of one make
+            return self._attempt(lambda: self._serve_new(key, model, found), None)
+
+    def _serve_new(self, key: Hashable, model: nn.Module, tokens: Tokens) -> list[Any] | None:
+        store = self._served(key, [model])
+        if store is None or store.table is None:
+            return None
+        store.used = self._tick()
+        return list(store.table.serve(store.cache.lease(tokens)))
 
     # -- giving up ---------------------------------------------------------------------------
 
@@ -282,8 +360,10 @@ class LRUPromptCache:
                     self._entries.remove(prefix)
         while len(self._entries) > self.max_size:
             self._evict(self._entries.oldest())
+
+    def _limit(self) -> None:
         live = sum(s.cache.held_bytes - s.cache.stored_bytes for s in self._all_stores())
-        self._shrink(max(0, self.max_bytes - live))
+        self._attempt(lambda: self._shrink(max(0, int(self.max_bytes) - live)), None)
 
     def _evict(self, entry: Entry) -> None:
         tokens = entry.tokens
@@ -298,7 +378,7 @@ class LRUPromptCache:
         while (whole := sum(e.nbytes for e in self._entries)) + self._stored_bytes() > n_bytes and whole:
             self._evict(self._entries.oldest())
         excess = self._stored_bytes() - n_bytes
-        for store in self._all_stores():
+        for store in sorted(self._all_stores(), key=lambda s: s.used):
             if excess <= 0:
                 break
             before = store.cache.stored_bytes
@@ -309,7 +389,9 @@ class LRUPromptCache:
     def _catch_up(self) -> None:
         """What forgotten requests left behind becomes an entry; what was evicted is none any more."""
         for key, store in [(key, store) for key, stores in self._stores.items() for store in stores]:
-            store.cache.sweep()
+            if store.table is None and store.cache.open_leases > _MANY:
+                gc.collect()  # layers that were dropped hold each other
+            self._attempt(store.cache.sweep, None)
             while store.left_behind:
                 tokens = store.left_behind.pop()
                 known = store.cache.matched(tokens)
@@ -329,9 +411,7 @@ class LRUPromptCache:
             tokens = entry.tokens
             known = max((s.cache.matched(tokens) for s in self._stores.get(entry.key, [])), default=0)
             if known < len(tokens):
-                self._entries.remove(entry)
-                if known > self._entries.common(entry.key, tokens):
-                    self._entries.add(entry.key, tokens[:known], entry.cache_type)
+                self._entries.shorten(entry, known)
 
     def _stored_bytes(self) -> int:
         return sum(store.cache.stored_bytes for store in self._all_stores())
@@ -349,12 +429,25 @@ class LRUPromptCache:
             wide = np.asarray(unboxed(tokens))
             if wide.ndim == 1 and wide.dtype.kind == "i" and wide.min() < 0:
                 for name in np.unique(wide[wide < 0]).tolist():
-                    self._names.setdefault(name, (1 << 30) + len(self._names))
+                    self._names.setdefault(name, _IMAGES + len(self._names))
                 wide = np.array([self._names.get(t, t) for t in wide.tolist()])
             return as_tokens(wide)
         except (TokenError, ValueError, TypeError, OverflowError) as error:
             self._say("not tokens", str(error))
             return None
+
+    def _attempt(self, work: Callable[[], T], otherwise: T) -> T:
+        """Whatever goes wrong in here costs a hit and is said. An exception would end the server's thread."""
+        try:
+            return work()
+        except _FAULTS as error:
+            self._say(f"failed: {type(error).__name__}", str(error))
+            log.debug("prompt cache", exc_info=error)
+            return otherwise
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
 
     def _say(self, reason: str, more: str) -> None:
         """Count a reason; the first time, say it."""
@@ -370,6 +463,7 @@ class _Store:
         self.cache = cache
         self.table = table
         self.evicted = 0
+        self.used = 0
         self.left_behind: list[Tokens] = []
         cache.on_dropped = lambda lease: self.left_behind.append(lease.tokens)
 
@@ -470,6 +564,10 @@ def _copied(whole: list[Any], length: int, common: int, tokens: list[int]) -> tu
     for layer in layers:
         layer.trim(length - at)
     return layers, tokens[at:]
+
+
+def _inside_image(tokens: Tokens, at: int) -> bool:
+    return bool(0 < at < len(tokens) and tokens[at] >= _IMAGES and tokens[at - 1] == tokens[at])
 
 
 def _is_ours(layer: Any) -> bool:

@@ -46,6 +46,7 @@ _BUILD_ERRORS = (
     KeyError,
     RuntimeError,
     NotImplementedError,
+    AssertionError,
 )
 """What a model's own code raises when it is handed something it cannot work with."""
 
@@ -272,7 +273,12 @@ def _survey(model: nn.Module, kv: KvFormat, bound: Bound | None) -> Anatomy:
         )
         for leaf in anatomy.sliceable:
             _set_format(leaf, KvFormat())
-    if anatomy.contiguous and not _is_causal(model, anatomy):
+    try:
+        causal = not anatomy.contiguous or _is_causal(model, anatomy)
+    except _BUILD_ERRORS as error:
+        anatomy.reason = f"the model does not run on its own caches: {type(error).__name__}: {error}"
+        return anatomy
+    if not causal:
         anatomy.reason = (
             "its tokens see later ones of the same chunk: what is cached would depend on what came after it"
         )

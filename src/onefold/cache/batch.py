@@ -8,6 +8,7 @@ carry rows at different positions is stepped row by row, behind the same call.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -35,7 +36,7 @@ class Batch:
         lock: threading.RLock,
         scratch: Callable[[int], AbstractContextManager[None]],
     ) -> None:
-        self.model = model
+        self._model = weakref.ref(model)
         self.ragged = anatomy.ragged
         self._n_layers = anatomy.n_layers
         self.leases: list[Lease] = []
@@ -46,6 +47,13 @@ class Batch:
         self._scratch = scratch
         for lease in leases:
             self.add(lease)
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise LeaseError("the model of this batch is gone")
+        return model
 
     def add(self, lease: Lease) -> None:
         """One more row: a lease of this cache that is prefilled up to its last token."""

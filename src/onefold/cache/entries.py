@@ -91,6 +91,17 @@ class Entries:
         if not tree.root.children and tree.root not in self._at:
             del self._trees[entry.key]
 
+    def shorten(self, entry: Entry, length: int) -> None:
+        """It ends earlier now, and keeps its place in the order; nothing is left of it if others go as far."""
+        tokens, cache_type = entry.tokens[:length], entry.cache_type
+        place = list(self._orders[cache_type]).index(entry)
+        self.remove(entry)
+        if length > self.common(entry.key, tokens):
+            shorter = self.add(entry.key, tokens, cache_type, entry.whole, entry.nbytes)
+            order = [e for e in self._orders[cache_type] if e is not shorter]
+            order.insert(place, shorter)
+            self._orders[cache_type] = dict.fromkeys(order)
+
     def oldest(self) -> Entry:
         """Who goes first."""
         for this, following in itertools.pairwise(TYPES):

@@ -102,7 +102,7 @@ def _fill_point(layer: Any, cache: Any, upto: int) -> None:
     mx.eval(layer.live_arrays())
 
 
-def to_quantized(layer: Any, group_size: int, bits: int) -> Any:
+def to_quantized(layer: Any, group_size: int = 64, bits: int = 4) -> Any:
     """What a plain layer holds as mlx-lm's own quantised cache: a copy of its own."""
     keys, values = [], []
     for arrays, lo, hi, _ in layer.track.read(layer.index, layer.offset):
@@ -136,6 +136,10 @@ def _fits(cache: Any, leaf: Leaf) -> bool:
     if leaf.kind is Kind.OWN:
         return type(cache) is type(leaf.pristine)
     if cache.keys is None:
+        return False
+    if leaf.kind is Kind.ROTATING and (cache.max_size, cache.keep) != leaf.window:
+        return False
+    if leaf.kind is Kind.CHUNKED and cache.chunk_size != leaf.window[0]:
         return False
     arrays = _arrays(cache)
     if leaf.spec is None:

@@ -163,6 +163,8 @@ class Lease:
         self._taken: list[Checkpoint] = []
         self._rotated_at = sys.maxsize  # the first position that a ring, not the track, holds
         self._rewound = sys.maxsize  # below here the layers hold what the lease was opened with
+        self._unreserved = 0
+        """Tokens of the prompt that room is made for at the first forward, and not before."""
         self._asked = asked
         self._thread = threading.get_ident()
         first = 0
@@ -310,6 +312,10 @@ class Lease:
             if not beat.rotated and any(isinstance(x, SegmentedLayer) and x.outgrows(n_tokens) for x in beat.leaves):
                 self._rotate(beat)
             if not self._spanless:
+                if self._unreserved:
+                    end, rest, self._unreserved = self._track.end, self._unreserved, 0
+                    self._track.ensure(end, rest)
+                    self._track.shorten(end)
                 self._track.ensure(start, n_tokens, keep=max(offsets, default=0))
             self._count_points(sum(self._point_bytes(b, n_tokens) for b in self._beats))
 

@@ -49,8 +49,12 @@ def open_lease(cache: PrefixCache, lease: Lease, reserve_tokens: int) -> None:
         _begin_again(cache, lease, checkpoint)
     if not lease._spanless:
         rest = len(lease.tokens) + reserve_tokens - lease._track.end
-        _require(cache, lease, rest)
-        if _make_writable(cache, lease, rest) and rest > 0:
+        if not cache._ledger.elastic:
+            _require(cache, lease, rest)
+        writable = _make_writable(cache, lease, rest)
+        if cache._ledger.elastic:
+            lease._unreserved = max(0, rest)  # a request that waits holds nothing yet
+        elif writable and rest > 0:
             end = lease._track.end
             lease._track.ensure(end, rest)
             lease._track.shorten(end)

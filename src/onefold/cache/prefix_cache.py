@@ -400,6 +400,11 @@ class PrefixCache:
             return self._ledger.held_bytes
 
     @property
+    def open_leases(self) -> int:
+        self.sweep()
+        return len(self._leases)
+
+    @property
     def budget_bytes(self) -> int:
         return self._ledger.budget_bytes
 

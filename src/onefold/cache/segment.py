@@ -280,12 +280,13 @@ class Track:
         return [
             View(p.slab.arrays(index), p.lo, min(p.hi, p.lo + upto - p.pos), id(p.slab))
             for p in self.pieces
-            if p.pos < upto
+            if p.pos < upto and p.lo < p.hi
         ]
 
     def layout(self, upto: int) -> list[tuple[Slab, int, int]]:
         """The same, whatever the layer."""
-        return [(p.slab, p.lo, min(p.hi, p.lo + upto - p.pos)) for p in self.pieces if p.pos < upto]
+        found = [p for p in self.pieces if p.pos < upto and p.lo < p.hi]
+        return [(p.slab, p.lo, min(p.hi, p.lo + upto - p.pos)) for p in found]
 
     # -- borrowing, from the tree ----------------------------------------------------------
 

@@ -13,6 +13,9 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,6 +25,7 @@ from onefold.cache import foreign
 from onefold.cache.batch import Batch
 from onefold.cache.lease import Lease
 from onefold.cache.prefix_cache import PrefixCache
+from onefold.cache.stock import Kind
 
 Run = Callable[[mx.array, list[Any]], mx.array]
 
@@ -31,17 +35,21 @@ class Table:
 
     def __init__(self, cache: PrefixCache) -> None:
         self.cache = cache
-        self._batch: Batch | None = None
+        self._batches: dict[int, tuple[Any, Batch]] = {}
+        """By thread, each with the model that it is for, held weakly."""
 
     def serve(self, lease: Lease) -> list[StandIn]:
         row = Row(self, lease)
         return [StandIn([row], i, seated=False) for i in range(len(lease.layers))]
 
     def step(self, leases: list[Lease], tokens: mx.array) -> mx.array:
-        if self._batch is None:
-            self._batch = self.cache.batch([])
-        self._batch.seat(leases)
-        return self._batch.step(tokens)[:, None, :]
+        here, model = threading.get_ident(), self.cache.model
+        if here not in self._batches or self._batches[here][0]() is not model:
+            fresh = self.cache.batch([])
+            self._batches[here] = (weakref.ref(fresh.model), fresh)
+        batch = self._batches[here][1]
+        batch.seat(leases)
+        return batch.step(tokens)[:, None, :]
 
 
 class Row:
@@ -117,7 +125,8 @@ class StandIn:
 
     @property
     def state(self) -> list[mx.array]:
-        return [a for layer in self._own() for a in layer.live_arrays()]
+        arrays = {id(a): a for layer in self._own() for a in layer.live_arrays()}  # rows may lie in one buffer
+        return list(arrays.values())
 
     @property
     def nbytes(self) -> int:
@@ -140,8 +149,11 @@ class StandIn:
     def trim(self, n: int) -> int:
         return min((layer.trim(n) for layer in self._own()), default=0)
 
-    def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
-        return foreign.to_quantized(self._own()[0], group_size, bits)
+    def __getattr__(self, name: str) -> Any:
+        """mlx-lm quantises whatever says that it can be: full attention can."""
+        if name == "to_quantized" and all(x.kind is Kind.FULL and x.ring is None for x in self._own()):
+            return functools.partial(foreign.to_quantized, self._own()[0])
+        raise AttributeError(name)
 
     # -- what a model is given instead ------------------------------------------------------------
 

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.models import base as _base
 from mlx_lm.models import cache as _cache
 
@@ -93,10 +92,10 @@ def flatten(cache: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...
 
 def opaque(cache: Any) -> bool:
     """Whether an object is none of the kinds that we know, and holds no KV that could be wrong."""
-    if kind_of(cache) is not Kind.UNKNOWN or hasattr(cache, "rows"):
+    if kind_of(cache) is not Kind.UNKNOWN:
         return False
-    held: Any = tree_flatten([*getattr(cache, "__dict__", {}).values(), getattr(cache, "state", None)])
-    return not any(isinstance(x, mx.array) for _, x in held)
+    plain = (str, bytes, bool, int, float, type(None))
+    return all(isinstance(x, plain) for x in getattr(cache, "__dict__", {"unknown": cache}).values())
 
 
 # -- the attention seam ---------------------------------------------------------------------

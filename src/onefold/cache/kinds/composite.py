@@ -42,6 +42,11 @@ def _composed(members: list[Any]) -> CompositeSnapshot | None:
 class CompositeLayer(stock.CacheList):  # type: ignore[misc, valid-type]
     kind = Kind.COMPOSITE
 
+    @staticmethod
+    def merge(caches: list[Any]) -> Any:
+        """mlx-lm's own batch of these, for a server whose model is not known."""
+        return stock.CacheList.merge(caches)
+
     @property
     def offset(self) -> int:
         return max(c.offset for c in self.caches)

@@ -322,6 +322,7 @@ class SegmentedLayer(Watched):
     def _slot(self, j: int) -> mx.array | None:
         if self.ring is not None:
             return self.ring.keys if j == 0 else self.ring.values
+        self.track.gather()
         return self.track.pieces[-1].slab.arrays(self.index)[j] if self.track.pieces else None
 
     def _set_slot(self, j: int, array: mx.array) -> None:

@@ -750,6 +750,6 @@ def test_no_layers_at_all_are_no_entry(cache):
 def test_layers_that_are_fetched_and_dropped_do_not_pile_up(cache):
     prompt = words(300)
     cache.insert_cache(KEY, prompt, filled(prompt))
-    for _ in range(20):
+    for _ in range(80):
         cache.fetch_nearest_cache(KEY, [*prompt, 1])
-    assert cache._all_stores()[0].cache.open_leases <= 6
+    assert cache._all_stores()[0].cache.open_leases <= 34

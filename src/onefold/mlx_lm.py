@@ -39,7 +39,7 @@ log = logging.getLogger("onefold")
 UNLIMITED = 1 << 63
 _IMAGES = 1 << 30
 """Ids from here on name images."""
-_MANY = 4
+_MANY = 32
 _FAULTS = (
     OnefoldError,
     ArithmeticError,

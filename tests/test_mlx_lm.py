@@ -28,7 +28,7 @@ from tiny import tiny
 import onefold
 from onefold.cache import device
 from onefold.cache.stock import stock_attention
-from onefold.mlx_lm import LRUPromptCache
+from onefold.mlx_lm import UNLIMITED, LRUPromptCache
 
 HEADS, DIM = 2, 16
 FAMILIES = ["llama", "gemma3", "gpt_oss", "llama4", "deepseek_v3", "deepseek_v32", "falcon_h1", "qwen3_next", "mamba"]
@@ -753,3 +753,50 @@ def test_layers_that_are_fetched_and_dropped_do_not_pile_up(cache):
     for _ in range(80):
         cache.fetch_nearest_cache(KEY, [*prompt, 1])
     assert cache._all_stores()[0].cache.open_leases <= 34
+
+
+@pytest.mark.parametrize(("given", "kept"), [(-1, 0), (0, 0), (2, 2)])
+def test_a_size_below_zero_keeps_nothing(given, kept):
+    cache = LRUPromptCache(given)
+    for seed in range(3):
+        cache.insert_cache(KEY, words(20, seed), filled(words(20, seed)))
+    assert len(cache) == kept
+    cache.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "limit"), [("8GB", 8_000_000_000), (None, UNLIMITED), (-5, 0), (0, 0), (1e6, 1_000_000)]
+)
+def test_limits_as_people_write_them(given, limit):
+    cache = LRUPromptCache(10, given)
+    assert cache.max_bytes == limit
+    cache.insert_cache(KEY, words(20), filled(words(20)))
+    assert len(cache) == (limit >= 1_000_000) and cache.nbytes <= limit
+    cache.close()
+
+
+@pytest.mark.parametrize(
+    ("size", "limit"), [("10", 0), (None, 0), (1.5, 0), (10, "nonsense"), (10, [1]), (10, float("nan"))]
+)
+def test_nonsense_is_refused_where_it_is_given(size, limit):
+    with pytest.raises(onefold.ConfigError):
+        LRUPromptCache(size, limit)
+
+
+def test_nonsense_in_the_place_of_tokens_or_layers_is_a_counted_miss(cache):
+    for tokens in (None, 5, "hello"):
+        assert cache.fetch_nearest_cache(KEY, tokens) == (None, tokens)
+    for layers in (None, "x", 5):
+        cache.insert_cache(KEY, [1, 2], layers)
+    cache.insert_cache(KEY, [1, 2], [1, 2])
+    cache.insert_cache(KEY, [1, 2], [KVCache()])
+    assert cache.reasons["not tokens"] == 3 and cache.reasons["not layers"] == 3
+    assert cache.reasons["the layers are empty"] == 1 and len(cache) == 0
+
+
+def test_a_closed_cache_keeps_nothing():
+    cache = LRUPromptCache()
+    cache.insert_cache(KEY, words(20), filled(words(20)))
+    cache.close()
+    cache.insert_cache(KEY, words(20), filled(words(20)))
+    assert cache.fetch_nearest_cache(KEY, words(20)) == (None, words(20)) and len(cache) == cache.nbytes == 0

@@ -22,7 +22,7 @@ from onefold.errors import (  # noqa: E402
     WrongThread,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Batch",

@@ -32,7 +32,7 @@ from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.served import StandIn, Table
 from onefold.cache.tree import Tokens, as_tokens, unboxed
 from onefold.errors import ConfigError, LeaseError, OnefoldError, TokenError
-from onefold.sizes import show_size
+from onefold.sizes import parse_size, show_size
 
 log = logging.getLogger("onefold")
 
@@ -57,9 +57,14 @@ T = TypeVar("T")
 
 
 class LRUPromptCache:
-    def __init__(self, max_size: int = 10, max_bytes: int = UNLIMITED) -> None:
-        self.max_size = max_size
-        self.max_bytes = max_bytes
+    def __init__(self, max_size: int = 10, max_bytes: int | float | str | None = UNLIMITED) -> None:
+        """`max_bytes` may also be a size such as "8GB" or "60%"; None is no limit. Negative numbers are zero, as in
+        mlx-lm: nothing is kept then."""
+        if not isinstance(max_size, int):
+            raise ConfigError(f"max_size is a number of entries, got {max_size!r}")
+        self.max_size = max(0, max_size)
+        self.max_bytes = _bytes(max_bytes)
+        self._closed = False
         self.reasons: Counter[str] = Counter()
         """Why something was not kept, or not all of it."""
         self._entries = Entries()
@@ -74,9 +79,11 @@ class LRUPromptCache:
         self._finalizer = weakref.finalize(self, stock.unlisten, ears)
 
     def close(self) -> None:
-        """Let go of everything. Not needed by a server: a cache that is dropped does the same."""
+        """Let go of everything, and keep nothing from now on. Not needed by a server: a cache that is dropped does the
+        same."""
         self._finalizer()
         with self._lock:
+            self._closed = True
             self._entries = Entries()
             for store in self._all_stores():
                 store.cache.close()
@@ -127,7 +134,8 @@ class LRUPromptCache:
             found = self._as_tokens(tokens)
             fetched = None if found is None else self._attempt(lambda: self._fetch(model, tokens, found), None)
             if fetched is None:
-                self._models.missed(model, list(tokens))
+                if found is not None:
+                    self._models.missed(model, list(tokens))
                 return None, tokens
             self._models.found()
             return fetched
@@ -189,7 +197,10 @@ class LRUPromptCache:
             raise ConfigError(f"cache_type is one of {', '.join(TYPES)}, got {cache_type!r}")
         with self._lock:
             found = self._as_tokens(tokens)
-            if found is None:
+            if found is None or self._closed:
+                return
+            if not isinstance(prompt_cache, (list, tuple)):
+                self._say("not layers", f"a list of caches is kept, not {type(prompt_cache).__name__}")
                 return
             if prompt_cache and all(stock.opaque(layer) for layer in prompt_cache):
                 nbytes = sum(layer.nbytes for layer in prompt_cache)
@@ -222,7 +233,7 @@ class LRUPromptCache:
         store.used = self._tick()
         kept, reason = store.cache.adopt(tokens, layers)
         if reason:
-            self._say(reason, f"{kept} of {len(tokens)} tokens were kept")
+            self._say(reason, f"{len(tokens)} tokens were put in, and {kept} could be kept")
         return kept
 
     def _settle(self, store: _Store, lease: Lease, tokens: Tokens, *, ended: bool) -> int:
@@ -321,7 +332,7 @@ class LRUPromptCache:
         a draft model's too; it makes its own, and what it fills is taken over when it is put back.)"""
         with self._lock:
             key, found = self._models.row(model, tokens), self._as_tokens(tokens)
-            if key is None or found is None:
+            if key is None or found is None or len(found) == 0:
                 return None
             if any(s.table is None and s.cache.open_leases for s in self._stores.get(key, [])):
                 return None  # rows of one batch are of one make
@@ -363,7 +374,7 @@ class LRUPromptCache:
 
     def _limit(self) -> None:
         live = sum(s.cache.held_bytes - s.cache.stored_bytes for s in self._all_stores())
-        self._attempt(lambda: self._shrink(max(0, int(self.max_bytes) - live)), None)
+        self._attempt(lambda: self._shrink(max(0, self.max_bytes - live)), None)
 
     def _evict(self, entry: Entry) -> None:
         tokens = entry.tokens
@@ -423,9 +434,9 @@ class LRUPromptCache:
 
     def _as_tokens(self, tokens: list[int]) -> Tokens | None:
         """mlx-lm names images by large negative numbers: each gets an id that no token has."""
-        if len(tokens) == 0:
-            return np.empty(0, np.int32)
         try:
+            if len(tokens) == 0:
+                return np.empty(0, np.int32)
             wide = np.asarray(unboxed(tokens))
             if wide.ndim == 1 and wide.dtype.kind == "i" and wide.min() < 0:
                 for name in np.unique(wide[wide < 0]).tolist():
@@ -564,6 +575,16 @@ def _copied(whole: list[Any], length: int, common: int, tokens: list[int]) -> tu
     for layer in layers:
         layer.trim(length - at)
     return layers, tokens[at:]
+
+
+def _bytes(limit: int | float | str | None) -> int:
+    if limit is None:
+        return UNLIMITED
+    if isinstance(limit, str):
+        return parse_size(limit, total_bytes=device.memory_bytes())
+    if not isinstance(limit, (int, float)) or limit != limit:
+        raise ConfigError(f"max_bytes is a number of bytes or a size such as '8GB', got {limit!r}")
+    return int(max(0, min(limit, UNLIMITED)))
 
 
 def _inside_image(tokens: Tokens, at: int) -> bool:

@@ -157,7 +157,7 @@ class PrefixCache:
         for anatomy in self._anatomies:
             for note in anatomy.notes:
                 log.warning("%s", note)
-        if self.uncached_reason:
+        if self.uncached_reason and models:
             log.warning("this model runs uncached: %s", self.uncached_reason)
 
     @property
@@ -536,7 +536,9 @@ def _bound(max_kv_size: int | None, keep: int, form: KvFormat) -> Bound | None:
         return None
     if not isinstance(max_kv_size, int) or not isinstance(keep, int):
         raise ConfigError(f"max_kv_size and keep are numbers of tokens, got {max_kv_size!r} and {keep!r}")
-    if max_kv_size < 0 or keep < 0 or keep >= max_kv_size:
+    if max_kv_size < 0:
+        raise ConfigError(f"max_kv_size must not be negative, got {max_kv_size}; 0 or None switches it off")
+    if keep < 0 or keep >= max_kv_size:
         raise ConfigError(f"keep must be from 0 to below max_kv_size, got keep={keep}, max_kv_size={max_kv_size}")
     if form.bits < 16:
         raise ConfigError(f"max_kv_size={max_kv_size} needs kv='16': mlx-lm has no quantised ring")

@@ -92,7 +92,7 @@ def flatten(cache: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...
 
 def opaque(cache: Any) -> bool:
     """Whether an object is none of the kinds that we know, and holds no KV that could be wrong."""
-    if kind_of(cache) is not Kind.UNKNOWN:
+    if kind_of(cache) is not Kind.UNKNOWN or not hasattr(cache, "nbytes"):
         return False
     plain = (str, bytes, bool, int, float, type(None))
     return all(isinstance(x, plain) for x in getattr(cache, "__dict__", {"unknown": cache}).values())

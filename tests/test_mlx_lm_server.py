@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import signal
@@ -167,7 +168,10 @@ def test_the_command_serves(model: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "onefold", "mlx-lm-server", "--model", str(model), "--port", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    interruptible = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in the background is not
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=interruptible
+    )
     try:
         ask(port, "warm")
         assert ask(port, text(80)) == 0

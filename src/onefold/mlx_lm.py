@@ -373,8 +373,10 @@ class LRUPromptCache:
             self._evict(self._entries.oldest())
 
     def _limit(self) -> None:
+        """What is stored makes way for what is live, where that brings both below the limit."""
         live = sum(s.cache.held_bytes - s.cache.stored_bytes for s in self._all_stores())
-        self._attempt(lambda: self._shrink(max(0, self.max_bytes - live)), None)
+        left = self.max_bytes - live if live <= self.max_bytes else self.max_bytes
+        self._attempt(lambda: self._shrink(left), None)
 
     def _evict(self, entry: Entry) -> None:
         tokens = entry.tokens

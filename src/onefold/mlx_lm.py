@@ -27,6 +27,7 @@ import numpy as np
 
 from onefold.cache import device, stock
 from onefold.cache.entries import TYPES, Entries, Entry
+from onefold.cache.hearing import Ears, Models
 from onefold.cache.lease import Lease
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.served import StandIn, Table
@@ -69,12 +70,12 @@ class LRUPromptCache:
         """Why something was not kept, or not all of it."""
         self._entries = Entries()
         self._stores: dict[Hashable, list[_Store]] = {}
-        self._models = _Models()
+        self.models = Models()
         self._names: dict[int, int] = {}
         self._uncached: dict[Hashable, tuple[str, weakref.ref[nn.Module]]] = {}
         self._clock = 0
         self._lock = threading.RLock()
-        ears = _Ears(self)
+        ears = Ears(self)
         stock.listen(ears)
         self._finalizer = weakref.finalize(self, stock.unlisten, ears)
 
@@ -135,9 +136,9 @@ class LRUPromptCache:
             fetched = None if found is None else self._attempt(lambda: self._fetch(model, tokens, found), None)
             if fetched is None:
                 if found is not None:
-                    self._models.missed(model, list(tokens))
+                    self.models.missed(model, list(tokens))
                 return None, tokens
-            self._models.found()
+            self.models.found()
             return fetched
 
     def _fetch(self, key: Hashable, tokens: list[int], found: Tokens) -> tuple[list[Any], list[int]] | None:
@@ -178,7 +179,7 @@ class LRUPromptCache:
 
     def _nearest_store(self, key: Hashable, tokens: Tokens) -> _Store | None:
         """Of the key's stores (there are several only if KV came in several formats) the one that knows most."""
-        stores = [s for s in self._stores.get(key, []) if s.table is None or s.stands_for(self._models.latest())]
+        stores = [s for s in self._stores.get(key, []) if s.table is None or s.stands_for(self.models.latest())]
         running = [s for s in stores if s.table is not None and s.cache.open_leases]
         stores = running or stores  # rows of one batch are of one make
         known = [store.cache.matched(tokens) for store in stores]
@@ -210,7 +211,7 @@ class LRUPromptCache:
                 kept = self._attempt(lambda: self._keep(model, found, prompt_cache), 0)
                 if kept:
                     self._enter(model, found[:kept], cache_type)
-            self._models.found()
+            self.models.found()
             self._catch_up()
             self._limit()
 
@@ -270,7 +271,7 @@ class LRUPromptCache:
 
     def _store_for(self, key: Hashable, layers: list[Any]) -> _Store | None:
         """Where layers of this make are kept: the model's own cache, or one that goes by the layers alone."""
-        models = self._models.of(key)
+        models = self.models.of(key)
         if models:
             self._served(key, models)
         if key in self._uncached:
@@ -327,11 +328,11 @@ class LRUPromptCache:
                     store.cache.adopt(tokens, lease.layers)
         return True
 
-    def _serve_row(self, model: nn.Module, tokens: list[int]) -> list[Any] | None:
+    def serve_row(self, model: nn.Module, tokens: list[int]) -> list[Any] | None:
         """A batch is about to make caches for a row that nothing was cached for: it gets ours. (A lone request may want
         a draft model's too; it makes its own, and what it fills is taken over when it is put back.)"""
         with self._lock:
-            key, found = self._models.row(model, tokens), self._as_tokens(tokens)
+            key, found = self.models.row(model, tokens), self._as_tokens(tokens)
             if key is None or found is None or len(found) == 0:
                 return None
             if any(s.table is None and s.cache.open_leases for s in self._stores.get(key, [])):
@@ -491,62 +492,6 @@ class _Store:
         if len(own) == len(models) and all(a is b for a, b in zip(own, models, strict=True)):
             return True
         return self.cache.rebind(*(m for m in models if m is not None))
-
-
-class _Models:
-    """Which model a key stands for, as far as mlx-lm has shown it: it asks for a key's tokens, and if there are none it
-    makes caches for the key's model on the same thread. Models are not kept alive."""
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, list[weakref.ref[nn.Module]]] = {}
-        self._missed: dict[int, tuple[Hashable, list[int]]] = {}
-        self._latest: dict[int, weakref.ref[nn.Module]] = {}
-
-    def missed(self, key: Hashable, tokens: list[int]) -> None:
-        """Nothing is cached of these tokens: caches made on this thread from here on are the key's."""
-        self._missed[threading.get_ident()] = (key, tokens)
-        self._known.pop(key, None)
-
-    def found(self) -> None:
-        self._missed.pop(threading.get_ident(), None)
-
-    def made(self, model: nn.Module) -> None:
-        here = threading.get_ident()
-        self._latest[here] = weakref.ref(model)
-        if here in self._missed:
-            self._known.setdefault(self._missed[here][0], []).append(weakref.ref(model))
-
-    def row(self, model: nn.Module, tokens: list[int]) -> Hashable | None:
-        """The key whose tokens these are."""
-        here = threading.get_ident()
-        self._latest[here] = weakref.ref(model)
-        key, missed = self._missed.pop(here, (None, None))
-        return key if missed == tokens else None
-
-    def of(self, key: Hashable) -> list[nn.Module]:
-        """The models that a key's layers belong to, target first; empty if not known."""
-        models = [ref() for ref in self._known.get(key, [])]
-        return [m for m in models if m is not None] if None not in models else []
-
-    def latest(self) -> nn.Module | None:
-        ref = self._latest.get(threading.get_ident())
-        return ref() if ref is not None else None
-
-
-class _Ears:
-    """Listens for a cache without keeping it alive."""
-
-    def __init__(self, cache: LRUPromptCache) -> None:
-        self._cache = weakref.ref(cache)
-
-    def made(self, model: nn.Module) -> None:
-        cache = self._cache()
-        if cache is not None:
-            cache._models.made(model)
-
-    def row(self, model: nn.Module, tokens: list[int]) -> list[Any] | None:
-        cache = self._cache()
-        return None if cache is None else cache._serve_row(model, tokens)
 
 
 def _lease_of(layers: list[Any]) -> tuple[Lease | None, bool]:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import mlx.nn as nn
 import numpy as np
 
-from onefold.cache import device, stock
+from onefold.cache import device, foreign, stock
 from onefold.cache.entries import TYPES, Entries, Entry
 from onefold.cache.hearing import Ears, Models
 from onefold.cache.lease import Lease
@@ -246,18 +246,16 @@ class LRUPromptCache:
             return 0
         held = min(len(tokens), lease.offset)
         if held < len(tokens):
-            self._say("more tokens than KV", f"{held} of {len(tokens)} tokens were kept")
+            self._say(foreign.LONGER, f"{held} of {len(tokens)} tokens were kept")
         if self._outgrows(lease._cache, held):
             if ended:
-                lease.discard()
-                store.left_behind.append(lease.tokens)
+                store.discard(lease)
             return 0
         try:
             lease.commit(tokens[:held], close=ended)
         except LeaseError as error:
             self._say("layers do not fit the tokens", str(error))
-            lease.discard()
-            store.left_behind.append(lease.tokens)
+            store.discard(lease)
             return 0
         return min(held, lease._cache.matched(tokens[:held]))
 
@@ -344,7 +342,7 @@ class LRUPromptCache:
         if store is None or store.table is None:
             return None
         store.used = self._tick()
-        return list(store.table.serve(store.cache.lease(tokens)))
+        return store.table.serve(store.cache.lease(tokens))
 
     # -- giving up ---------------------------------------------------------------------------
 
@@ -366,7 +364,7 @@ class LRUPromptCache:
         nbytes: int = 0,
     ) -> None:
         entry = self._entries.add(key, tokens, cache_type, whole, nbytes)
-        if whole is None or all(layer.is_trimmable() for layer in whole):
+        if _trimmable(entry):
             for prefix in self._entries.prefixes(entry):
                 if (prefix.whole is None) == (whole is None):
                     self._entries.remove(prefix)
@@ -481,6 +479,11 @@ class _Store:
         self.left_behind: list[Tokens] = []
         cache.on_dropped = lambda lease: self.left_behind.append(lease.tokens)
 
+    def discard(self, lease: Lease) -> None:
+        """Keep nothing of a request. What was stored before it is looked at again: its entry may be gone."""
+        lease.discard()
+        self.left_behind.append(lease.tokens)
+
     def takes(self, layers: list[Any]) -> bool:
         return self.cache.fits(layers)
 
@@ -544,6 +547,4 @@ def _is_ours(layer: Any) -> bool:
 
 def serve() -> None:
     """mlx-lm's server, with its own arguments, on this cache."""
-    stock.run_server(
-        lambda max_size, max_bytes: LRUPromptCache(max_size, UNLIMITED if max_bytes is None else max_bytes)
-    )
+    stock.run_server(LRUPromptCache)

@@ -297,18 +297,11 @@ def _read_off(caches: list[Any]) -> Anatomy:
     index = 0
     for leaf in anatomy.leaves:
         cache = _at(caches, leaf.path)
-        if leaf.kind is Kind.RECURRENT:
-            arrays = [a for a in cache.cache if a is not None]
-            leaf.used, leaf.state_bytes = bool(arrays), sum(a.nbytes for a in arrays)
+        if leaf.kind is not Kind.RECURRENT and cache.offset == 0:
+            leaf.used = False
             continue
-        leaf.used = cache.keys is not None and cache.offset > 0
-        if leaf.used:
-            k, v = leaf.plain = _key_values(cache)
-            leaf.token_bytes = k.token_bytes + v.token_bytes
-            if leaf.kind in SLICEABLE:
-                leaf.index, leaf.packed = index, leaf.native is not None
-                index += 1
-                _set_format(leaf, KvFormat())
+        index = _read_leaf(leaf, cache, index, KvFormat())
+        leaf.packed = leaf.native is not None
     if not any(leaf.used for leaf in anatomy.leaves):
         anatomy.reason = "the layers are empty"
     return anatomy
@@ -356,32 +349,36 @@ def _read_shapes(anatomy: Anatomy, caches: list[Any], kv: KvFormat) -> None:
     total, index = sum(_TRIAL), 0
     for leaf in anatomy.leaves:
         cache = _at(caches, leaf.path)
-        if leaf.kind is Kind.RECURRENT:
-            arrays = [a for a in cache.cache if a is not None]
-            leaf.used = bool(arrays)
-            leaf.state_bytes = sum(a.nbytes for a in arrays)
-            continue
         if leaf.kind is Kind.OWN and not stock.is_plain(cache):
             anatomy.reason = f"cache class {type(cache).__name__} keeps something else than arrays and numbers"
             return
-        if leaf.kind is not Kind.OWN and cache.keys is None:
-            leaf.used = False
-            continue
-        if cache.offset != total:
+        index = _read_leaf(leaf, cache, index, kv)
+        if leaf.used and leaf.kind is not Kind.RECURRENT and cache.offset != total:
             anatomy.reason = (
                 f"layer {leaf.path[0]} stands at {cache.offset} after {total} tokens: "
                 "a layer that is not updated once per forward cannot be cut by position"
             )
             return
-        if leaf.kind is Kind.OWN:
-            continue
-        k, v = _key_values(cache)
-        leaf.token_bytes = k.token_bytes + v.token_bytes
-        if leaf.kind in SLICEABLE:
-            leaf.index = index
-            index += 1
-            leaf.plain = (k, v)
-            _set_format(leaf, kv)
+
+
+def _read_leaf(leaf: Leaf, cache: Any, index: int, kv: KvFormat) -> int:
+    """Read off a cache that holds something what it is made of; returns the next sliceable leaf's index."""
+    if leaf.kind is Kind.OWN:
+        return index
+    if leaf.kind is Kind.RECURRENT:
+        arrays = [a for a in cache.cache if a is not None]
+        leaf.used, leaf.state_bytes = bool(arrays), sum(a.nbytes for a in arrays)
+        return index
+    leaf.used = cache.keys is not None
+    if not leaf.used:
+        return index
+    k, v = leaf.plain = _key_values(cache)
+    leaf.token_bytes = k.token_bytes + v.token_bytes
+    if leaf.kind not in SLICEABLE:
+        return index
+    leaf.index = index
+    _set_format(leaf, kv)
+    return index + 1
 
 
 def _read_growth(model: nn.Module, anatomy: Anatomy, caches: list[Any]) -> None:

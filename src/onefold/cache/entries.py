@@ -68,10 +68,7 @@ class Entries:
     ) -> Entry:
         """The newest entry of its type; it takes the place of one with the same tokens."""
         tree = self._trees.setdefault(key, Tree())
-        path, matched = tree.match(tokens)
-        node = path[-1] if path else tree.root
-        if matched < node.end:
-            node = tree.split(node, matched)
+        node, matched = tree.reach(tokens)
         if matched < len(tokens):
             node = tree.add(node, tokens[matched:])
         if node in self._at:

@@ -37,8 +37,7 @@ def sound_length(layers: list[Any], anatomies: list[Anatomy], n_tokens: int) -> 
     """How many of the tokens these layers really hold in a way that can be resumed, and why not all."""
     if not fits(layers, anatomies):
         return 0, MISFIT
-    expected = [leaf for a in anatomies for leaf in a.leaves]
-    pairs = [(cache, leaf) for cache, leaf in zip(_leaves(layers), expected, strict=True) if leaf.used]
+    pairs = _pairs(layers, anatomies)
     offsets = {cache.offset for cache, leaf in pairs if leaf.kind is not Kind.RECURRENT}
     held = min(offsets, default=n_tokens)
     kept = min(held, n_tokens)
@@ -50,9 +49,7 @@ def sound_length(layers: list[Any], anatomies: list[Anatomy], n_tokens: int) -> 
 
 def fill(lease: Lease, layers: list[Any], upto: int) -> None:
     """Have the lease's layers hold what these hold of the positions [0, upto)."""
-    anatomies = [b.anatomy for b in lease._beats]
-    expected = [leaf for a in anatomies for leaf in a.leaves]
-    given = [c for c, leaf in zip(_leaves(layers), expected, strict=True) if leaf.used]
+    given = [cache for cache, _ in _pairs(layers, [b.anatomy for b in lease._beats])]
     own = [leaf for beat in lease._beats for leaf in beat.leaves]
     sliceable = [(x, _arrays(c)) for x, c in zip(own, given, strict=True) if x.kind in SLICEABLE]
     if sliceable:
@@ -113,6 +110,12 @@ def to_quantized(layer: Any, group_size: int = 64, bits: int = 4) -> Any:
         packed.update_and_fetch(mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2))
         mx.eval(packed.keys, packed.values)
     return packed
+
+
+def _pairs(layers: list[Any], anatomies: list[Anatomy]) -> list[tuple[Any, Leaf]]:
+    """Each cache that holds state, with what the model's survey says of it."""
+    expected = [leaf for a in anatomies for leaf in a.leaves]
+    return [(cache, leaf) for cache, leaf in zip(_leaves(layers), expected, strict=True) if leaf.used]
 
 
 def _leaves(layers: list[Any]) -> list[Any]:

@@ -124,7 +124,7 @@ class PrefixCache:
 
     def _set_up(self, models: list[nn.Module], anatomies: list[Anatomy], ledger: Ledger, form: Hashable) -> None:
         # an elastic budget is for KV alone: the pool beside it has the machine's share
-        pool_share = device.memory_bytes() if isinstance(ledger, ElasticLedger) else ledger.budget_bytes
+        pool_share = device.memory_bytes() if ledger.elastic else ledger.budget_bytes
         self._refs = [weakref.ref(m) for m in models]
         self.min_checkpoint_tokens = 1
         self._water = (1.0, 1.0)
@@ -239,10 +239,9 @@ class PrefixCache:
         with self._lock:
             self._open_for_use()
             tree = self._shelf.tree((namespace, self._format))
-            path, matched = tree.match(found)
-            if not path:
+            node, matched = tree.reach(found)
+            if matched == 0:
                 raise ConfigError(f"none of these {len(found)} tokens is cached; commit them once, then pin")
-            node = path[-1] if path[-1].end == matched else tree.split(path[-1], matched)
             for n in node.path():
                 n.pins += 1
             pin = Pin(self, node)

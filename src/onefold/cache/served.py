@@ -38,7 +38,7 @@ class Table:
         self._batches: dict[int, tuple[Any, Batch]] = {}
         """By thread, each with the model that it is for, held weakly."""
 
-    def serve(self, lease: Lease) -> list[StandIn]:
+    def serve(self, lease: Lease) -> list[Any]:
         row = Row(self, lease)
         return [StandIn([row], i, seated=False) for i in range(len(lease.layers))]
 

@@ -68,10 +68,7 @@ class Shelf:
     def put(self, tree: Tree, tokens: Tokens, track: Track | None) -> Node:
         """Make the tree hold `tokens`, with what `track` has of them. What the tree has already is left as it is,
         and the track's copy of it stays the track's. Returns the node that ends where the tokens end."""
-        path, matched = tree.match(tokens)
-        node = path[-1] if path else tree.root
-        if matched < node.end:
-            node = tree.split(node, matched)
+        node, matched = tree.reach(tokens)
         self._fill(node.path(), track)
         for start, stop, piece in _ranges(track, matched, len(tokens)):
             node = tree.add(node, tokens[start:stop])

@@ -150,6 +150,12 @@ class Tree:
             node = child
         return Match(path, at)
 
+    def reach(self, tokens: Tokens) -> tuple[Node, int]:
+        """The node that ends where these tokens stop being known, split there if need be; and how far that is."""
+        path, matched = self.match(tokens)
+        node = path[-1] if path else self.root
+        return (self.split(node, matched) if matched < node.end else node), matched
+
     def add(self, parent: Node, tokens: Tokens) -> Node:
         """A new leaf below `parent`, which must have no child with the same first token."""
         first = int(tokens[0])

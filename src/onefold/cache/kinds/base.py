@@ -66,6 +66,17 @@ class Watched:
         return [] if self._pulse is None else [self._pulse]
 
 
+class Point(Watched):
+    """A kind whose state is good for one point alone: a child supersedes its parent, and nothing can be split."""
+
+    def join(self, parent: Any, child: Any) -> Any:
+        close_all(parent)
+        return child
+
+    def split(self, snapshot: Any, at: int) -> tuple[Any, Any]:
+        return None, snapshot
+
+
 class Snapshot:
     """State of one layer over [start, end), or for window and recurrent kinds at `end`."""
 

@@ -11,11 +11,11 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache import stock
-from onefold.cache.kinds.base import NoPulse, Pulse, Snapshot, Watched, close_all, own_bytes, own_name
+from onefold.cache.kinds.base import NoPulse, Point, Pulse, Snapshot, own_bytes, own_name
 from onefold.cache.stock import Kind
 
 
-class ChunkedLayer(Watched, stock.ChunkedKVCache):  # type: ignore[misc, valid-type]
+class ChunkedLayer(Point, stock.ChunkedKVCache):  # type: ignore[misc, valid-type]
     kind = Kind.CHUNKED
     keys: Any
     values: Any
@@ -65,13 +65,6 @@ class ChunkedLayer(Watched, stock.ChunkedKVCache):  # type: ignore[misc, valid-t
             self.offset, self.start_position = snapshot.end, snapshot.extra[1]
         self.offset = target
         return True
-
-    def join(self, parent: Snapshot | None, child: Snapshot | None) -> Snapshot | None:
-        close_all(parent)
-        return child
-
-    def split(self, snapshot: Snapshot | None, at: int) -> tuple[Snapshot | None, Snapshot | None]:
-        return None, snapshot
 
     def free(self) -> None:
         self.keys = self.values = None

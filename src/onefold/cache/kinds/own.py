@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from onefold.cache.kinds.base import NoPulse, Pulse, Snapshot, Watched, close_all, own_bytes, own_name
+from onefold.cache.kinds.base import NoPulse, Point, Pulse, Snapshot, own_bytes, own_name
 from onefold.cache.stock import Kind
 
 _OURS = ("epoch", "_pulse", "_pristine")
@@ -62,7 +62,7 @@ def _leased(cls: type) -> Any:
     return type(f"Leased{cls.__name__}", (OwnLayer, cls), {})
 
 
-class OwnLayer(Watched):
+class OwnLayer(Point):
     """Made by `like`, of a class derived from this one and the model's."""
 
     kind = Kind.OWN
@@ -100,13 +100,6 @@ class OwnLayer(Watched):
         if snapshot is not None:
             self._put(snapshot.attributes())
         return True
-
-    def join(self, parent: OwnSnapshot | None, child: OwnSnapshot | None) -> OwnSnapshot | None:
-        close_all(parent)
-        return child
-
-    def split(self, snapshot: OwnSnapshot | None, at: int) -> tuple[OwnSnapshot | None, OwnSnapshot | None]:
-        return None, snapshot
 
     def take_over(self, cache: Any) -> None:
         """Hold what an object of the model's class holds, in arrays of its own."""

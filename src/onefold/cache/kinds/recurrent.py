@@ -15,11 +15,11 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache import stock
-from onefold.cache.kinds.base import NoPulse, Pulse, Snapshot, Watched, close_all, own_bytes
+from onefold.cache.kinds.base import NoPulse, Point, Pulse, Snapshot, own_bytes
 from onefold.cache.stock import Kind
 
 
-class RecurrentLayer(Watched, stock.ArraysCache):  # type: ignore[misc, valid-type]
+class RecurrentLayer(Point, stock.ArraysCache):  # type: ignore[misc, valid-type]
     kind = Kind.RECURRENT
     cache: list[mx.array | None]  # type: ignore[assignment]
 
@@ -58,13 +58,6 @@ class RecurrentLayer(Watched, stock.ArraysCache):  # type: ignore[misc, valid-ty
             self.offset = snapshot.end
         self._written = None
         return True
-
-    def join(self, parent: Snapshot | None, child: Snapshot | None) -> Snapshot | None:
-        close_all(parent)
-        return child
-
-    def split(self, snapshot: Snapshot | None, at: int) -> tuple[Snapshot | None, Snapshot | None]:
-        return None, snapshot
 
     def empty(self) -> bool:
         return all(a is None for a in self.cache)

@@ -13,11 +13,11 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache import stock
-from onefold.cache.kinds.base import NoPulse, Pulse, Snapshot, Watched, close_all, own_bytes, own_name
+from onefold.cache.kinds.base import NoPulse, Point, Pulse, Snapshot, own_bytes, own_name
 from onefold.cache.stock import Kind
 
 
-class RotatingLayer(Watched, stock.RotatingKVCache):  # type: ignore[misc, valid-type]
+class RotatingLayer(Point, stock.RotatingKVCache):  # type: ignore[misc, valid-type]
     kind = Kind.ROTATING
     keys: Any
     values: Any
@@ -68,13 +68,6 @@ class RotatingLayer(Watched, stock.RotatingKVCache):  # type: ignore[misc, valid
         assert self.keys is not None
         self.offset = snapshot.end
         self._idx = self.keys.shape[2]
-
-    def join(self, parent: Snapshot | None, child: Snapshot | None) -> Snapshot | None:
-        close_all(parent)
-        return child
-
-    def split(self, snapshot: Snapshot | None, at: int) -> tuple[Snapshot | None, Snapshot | None]:
-        return None, snapshot
 
     def free(self) -> None:
         self.keys = self.values = None

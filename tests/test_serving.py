@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_model import DRAFT, write_model
 from prompt_caches import AVAILABLE, prompt_cache_class
 from serving import CHAT, TEXT, Server, ServerError, cached_tokens, serving, text_of
 
@@ -16,16 +15,6 @@ PATHS: dict[str, tuple[bool, dict[str, Any]]] = {
     "draft": (True, {}),
 }
 """Whether there is a draft model, and what a request says: with a seed it is served alone."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("draft"), DRAFT)
 
 
 def turns(server: Server, **options: Any) -> tuple[list[str], list[int]]:

@@ -75,7 +75,7 @@ _DEEPSEEK: dict[str, Any] = {
 }
 
 # Recurrent key and state sizes are 32, the least that the Metal kernels take.
-_DELTA_NET: dict[str, Any] = {
+DELTA_NET: dict[str, Any] = {
     "num_hidden_layers": 4,
     "full_attention_interval": 2,
     "linear_num_value_heads": 4,
@@ -302,7 +302,7 @@ FAMILIES: dict[str, Family] = {
         "qwen3_next",
         _config(
             "qwen3_next",
-            **_DELTA_NET,
+            **DELTA_NET,
             partial_rotary_factor=0.5,
             num_experts=4,
             num_experts_per_tok=2,
@@ -317,7 +317,7 @@ FAMILIES: dict[str, Family] = {
         "qwen3_5",
         _config(
             "qwen3_5",
-            **_DELTA_NET,
+            **DELTA_NET,
             rope_parameters={
                 "type": "default",
                 "rope_theta": 10000.0,

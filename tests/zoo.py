@@ -23,7 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
 import stand_ins
-from tiny import FAMILIES, WINDOW, build
+from tiny import DELTA_NET, FAMILIES, WINDOW, build
 
 # fmt: off
 KNOWN = frozenset({
@@ -113,15 +113,6 @@ _LLAMA_4_SCALING: dict[str, Any] = {
     "rope_theta": 10000.0,
     "llama_4_scaling_beta": 0.1,
     "original_max_position_embeddings": 32,
-}
-_DELTA_NET: dict[str, Any] = {
-    **_FOUR,
-    "full_attention_interval": 2,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
 }
 _DELTA_AND_LATENT: dict[str, Any] = {
     **_FOUR,
@@ -252,7 +243,7 @@ OWN: dict[str, dict[str, Any]] = {
         ],
     },
     "olmo": {"embedding_size": 101},
-    "olmo_hybrid": {**_DELTA_NET, "layer_types": ["linear_attention", _FULL] * 2, "linear_allow_neg_eigval": True},
+    "olmo_hybrid": {**DELTA_NET, "layer_types": ["linear_attention", _FULL] * 2, "linear_allow_neg_eigval": True},
     "openelm": {
         "num_transformer_layers": 2,
         "ffn_dim_divisor": 32,

@@ -3,7 +3,8 @@
 - `Anatomy.of(model)` builds (and never evaluates) forwards of 3, 1 and 2 tokens: it costs next to nothing,
   even for a model that fills the machine, and tells every layer's kind, shapes and types.
 - It then builds the same forwards with handles. A model that cannot take them, because it does arithmetic on its
-  keys before attention, is `contiguous`: it gets one buffer.
+  keys before attention, is `contiguous`: it gets one buffer. It alone is also run, on a few tokens, to see that it is
+  causal.
 - Every live cache in Onefold is made by `Anatomy.make`: a bound (`max_kv_size`) given once is everywhere.
 - What is not understood is not cached: `reason` says why.
 

@@ -9,6 +9,11 @@
     │   ├── LeaseClosed              ... after it was settled
     │   ├── WrongThread              ... from another thread than the one that opened it
     │   └── CommitError              ... committed with tokens that its layers do not hold
+    ├── RequestError                 a request that the engine will not run
+    │   ├── PromptError (ValueError) ... because its messages cannot be made into a prompt
+    │   ├── TooLong                  ... because its prompt can never fit; says how many tokens would
+    │   └── Busy                     ... now: the queue is full, or it waited too long; says when to come again
+    ├── EngineStopped                the engine has been stopped, or has failed
     └── IntegrityError               check() found a broken invariant; always a bug
 
 A miss is a value, not an exception: see `Lease.reason` and `Stats.reasons`.
@@ -55,6 +60,36 @@ class WrongThread(LeaseError):
 
 
 class CommitError(LeaseError):
+    pass
+
+
+class RequestError(OnefoldError):
+    pass
+
+
+class PromptError(RequestError, ValueError):
+    """`where` is the part of the request that is wrong, such as "messages.0.content", if that is known."""
+
+    def __init__(self, message: str, *, where: str = "") -> None:
+        super().__init__(message)
+        self.where = where
+
+
+class TooLong(RequestError):
+    def __init__(self, message: str, *, tokens: int, most: int) -> None:
+        super().__init__(message)
+        self.tokens = tokens
+        self.most = most
+
+
+class Busy(RequestError):
+    def __init__(self, message: str, *, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        """Seconds."""
+
+
+class EngineStopped(OnefoldError):
     pass
 
 

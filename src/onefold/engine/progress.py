@@ -25,5 +25,5 @@ def showing(what: str, total: int) -> Iterator[Show]:
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task("", total=total)
         yield lambda now, done: bar.update(task, description=now, completed=min(done, total))

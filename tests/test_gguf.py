@@ -25,7 +25,7 @@ TEXTS = (
     "  two  spaces\n\n\tand a tab ",
     "1234567890 3.14e-10 ½ ٣",
     "def f(x):\r\n    return {'a': [1, 2]}  # fine\n",
-    "naïve 日本語 العربية 👩‍👩‍👧 𝔘 \u200b\u00a0\x00\x7f",
+    "naïve 日本語 العربية 👩‍👩‍👧 \U0001d518 \u200b\u00a0\x00\x7f",
     "<|im_start|>user\nit's<|im_end|>\n<|endoftext|>",
 )
 

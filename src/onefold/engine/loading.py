@@ -12,11 +12,13 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import mlx.nn as nn
 from huggingface_hub.errors import (
     GatedRepoError,
+    HTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -30,7 +32,7 @@ DEMO = "demo"
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
-_FAULTS = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError)
+_FAULTS = (OSError, HTTPError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError)
 """What mlx-lm and what it stands on raise for files that are missing, broken or of another kind."""
 
 
@@ -58,7 +60,7 @@ def load(
         source = str(demo_model.folder())
     else:
         source = _source(given)
-    try:
+    with _InOurWords(f'the model "{given}"' + (f' with the adapter "{adapter}"' if adapter else "")):
         return stock.load(
             source,
             adapter_path=adapter,
@@ -66,9 +68,6 @@ def load(
             tokenizer_config=tokenizer_config,
             trust_remote_code=trust_remote_code,
         )
-    except _FAULTS as error:
-        with_adapter = f" with the adapter {adapter}" if adapter else ""
-        raise ConfigError(f'the model "{given}"{with_adapter} cannot be loaded: {_why(error)}') from error
 
 
 def _source(given: str) -> str:
@@ -97,6 +96,24 @@ def _adapter(folder: Path) -> Path:
         what = "has no adapter_config.json" if folder.is_dir() else "is no folder"
         raise ConfigError(f'the adapter "{folder}" {what}')
     return folder
+
+
+class _InOurWords:
+    """Has faults come out as ConfigError. What Python itself raises for an interrupt or a bug elsewhere goes by."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        # The tokenizers library raises Exception itself, and no class of its own, for a tokenizer.json that it cannot
+        # read. An except clause for it would catch all others too.
+        if error is not None and (kind is Exception or isinstance(error, _FAULTS)):
+            raise ConfigError(f"{self._what} cannot be loaded: {_why(error)}") from error
 
 
 def _why(error: BaseException) -> str:

@@ -116,6 +116,8 @@ class Anatomy:
     silent: bool = False
     """The recurrent layers are not told how many tokens passed, but by `stock.watch`."""
     notes: list[str] = field(default_factory=list)
+    logit_tokens: int | None = None
+    """Of a longer forward than this the logits are never evaluated."""
 
     @property
     def sliceable(self) -> list[Leaf]:
@@ -200,7 +202,8 @@ class Anatomy:
             few = min(n_tokens, 16)
             scores = (3 * self.heads * few * 4 + 2 * n_tokens) * total_tokens
         joined = max((leaf.token_bytes for leaf in self.leaves), default=0) * total_tokens  # one layer's pieces
-        logits = 3 * n_tokens * self.vocab * max(4, self.itemsize)
+        spoken = n_tokens if self.logit_tokens is None else min(n_tokens, self.logit_tokens)
+        logits = 3 * spoken * self.vocab * max(4, self.itemsize)
         return n_tokens * per_token + scores + joined + logits + (1 << 16)
 
     def point_bytes(self, offset: int, n_tokens: int) -> int:

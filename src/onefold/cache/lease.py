@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -38,6 +38,10 @@ from onefold.errors import BudgetError, CommitError, DeviceError, LeaseClosed, L
 
 if TYPE_CHECKING:
     from onefold.cache.prefix_cache import PrefixCache
+
+
+LEAST_CHUNK: Final = 16
+"""Tokens of the smallest chunk that prefill is cut into when the budget is short."""
 
 
 class Beat:
@@ -193,22 +197,30 @@ class Lease:
         `prefill_step_size` that will not be refused."""
         cache = self._cache
         held = cache._scratch_bytes()
-        while limit > 16 and any(not cache._ledger.fits(b.scratch_bytes(limit) - held) for b in self._beats):
+        while limit > LEAST_CHUNK and any(not cache._ledger.fits(b.scratch_bytes(limit) - held) for b in self._beats):
             limit //= 2
         return limit
 
     def chunks(self, limit: int = 2048) -> Iterator[Tokens]:
         """The rest but for its last token, in chunks that end where checkpoints belong and that the budget has room
         for."""
+        start = self.cached
+        while len(chunk := self.next_chunk(start, limit)):
+            yield chunk
+            start += len(chunk)
+
+    def next_chunk(self, start: int, limit: int = 2048) -> Tokens:
+        """The chunk that begins at `start`; empty where only the last token is left."""
         end = len(self.tokens) - 1
-        stops = {end, *self._asked, *range(GRID, end, GRID)}
+        stops = {end, *self._asked, (start // GRID + 1) * GRID}
         if self._cache._pointwise and self.matched > self.cached:
             stops.add(self.matched)  # where this request was seen to branch off
-        start = self.cached
-        while start < end:
-            stop = min([start + self.chunk_limit(limit), *(s for s in stops if s > start)])
-            yield self.tokens[start:stop]
-            start = stop
+        stop = min([start + self.chunk_limit(limit), *(s for s in stops if start < s <= end)])
+        return self.tokens[start : min(stop, end)]
+
+    def stop_at(self, position: int) -> None:
+        """Another request will branch off here: a chunk ends at this position, with a checkpoint if one is needed."""
+        self._asked |= {position}
 
     def commit(self, tokens: Any, *, close: bool = True) -> None:
         """Keep what the layers hold: the KV of `tokens`, from the first on.

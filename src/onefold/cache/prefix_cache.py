@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -27,11 +28,11 @@ from onefold.cache.attention import attention
 from onefold.cache.batch import Batch
 from onefold.cache.fingerprint import model_digest
 from onefold.cache.kinds.full import Bound
-from onefold.cache.lease import Lease
+from onefold.cache.lease import LEAST_CHUNK, Lease
 from onefold.cache.ledger import Account, ElasticLedger, Ledger, Purpose
-from onefold.cache.segment import Store, Track
+from onefold.cache.segment import Store, Track, round_up
 from onefold.cache.shelf import Shelf
-from onefold.cache.tree import Node, as_tokens
+from onefold.cache.tree import Node, Tokens, as_tokens
 from onefold.errors import BudgetError, ConfigError, DeviceError, IntegrityError
 from onefold.sizes import parse_size
 
@@ -92,9 +93,11 @@ class PrefixCache:
         high_water: float = 0.95,
         low_water: float = 0.90,
         elastic: bool = False,
+        logit_tokens: int | None = None,
     ) -> None:
         """`elastic` is for servers that can neither wait nor refuse: the budget is then for KV alone, stored KV makes
-        way for live KV, and nothing is refused. The model is not kept alive by the cache."""
+        way for live KV, and nothing is refused. `logit_tokens` is a promise: of a longer forward than that the logits
+        are never evaluated, and no scratch is reserved for them. The model is not kept alive by the cache."""
         for given in (model, draft_model):
             if not isinstance(given, nn.Module) and (given is model or given is not None):
                 name = type(given).__name__
@@ -109,6 +112,8 @@ class PrefixCache:
         )
         mx.eval([m.parameters() for m in models])
         anatomies = [Anatomy.of(m, kv=form, bound=bound) for m in models]
+        for anatomy in anatomies:
+            anatomy.logit_tokens = logit_tokens
         ledger = ElasticLedger(budget_bytes) if elastic else Ledger(budget_bytes)
         self._set_up(models, anatomies, ledger, (model_digest(*models), adapter, form.bits, bound))
         self.min_checkpoint_tokens = min_checkpoint_tokens
@@ -433,6 +438,44 @@ class PrefixCache:
         """How far these tokens are known; touches nothing."""
         with self._lock:
             return self._shelf.tree((namespace, self._format)).match(as_tokens(tokens)).matched
+
+    def continuation(self, tokens: Any, *, most: int = 32, namespace: Hashable = "") -> Tokens:
+        """What is known to follow where these tokens stop being known: the conversation used last. Touches nothing."""
+        with self._lock:
+            tree = self._shelf.tree((namespace, self._format))
+            path, matched = tree.match(as_tokens(tokens))
+            node = path[-1] if path else tree.root
+            if matched < node.end:
+                return node.tokens[matched - node.start :][:most].copy()
+            latest = max(node.children.values(), key=lambda n: n.last_use, default=None)
+            return (node.tokens[:0] if latest is None else latest.tokens[:most]).copy()
+
+    @property
+    def resumes_anywhere(self) -> bool:
+        """Whether a conversation can be taken up at any of its tokens; else only where there is a checkpoint."""
+        return not self._pointwise
+
+    def most_tokens(self) -> int:
+        """The longest conversation that the budget has room for, if it had all of it."""
+        if self.uncached_reason:
+            return sys.maxsize  # what an unknown cache takes is not known
+        free = self._ledger.budget_bytes - self._pool.bytes
+        bounds = [a.bound.max_size for a in self._anatomies if a.bound is not None]
+        if bounds and self._need(max(bounds) + 512) <= free:
+            return sys.maxsize  # it rotates from there on, and grows no more
+        low, high = 0, free // max(1, self._store.token_bytes) + 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._need(middle) <= free else (low, middle - 1)
+        return low
+
+    def _need(self, n_tokens: int) -> int:
+        """What a lone conversation of so many tokens takes, with a forward of the smallest chunk and a copy of one
+        layer, which is the least that reclaiming needs."""
+        slab = round_up(n_tokens) * (self._store.token_bytes + self._store.layer_token_bytes)
+        scratch = sum(a.scratch_bytes(LEAST_CHUNK, n_tokens) for a in self._anatomies)
+        points = sum(a.point_bytes(n_tokens, LEAST_CHUNK) for a in self._anatomies)
+        return slab + scratch + 3 * points
 
     def forget(self, tokens: Any, keep: int, *, namespace: Hashable = "") -> None:
         """Give up what is known of `tokens` from position `keep` on, but for what others share or a lease holds."""

@@ -1,23 +1,104 @@
-"""The engine as a server sees it."""
+"""The engine: one thread that owns MLX, and the door through which other threads ask it for answers.
+
+- Only that thread leases, runs forwards and reads tokens. Everybody else posts to its mailbox.
+- Rendering and tokenising happen on the caller's thread.
+- If the thread ends, for whatever reason, everyone who waits is told.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from onefold.engine.request import Event, Prompt, Request, Sampling
+import mlx.core as mx
+import mlx.nn as nn
+
+from onefold.cache.prefix_cache import PrefixCache, Stats
+from onefold.engine.job import Deliver, Job
+from onefold.engine.prompt import PromptMaker
+from onefold.engine.request import Done, Event, Failed, Prompt, Request, Sampling
+from onefold.engine.scheduler import SHORT_REST, Limits, Scheduler, too_long
+from onefold.errors import Busy, EngineStopped, OnefoldError, PromptError
+
+log = logging.getLogger("onefold.engine")
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A moment of the engine; counts are totals since it began."""
+
+    queued: int
+    prefilling: int
+    decoding: int
+    finished: int
+    cancelled: int
+    failed: int
+    preemptions: int
+    steps: int
+    prefilled_tokens: int
+    generated_tokens: int
+    cache: Stats
+
+
+COUNTED = (
+    "finished",
+    "cancelled",
+    "failed",
+    "preemptions",
+    "steps",
+    "prefilled_tokens",
+    "generated_tokens",
+)
 
 
 class Engine:
-    """Made with `Engine(model, tokenizer, model_id=..., budget=..., ...)`. Its methods may be called from any thread.
+    """Its methods may be called from any thread.
 
     A request is answered through `deliver`, which is called on the engine's thread with the events of one step, in
     order, and must return at once and not raise.
     """
 
-    model_id: str
-    defaults: Sampling
-    """What the model's generation_config.json recommends."""
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        *,
+        model_id: str = "local",
+        budget: int | float | str | None = None,
+        kv: str | int = "16",
+        max_kv_size: int | None = None,
+        keep: int = 4,
+        defaults: Sampling | None = None,
+        max_queue: int = 128,
+        limits: Limits | None = None,
+    ) -> None:
+        self.model_id = model_id
+        self.tokenizer = tokenizer
+        self.defaults = defaults or Sampling()
+        """How tokens are chosen if a request does not say."""
+        self.max_queue = max_queue
+        self._model = model
+        self._limits = limits or Limits()
+        self.cache = PrefixCache(model, budget, kv=kv, max_kv_size=max_kv_size, keep=keep, logit_tokens=SHORT_REST)
+        self.vocab = _vocab(model, tokenizer)
+        self._prompts = PromptMaker(tokenizer, vocab=self.vocab, checkpoints=not self.cache.resumes_anywhere)
+        self._most_tokens = self.cache.most_tokens()
+        self._numbers = itertools.count(1)
+        self._mailbox: queue.SimpleQueue[Callable[[Scheduler], None] | None] = queue.SimpleQueue()
+        self._scheduler = Scheduler(model, self.cache, self._limits)
+        self._posting = threading.Lock()
+        self._posted = 0
+        """Requests in the mailbox."""
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="onefold-engine", daemon=True)
+        self._thread.start()
+
+    # -- prompts -------------------------------------------------------------------------------
 
     def chat(
         self,
@@ -27,32 +108,151 @@ class Engine:
         template_options: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Render a conversation (as OpenAI writes one; content is text) and tokenise it. Blocks for a moment: not for
-        an event loop. Raises PromptError."""
-        raise NotImplementedError
+        an event loop, and not from two threads at once. Raises PromptError."""
+        return self._prompts.chat(messages, tools=tools, options=template_options)
 
     def text(self, prompt: str | Sequence[int]) -> Prompt:
         """Tokenise plain text (tokens are taken as they are). Raises PromptError."""
-        raise NotImplementedError
+        return self._prompts.text(prompt)
 
-    def submit(self, request: Request, deliver: Callable[[list[Event]], None]) -> int:
+    # -- requests ------------------------------------------------------------------------------
+
+    def submit(self, request: Request, deliver: Deliver) -> int:
         """Queue a request; the number names it for `cancel`. Raises Busy, TooLong, PromptError or EngineStopped."""
-        raise NotImplementedError
+        if len(request.prompt) == 0:
+            raise PromptError("the prompt is empty; it needs at least one token")
+        if len(request.prompt) > self._most_tokens:
+            raise too_long(len(request.prompt), self._most_tokens, self.cache)
+        for token in request.sampling.logit_bias:
+            if not 0 <= token < self.vocab:
+                raise PromptError(f"logit_bias names token {token}; ids are from 0 to {self.vocab - 1}")
+        job = Job(next(self._numbers), request, deliver, self.tokenizer, self.vocab)
+        with self._posting:
+            if self._ended:
+                raise EngineStopped("the engine has stopped")
+            queued = len(self._scheduler.waiting) + self._posted
+            if queued >= self.max_queue:
+                wait = self._scheduler.expected_wait_seconds()
+                raise Busy(f"{queued} requests are waiting already; come again in {wait} s", retry_after=wait)
+            self._posted += 1
+            self._mailbox.put(lambda scheduler: self._add(scheduler, job))
+        return job.number
+
+    def _add(self, scheduler: Scheduler, job: Job) -> None:
+        self._posted -= 1
+        scheduler.add(job)
 
     def cancel(self, number: int) -> None:
-        """Free its row at the next step; what was prefilled is kept. Nothing more is delivered. Harmless if it is over."""
-        raise NotImplementedError
+        """Free its row at the next step; what was computed is kept. Harmless if it is over."""
+        self._mailbox.put(lambda scheduler: scheduler.cancel(number))
 
-    def stats(self) -> Any:
-        """`EngineStats`: queued, prefilling, decoding, totals, and the cache's own `Stats` as `.cache`."""
-        raise NotImplementedError
+    def ask(self, request: Request) -> Iterator[Event]:
+        """The events of one request, one by one, for a thread that can wait. Leaving the loop cancels it."""
+        events: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+        number = self.submit(request, events.put)
+        try:
+            while True:
+                for event in events.get():
+                    yield event
+                    if isinstance(event, Done | Failed):
+                        return
+        finally:
+            self.cancel(number)
 
-    def clear(self) -> int:
-        """Drop everything that no running request holds; bytes freed."""
-        raise NotImplementedError
+    # -- looking -------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        s = self._scheduler
+        counts = {name: s.counts[name] for name in COUNTED}
+        queued = len(s.waiting) + self._posted
+        return EngineStats(
+            queued=queued, prefilling=len(s.prefilling), decoding=len(s.decoding), cache=self.cache.stats(), **counts
+        )
 
     @property
     def alive(self) -> bool:
-        raise NotImplementedError
+        return self._thread.is_alive() and not self._ended
 
-    def stop(self) -> None:
-        raise NotImplementedError
+    @property
+    def most_tokens(self) -> int:
+        """The longest conversation that there is room for."""
+        return self._most_tokens
+
+    def clear(self) -> int:
+        """Drop everything that no running request holds; bytes freed."""
+        before = self.cache.held_bytes
+        self._do(lambda: self.cache.clear())
+        return max(0, before - self.cache.held_bytes)
+
+    def check(self) -> None:
+        """Recount everything that the cache holds; raises IntegrityError."""
+        self._do(self.cache.check)
+
+    def _do(self, work: Callable[[], None]) -> None:
+        """On the engine's thread, between two steps; and wait for it."""
+        done = threading.Event()
+        failed: list[Exception] = []
+
+        def run(_: Scheduler) -> None:
+            try:
+                work()
+            except OnefoldError as error:
+                failed.append(error)
+            finally:
+                done.set()
+
+        self._mailbox.put(run)
+        while not done.wait(0.2):
+            if not self._thread.is_alive():
+                raise EngineStopped("the engine has stopped")
+        if failed:
+            raise failed[0]
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def stop(self, timeout_seconds: float = 30.0) -> None:
+        """End the thread; requests that are still running fail, and what they computed is let go."""
+        self._mailbox.put(None)
+        self._thread.join(timeout_seconds)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        scheduler = self._scheduler
+        try:
+            while self._take_in(scheduler):
+                scheduler.tick()
+        finally:
+            with self._posting:
+                self._ended = True
+            self._drain(scheduler)
+            scheduler.drop_all(EngineStopped("the engine has stopped"))
+            self.cache.close()
+            mx.clear_streams()  # what MLX leaves of a thread's streams can abort the process when it exits
+
+    def _take_in(self, scheduler: Scheduler) -> bool:
+        """What came in since the last turn; waits if there is nothing to do. False: it is time to end."""
+        wait = not scheduler.busy
+        while wait or not self._mailbox.empty():
+            letter = self._mailbox.get()
+            if letter is None:
+                return False
+            letter(scheduler)
+            wait = not scheduler.busy and self._mailbox.empty()
+        return True
+
+    def _drain(self, scheduler: Scheduler) -> None:
+        while not self._mailbox.empty():
+            letter = self._mailbox.get()
+            if letter is not None:
+                letter(scheduler)
+
+
+def _vocab(model: nn.Module, tokenizer: Any) -> int:
+    """Ids that the model has an embedding for."""
+    sizes = [getattr(getattr(model, name, None), "vocab_size", None) for name in ("args", "config")]
+    return next((int(n) for n in sizes if isinstance(n, int)), len(tokenizer))

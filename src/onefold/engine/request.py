@@ -18,7 +18,7 @@ import numpy as np
 from onefold.errors import OnefoldError
 
 Finish = Literal["stop", "length", "tool_calls"]
-"""`stop`: the model ended, or a stop string came. `length`: max_tokens, or memory for one more token was not to be had."""
+"""`stop`: the model ended, or a stop string came. `length`: max_tokens, or no memory was to be had for one more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,8 @@ class Prompt:
     tokens: np.ndarray
     checkpoints: tuple[int, ...] = ()
     """Positions at which a later request is expected to branch off."""
-    reasoning: bool = False
-    """The prompt ends inside the model's reasoning."""
+    state: str = "normal"
+    """What the answer begins in: the prompt may end inside the model's reasoning."""
     parts: tuple[tuple[int, str], ...] = ()
     """Where each part begins, in characters of the decoded prompt, and what it is: "messages[3] (user)"."""
 
@@ -79,7 +79,8 @@ class Hit:
     reason: str = ""
     """Why fewer were cached than matched, or fewer matched than might have been; empty for a whole hit."""
     diverged: str = ""
-    """Where the prompt left what was known, and how; empty if it only goes on from there."""
+    """Where the prompt left what was known, and how: "token 812, in messages[0] (system): known '...', now '...'".
+    Empty if it only goes on from there."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,145 @@
+"""One request on its way through the engine: what it holds, how far it is, and what it has to tell.
+
+    waiting ── open ──> prefilling ── prefilled ──> decoding ──> over
+       ^                    │                          │
+       └──── suspend ───────┴──────────────────────────┘
+
+    tokens    |<------------ prompt ------------>|<-- read -->|
+    layers    |<---------------- held ----------------->|       (all but the newest token, or all)
+    chosen    tokens that the device was told to compute, one of them perhaps not read yet
+
+A job that is suspended goes on later from the very tokens it had: what was computed stays in the tree while there is
+room for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from onefold.cache.lease import Lease
+from onefold.cache.prefix_cache import PrefixCache
+from onefold.engine.answer import Answer
+from onefold.engine.prompt import describe_divergence
+from onefold.engine.request import Done, Event, Failed, Finish, Hit, Logprob, Progress, Request, Started
+from onefold.engine.sampling import Chosen, Row, Turn
+from onefold.errors import DeviceError, OnefoldError
+
+Deliver = Callable[[list[Event]], None]
+
+
+class Job:
+    def __init__(self, number: int, request: Request, deliver: Deliver, tokenizer: Any, vocab: int) -> None:
+        self.number = number
+        """In the order of arrival."""
+        self.request = request
+        self.arrived_at = time.monotonic()
+        self.tokens: list[int] = request.prompt.tokens.tolist()
+        self.lease: Lease | None = None
+        self.position = 0
+        """Tokens that the layers hold."""
+        self.chosen: Chosen | None = None
+        self.seat = 0
+        self.n_chosen = 0
+        self.hit: Hit | None = None
+        self.over = False
+        self._deliver = deliver
+        self._tokenizer = tokenizer
+        self._row = Row(request.sampling, vocab, request.top_logprobs)
+        self._answer = Answer(tokenizer, request)
+        self._events: list[Event] = []
+
+    # -- memory ------------------------------------------------------------------------------
+
+    def open(self, cache: PrefixCache, reserve_tokens: int) -> None:
+        """Take a lease on all tokens so far. Raises BudgetError, and then nothing has changed."""
+        prompt, namespace = self.request.prompt, self.request.namespace
+        tokens = prompt.tokens if self.n_chosen == 0 else np.array(self.tokens, np.int32)
+        known = cache.continuation(tokens, namespace=namespace)
+        room = min(self.left, reserve_tokens)
+        self.lease = cache.lease(tokens, namespace=namespace, checkpoints=prompt.checkpoints, reserve_tokens=room)
+        self.position = self.lease.cached
+        if self.hit is None:
+            lease = self.lease
+            diverged = describe_divergence(prompt, lease.matched, known.tolist(), self._tokenizer)
+            self.hit = Hit(len(prompt), lease.matched, lease.cached, lease.reason, diverged)
+            self._events.append(Started(self.hit))
+
+    def publish(self) -> None:
+        """Let others borrow what the layers hold by now."""
+        if self.lease is not None and self.position:
+            self.lease.commit(self.tokens[: self.position], close=False)
+
+    def settle(self) -> None:
+        """Give the lease back, and keep what its layers hold."""
+        lease, self.lease, self.chosen = self.lease, None, None
+        if lease is None or lease.closed:
+            return
+        with contextlib.suppress(DeviceError):  # what was being computed is lost, and the cache has counted it
+            if 0 < self.position == lease.offset:
+                lease.commit(self.tokens[: self.position])
+            else:
+                lease.cancel()
+
+    # -- tokens ------------------------------------------------------------------------------
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be chosen."""
+        most = self.request.max_tokens
+        return (1 << 30 if most is None else most) - self.n_chosen
+
+    def turn(self) -> Turn:
+        newest = None if self.chosen is None else self.chosen.tokens[self.seat : self.seat + 1]
+        return Turn(self._row, self.tokens, len(self.request.prompt), self.n_chosen, newest)
+
+    def seated(self, chosen: Chosen, seat: int) -> None:
+        """Its next token is on its way."""
+        self.chosen, self.seat = chosen, seat
+        self.n_chosen += 1
+
+    def read(self, chosen: Chosen, seat: int) -> Finish | None:
+        """Take in a token that was chosen; says so if the answer ends with it."""
+        token = chosen.read(seat)
+        self.tokens.append(token)
+        if self.chosen is chosen:
+            self.chosen = None
+        events, ended = self._answer.read(token, self._logprob(token, chosen.logprob(seat)))
+        self._events += events
+        if ended:
+            return "stop"
+        return "length" if self.left == 0 and self.chosen is None else None
+
+    def _logprob(self, token: int, found: tuple[float, list[tuple[int, float]]] | None) -> Logprob | None:
+        if found is None:
+            return None
+        logprob, top = found
+        decode = self._tokenizer.decode
+        return Logprob(token, decode([token]), logprob, tuple((t, decode([t]), p) for t, p in top))
+
+    # -- telling -----------------------------------------------------------------------------
+
+    def progressed(self) -> None:
+        self._events.append(Progress(self.position, len(self.request.prompt)))
+
+    def finish(self, finish: Finish) -> None:
+        self._events += self._answer.close()
+        if finish == "stop" and self._answer.calls:
+            finish = "tool_calls"
+        hit = self.hit or Hit(len(self.request.prompt), 0, 0)
+        n_tokens, stopped_by = len(self.tokens) - len(self.request.prompt), self._answer.stopped_by
+        self._events.append(Done(finish, n_tokens, hit, stopped_by, self._answer.reasoning_tokens))
+        self.over = True
+
+    def fail(self, error: OnefoldError) -> None:
+        self._events.append(Failed(error))
+        self.over = True
+
+    def tell(self) -> None:
+        if self._events:
+            events, self._events = self._events, []
+            self._deliver(events)

@@ -1,0 +1,143 @@
+"""Making prompts: a conversation becomes text by the model's own chat template, and text becomes tokens.
+
+- What earlier turns look like, reasoning included, is the template's business alone.
+- A later request branches off where the template stops agreeing: found by rendering the next turn with a
+  placeholder for the answer, not by knowing any template.
+
+Knows nothing of MLX or of the cache. One thread at a time: tokenizers are not safe for several.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+
+from onefold.engine.request import Prompt
+from onefold.errors import PromptError
+
+Message = Mapping[str, Any]
+
+_REFUSED = (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError)
+"""What a template raises for a conversation that it does not take."""
+
+
+class PromptMaker:
+    def __init__(self, tokenizer: Any, *, vocab: int, checkpoints: bool) -> None:
+        """`checkpoints`: the model can be resumed at marked positions only, so say which will be needed."""
+        self._tokenizer = tokenizer
+        self._vocab = vocab
+        self._checkpoints = checkpoints
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        if not messages:
+            raise PromptError("messages are empty; a conversation has at least one", where="messages")
+        if not self._tokenizer.has_chat_template:
+            raise PromptError("this model has no chat template: send it a prompt at /v1/completions", where="messages")
+        settings = {**(options or {}), "tools": list(tools) if tools else None}
+        with _refusals("the chat template refuses this conversation"):
+            text = self._render(messages, settings)
+        tokens = self._encode(text)
+        marks = self._marks(messages, settings, text, tokens) if self._checkpoints else ()
+        return Prompt(tokens, marks, self._state(tokens), tuple(_parts(text, messages)))
+
+    def text(self, prompt: str | Sequence[int]) -> Prompt:
+        if isinstance(prompt, str):
+            with _refusals("the prompt cannot be tokenised"):
+                tokens = np.array(self._tokenizer.encode(prompt), np.int32)
+        else:
+            tokens = np.array(prompt, np.int64)
+            if tokens.size and not (tokens.min() >= 0 and tokens.max() < self._vocab):
+                raise PromptError(f"token ids of this model are from 0 to {self._vocab - 1}", where="prompt")
+        if tokens.size == 0:
+            raise PromptError("the prompt is empty; it needs at least one token", where="prompt")
+        return Prompt(tokens.astype(np.int32))
+
+    def _render(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
+        copies = [dict(m) for m in messages]  # templates may change what they are given
+        last = copies[-1]
+        unfinished = last.get("role") == "assistant" and last.get("content") and not last.get("tool_calls")
+        how = {"continue_final_message": True} if unfinished else {"add_generation_prompt": True}
+        rendered: str = self._tokenizer.apply_chat_template(copies, tokenize=False, **{**settings, **how})
+        return rendered
+
+    def _encode(self, text: str) -> np.ndarray:
+        with _refusals("the conversation cannot be tokenised"):
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+    def _state(self, tokens: np.ndarray) -> str:
+        """What the answer begins in."""
+        tokenizer = self._tokenizer
+        if tokenizer.response_initial_state:
+            return str(tokenizer.response_initial_state)
+        if tokenizer.has_thinking:
+            tail = tokens[-32:].tolist()  # a generation prompt is short
+            if tokenizer.rfind_think_start(tail) > tokenizer.rfind_think_end(tail):
+                return "reasoning"
+        return "normal"
+
+    def _marks(
+        self, messages: Sequence[Message], settings: Mapping[str, Any], text: str, tokens: np.ndarray
+    ) -> tuple[int, ...]:
+        """Where the next turn, and another conversation on the same system prompt, will branch off."""
+        answer, question = {"role": "assistant", "content": "x"}, {"role": "user", "content": "x"}
+        head = 0
+        while head < len(messages) and messages[head].get("role") in ("system", "developer"):
+            head += 1
+        later = [[*messages, answer, question], *([[*messages[:head], question]] if head else [])]
+        found = set()
+        for conversation in later:
+            with contextlib.suppress(*_REFUSED):
+                other = self._render(conversation, settings)
+                if other.startswith(text):
+                    continue
+                ids = self._encode(other)
+                n = min(len(ids), len(tokens))
+                differ = np.flatnonzero(ids[:n] != tokens[:n])
+                found.add(int(differ[0]) if len(differ) else n)
+        return tuple(sorted(at for at in found if 0 < at < len(tokens)))
+
+
+@contextlib.contextmanager
+def _refusals(what: str) -> Iterator[None]:
+    try:
+        yield
+    except PromptError:
+        raise
+    except _REFUSED as error:
+        raise PromptError(f"{what}: {error}", where="messages") from error
+
+
+def _parts(text: str, messages: Sequence[Message]) -> Iterator[tuple[int, str]]:
+    """Where each message's content begins in the rendered text, for those that the template renders as they are."""
+    at = 0
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        start = text.find(content.strip(), at) if isinstance(content, str) and content.strip() else -1
+        if start >= 0:
+            yield start, f"messages[{i}] ({message.get('role')})"
+            at = start + len(str(content).strip())
+
+
+def describe_divergence(prompt: Prompt, matched: int, known: Sequence[int], tokenizer: Any) -> str:
+    """Where this prompt left what was known, and how the two go on from there."""
+    if not len(known) or matched >= len(prompt.tokens) - 1:
+        return ""
+    now = tokenizer.decode(prompt.tokens[matched : matched + 12].tolist())
+    then = tokenizer.decode(list(known)[:12])
+    at = len(tokenizer.decode(prompt.tokens[:matched].tolist()))
+    part = next((f", in {name}" for start, name in reversed(prompt.parts) if start <= at), "")
+    return f"token {matched}{part}: known {_short(then)}, now {_short(now)}"
+
+
+def _short(text: str, most: int = 40) -> str:
+    return repr(text if len(text) <= most else text[:most] + "…")

@@ -1,0 +1,171 @@
+"""Choosing tokens: one for each row of a step, all of them without waiting for the device.
+
+- Filters and penalties are mlx-lm's own.
+- A seed gives the same tokens alone and in a batch, and after a pause: its draw depends on the seed and on how many
+  tokens were generated before, and on nothing else.
+- Rows without a seed that are sampled alike are drawn together.
+- Presence and frequency penalties look at what was generated, the repetition penalty at the prompt too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from onefold.engine import stock
+from onefold.engine.request import Sampling
+
+_ALL = 1 << 30
+"""A context size that takes in everything that was generated."""
+
+
+@dataclass
+class Row:
+    """How the tokens of one request are chosen."""
+
+    sampling: Sampling
+    vocab: int
+    top_logprobs: int | None = None
+    _over_all: list[Any] = field(init=False)
+    _over_generated: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        s = self.sampling
+        self.greedy = s.temperature == 0
+        penalty = None if s.repetition_penalty == 1 else s.repetition_penalty
+        context = max(1, s.repetition_context)
+        self._over_all = stock.make_logits_processors(dict(s.logit_bias) or None, penalty, context)
+        self._over_generated = stock.make_logits_processors(
+            presence_penalty=s.presence_penalty,
+            presence_context_size=_ALL,
+            frequency_penalty=s.frequency_penalty,
+            frequency_context_size=_ALL,
+        )
+        self.processed = bool(self._over_all or self._over_generated)
+        # mlx-lm refuses a top_k that filters nothing
+        top_k = s.top_k if 0 < s.top_k < self.vocab else 0
+        self.alike: Hashable = (s.temperature, s.top_p, s.min_p, top_k)
+        self.sampler = stock.make_sampler(temp=s.temperature, top_p=s.top_p, min_p=s.min_p, top_k=top_k)
+
+    def process(self, logits: mx.array, tokens: Sequence[int], prompt_tokens: int, newest: mx.array | None) -> mx.array:
+        """`newest` is a token that is chosen, but perhaps not computed yet."""
+        tail = [] if newest is None else [newest.reshape(-1).astype(mx.int32)]
+
+        def seen(known: Sequence[int]) -> mx.array:
+            return mx.concatenate([mx.array(list(known), mx.int32), *tail])
+
+        for processor in self._over_all:
+            logits = processor(seen(tokens[-self.sampling.repetition_context :]), logits)
+        for processor in self._over_generated:
+            logits = processor(seen(tokens[prompt_tokens:]), logits)
+        return logits
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One row at one step."""
+
+    row: Row
+    tokens: Sequence[int]
+    prompt_tokens: int
+    generated: int
+    """Tokens that were chosen for this request before."""
+    newest: mx.array | None
+    """The one among them that is not in `tokens` yet."""
+
+
+@dataclass
+class Chosen:
+    """The tokens of one step, by row; not computed yet when it is made."""
+
+    tokens: mx.array
+    logprobs: dict[int, tuple[mx.array, mx.array | None, mx.array | None]]
+    """For rows that asked: the chosen token's, and the most likely tokens with theirs."""
+    _read: list[int] | None = None
+
+    def start(self) -> None:
+        """Have the device compute it while we go on."""
+        extra = [a for given in self.logprobs.values() for a in given if a is not None]
+        mx.async_eval(self.tokens, *extra)
+
+    def read(self, seat: int) -> int:
+        found = self._read
+        if found is None:
+            found = self._read = np.array(self.tokens).tolist()
+        return found[seat]
+
+    def logprob(self, seat: int) -> tuple[float, list[tuple[int, float]]] | None:
+        if seat not in self.logprobs:
+            return None
+        chosen, which, values = self.logprobs[seat]
+        if which is None or values is None:
+            return float(np.array(chosen)), []
+        ids, scores = np.array(which), np.array(values)
+        return float(np.array(chosen)), [(int(ids[i]), float(scores[i])) for i in np.argsort(-scores)]
+
+
+class Chooser:
+    def __init__(self) -> None:
+        self._draws = random.SystemRandom()
+
+    def choose(self, logits: mx.array, turns: Sequence[Turn]) -> Chosen:
+        """One token per row of `logits`."""
+        chosen = self._tokens(logits, turns)
+        logprobs = {i: _logprobs(logits[i], chosen[i], t.row) for i, t in enumerate(turns) if _asks(t.row)}
+        return Chosen(chosen, logprobs)
+
+    def _tokens(self, logits: mx.array, turns: Sequence[Turn]) -> mx.array:
+        if all(t.row.greedy and not t.row.processed for t in turns):
+            return mx.argmax(logits, axis=-1)
+        groups: dict[Hashable, list[int]] = defaultdict(list)
+        for i, turn in enumerate(turns):
+            seeded = turn.row.sampling.seed is not None and not turn.row.greedy
+            groups[i if seeded else (turn.row.alike,)].append(i)
+        parts = []
+        for members in groups.values():
+            first = turns[members[0]]
+            rows = mx.concatenate([_scores(logits[i : i + 1], turns[i]) for i in members])
+            if not first.row.greedy:
+                seed = first.row.sampling.seed
+                mx.random.seed(self._draws.getrandbits(63) if seed is None else _mix(seed, first.generated))
+            parts.append(first.row.sampler(rows))
+        order = [i for members in groups.values() for i in members]
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return mx.concatenate(parts)[mx.array(back)]
+
+
+def _scores(logits: mx.array, turn: Turn) -> mx.array:
+    """Log probabilities in 32 bits, after bias and penalties."""
+    logits = logits.astype(mx.float32)
+    if turn.row.processed:
+        logits = turn.row.process(logits, turn.tokens, turn.prompt_tokens, turn.newest)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def _asks(row: Row) -> bool:
+    return row.top_logprobs is not None
+
+
+def _logprobs(logits: mx.array, token: mx.array, row: Row) -> tuple[mx.array, mx.array | None, mx.array | None]:
+    """Of the model's own distribution: temperature and filters change what is drawn, not what is likely."""
+    logits = logits.astype(mx.float32)
+    found = logits - mx.logsumexp(logits)
+    n = min(row.top_logprobs or 0, row.vocab)
+    if n == 0:
+        return found[token], None, None
+    which = mx.argpartition(-found, kth=n - 1)[:n]
+    return found[token], which, found[which]
+
+
+def _mix(seed: int, index: int) -> int:
+    """A seed of its own for each token: splitmix64, so that neighbouring seeds and indices are far apart."""
+    x = (seed + (index + 1) * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return x ^ (x >> 31)

@@ -1,0 +1,345 @@
+"""The scheduler: which request gets memory, which prompt gets its next chunk, and one decode step for all rows.
+
+- Memory is given by the cache's ledger, oldest request first; nobody overtakes one that waits for memory.
+- A prompt that another request is prefilling at this moment waits for it, and borrows.
+- Between two decode steps there is at most one chunk of prefill.
+- All rows of a step go through one forward. The next step is under way before the last one's tokens are read, so a
+  row that ends has run one token too far: that token is its end, and is kept.
+- When memory runs out in mid-generation, the youngest request gives way and goes on later. The oldest always goes on.
+
+Everything here runs on one thread, which owns MLX.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from onefold.cache.prefix_cache import PrefixCache
+from onefold.cache.tree import common_length
+from onefold.engine.job import Job
+from onefold.engine.request import Finish
+from onefold.engine.sampling import Chooser, Chosen
+from onefold.errors import BudgetError, Busy, DeviceError, OnefoldError, TooLong
+from onefold.sizes import show_size
+
+log = logging.getLogger("onefold.engine")
+
+WORTH_WAITING_FOR = 64
+"""Tokens of another request's prefill."""
+SHORT_REST = 64
+"""A rest of so many tokens is run whole, its last token included: one forward instead of two."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    rows: int = 32
+    """Requests that hold memory at a time."""
+    prefill_chunk: int = 2048
+    reserve_tokens: int = 256
+    """Room for an answer that a request must find at admission."""
+    queue_timeout_seconds: float = 600.0
+    stall_seconds: float = 0.5
+    """What a chunk of prefill may cost the streams that are running."""
+
+
+class Scheduler:
+    def __init__(self, model: Any, cache: PrefixCache, limits: Limits) -> None:
+        self._model = model
+        self._cache = cache
+        self._limits = limits
+        self._batch = cache.batch([])
+        self._chooser = Chooser()
+        self._pace = Pace(limits)
+        self.waiting: list[Job] = []
+        self.prefilling: list[Job] = []
+        self.decoding: list[Job] = []
+        self._hold_off = False
+        """Memory was short: nobody new until somebody is done."""
+        self._odd = False
+        self._lifetimes_seconds = 0.0
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def live(self) -> list[Job]:
+        return self.prefilling + self.decoding
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.prefilling or self.decoding)
+
+    def tick(self) -> None:
+        """One turn: whoever can be admitted, one chunk of prefill, one decode step."""
+        self._expire()
+        self._admit()
+        self._prefill()
+        self._decode()
+
+    # -- coming and going ----------------------------------------------------------------------
+
+    def add(self, job: Job) -> None:
+        self.waiting.append(job)
+
+    def cancel(self, number: int) -> None:
+        for job in [j for j in self.waiting + self.live if j.number == number]:
+            self.counts["cancelled"] += 1
+            job.over = True
+            self._leave(job)
+
+    def drop_all(self, error: OnefoldError) -> None:
+        for job in self.waiting + self.live:
+            self._fail(job, error)
+
+    def _leave(self, job: Job) -> None:
+        for jobs in (self.waiting, self.prefilling, self.decoding):
+            if job in jobs:
+                jobs.remove(job)
+                self._hold_off = self._hold_off and jobs is self.waiting
+        job.settle()
+
+    def _finish(self, job: Job, finish: Finish) -> None:
+        self.counts["finished"] += 1
+        self._lifetimes_seconds += time.monotonic() - job.arrived_at
+        self._leave(job)  # first: whoever hears of the end can count on what is stored
+        job.finish(finish)
+        job.tell()
+
+    def _fail(self, job: Job, error: OnefoldError) -> None:
+        self.counts["failed"] += 1
+        self._leave(job)
+        job.fail(error)
+        job.tell()
+
+    def _suspend(self, job: Job) -> None:
+        log.info("memory is short: request %d gives way after %d tokens", job.number, job.position)
+        self.counts["preemptions"] += 1
+        self._leave(job)
+        self.waiting.insert(0, job)
+        self._hold_off = bool(self.live)
+
+    def _expire(self) -> None:
+        patience = self._limits.queue_timeout_seconds
+        now = time.monotonic()
+        for job in [j for j in self.waiting if j.hit is None and now - j.arrived_at > patience]:
+            self._fail(job, Busy(f"there was no memory for this request within {patience:.0f} s", retry_after=30))
+
+    def expected_wait_seconds(self) -> int:
+        """About how long until a row is free, by what requests have taken so far."""
+        done = max(1, self.counts["finished"])
+        return max(1, min(60, round(self._lifetimes_seconds / done * (1 + len(self.waiting) / self._limits.rows))))
+
+    # -- admission -----------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        if self._hold_off and self.live:
+            return
+        for job in list(self.waiting):
+            if len(self.live) >= self._limits.rows:
+                return
+            if self._follows(job):
+                continue
+            if not self._open(job):
+                return
+            self.waiting.remove(job)
+            self.prefilling.append(job)
+            job.tell()
+
+    def _follows(self, job: Job) -> bool:
+        """Whether a request that is being prefilled will soon have much of this one's prompt. What a request has
+        already, it lends."""
+        prompt = job.request.prompt.tokens
+        best, leader = 0, None
+        for other in self.live:
+            if other.request.namespace == job.request.namespace:
+                common = min(common_length(other.request.prompt.tokens, prompt), len(prompt) - 1)
+                best, leader = max((best, leader), (common, other), key=lambda pair: pair[0])
+        if leader is None or best < WORTH_WAITING_FOR:
+            return False
+        if best - self._cache.matched(prompt, namespace=job.request.namespace) < WORTH_WAITING_FOR:
+            return False
+        reach = min(best, len(leader.request.prompt) - 1)
+        if leader in self.prefilling and leader.position < reach:
+            if leader.lease is not None:
+                leader.lease.stop_at(reach)
+            return True
+        self._guarded([leader], leader.publish)
+        return False
+
+    def _open(self, job: Job) -> bool:
+        """False if it has to wait for memory."""
+        for reserve_tokens in (self._limits.reserve_tokens, 0):
+            try:
+                job.open(self._cache, reserve_tokens)
+                return True
+            except BudgetError as error:
+                if self.live:
+                    return False
+                short = error
+        if job.n_chosen:
+            self._finish(job, "length")
+        else:
+            most = min(self._cache.most_tokens(), len(job.tokens) - 1)
+            self._fail(job, too_long(len(job.tokens), most, self._cache, short))
+        return False
+
+    # -- prefill -------------------------------------------------------------------------------
+
+    def _prefill(self) -> None:
+        if not self.prefilling:
+            return
+        job = self._next_to_prefill()
+        begun = time.perf_counter()
+        before = job.position
+        if self._guarded([job], lambda: self._run_chunk(job)) and job.position - before > 1:
+            self._pace.note(job.position - before, time.perf_counter() - begun)
+        if job in self.prefilling and job.position >= len(job.tokens) - 1:
+            self.prefilling.remove(job)
+            self.decoding.append(job)
+        elif job in self.prefilling:
+            job.progressed()
+        job.tell()
+
+    def _next_to_prefill(self) -> Job:
+        """The one with the least to do, and every other time the oldest: short ones need not wait for a long one,
+        and the long one gets there."""
+        self._odd = not self._odd
+        if self._odd:
+            return min(self.prefilling, key=lambda j: len(j.tokens) - j.position)
+        return min(self.prefilling, key=lambda j: j.number)
+
+    def _run_chunk(self, job: Job) -> None:
+        lease = job.lease
+        assert lease is not None
+        rest = len(job.tokens) - job.position
+        if 1 < rest <= SHORT_REST and self._cache.resumes_anywhere and job.left:
+            logits = self._forward(job, job.tokens[job.position :])
+            chosen = self._chooser.choose(logits[:, -1, :], [job.turn()])
+            chosen.start()
+            job.position += rest
+            job.seated(chosen, 0)
+            self.counts["prefilled_tokens"] += rest
+            return
+        chunk = lease.next_chunk(job.position, self._pace.chunk(bool(self.decoding)))
+        if len(chunk):
+            self._forward(job, chunk.tolist())
+            mx.eval([layer.state for layer in lease.layers])
+            job.position += len(chunk)
+            self.counts["prefilled_tokens"] += len(chunk)
+
+    def _forward(self, job: Job, tokens: list[int]) -> mx.array:
+        assert job.lease is not None
+        logits: mx.array = self._model(mx.array(tokens)[None], cache=job.lease.layers)
+        return logits
+
+    # -- decode --------------------------------------------------------------------------------
+
+    def _decode(self) -> None:
+        under_way = [(job, job.chosen, job.seat) for job in self.decoding if job.chosen is not None]
+        rows = [job for job in self.decoding if job.left > 0]
+        short = rows and not self._guarded(rows, lambda: self._step(rows), preempt=False)
+        for job, chosen, seat in under_way:
+            if not job.over:
+                self._guarded([job], functools.partial(self._read, job, chosen, seat))
+        for job in [j for j in self.decoding if j.left <= 0 and j.chosen is None]:
+            self._finish(job, "length")
+        if short:
+            self._give_way()
+        for job in self.decoding:
+            job.tell()
+
+    def _read(self, job: Job, chosen: Chosen, seat: int) -> None:
+        finish = job.read(chosen, seat)
+        self.counts["generated_tokens"] += 1
+        if finish is not None:
+            self._finish(job, finish)
+
+    def _step(self, rows: list[Job]) -> None:
+        """One forward for all rows, and the choice of their next tokens, all of it only begun."""
+        self._batch.seat([job.lease for job in rows if job.lease is not None])
+        logits = self._batch.step(_inputs(rows))
+        chosen = self._chooser.choose(logits, [job.turn() for job in rows])
+        chosen.start()
+        self.counts["steps"] += 1
+        for seat, job in enumerate(rows):
+            job.position += 1
+            job.seated(chosen, seat)
+
+    # -- when something is short or goes wrong ---------------------------------------------------
+
+    def _guarded(self, jobs: Iterable[Job], work: Callable[[], None], *, preempt: bool = True) -> bool:
+        """Do some work for these requests. If memory is short somebody gives way, and it is tried again later; if the
+        device fails they fail, and the others go on."""
+        try:
+            work()
+            return True
+        except BudgetError:
+            if preempt:
+                self._give_way()
+        except (DeviceError, RuntimeError, MemoryError) as error:
+            log.exception("the device failed in the middle of a forward")
+            for job in list(jobs):
+                self._fail(job, DeviceError(f"the device failed: {error}"))
+        return False
+
+    def _give_way(self) -> None:
+        """The youngest of those who hold memory lets go of it. One that is alone has all there is."""
+        if len(self.live) > 1:
+            self._suspend(max(self.live, key=lambda j: j.number))
+        elif self.decoding:
+            job = self.decoding[0]
+            log.warning("request %d ends at %d tokens: the budget has no room for more", job.number, job.position)
+            self._finish(job, "length")
+        elif self.prefilling and self.prefilling[0].n_chosen:
+            self._finish(self.prefilling[0], "length")
+        elif self.prefilling:
+            job = self.prefilling[0]
+            self._fail(job, too_long(len(job.tokens), min(self._cache.most_tokens(), job.position), self._cache))
+
+
+class Pace:
+    """How many prompt tokens to do at a time: many when nobody waits, else what takes about `stall_seconds`."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._rate = 0.0
+
+    def note(self, n_tokens: int, seconds: float) -> None:
+        rate = n_tokens / max(seconds, 1e-6)
+        self._rate = rate if not self._rate else 0.7 * self._rate + 0.3 * rate
+
+    def chunk(self, streams: bool) -> int:
+        most = self._limits.prefill_chunk
+        if not streams:
+            return most
+        return min(most, max(64, int(self._rate * self._limits.stall_seconds) // 64 * 64))
+
+
+def _inputs(rows: list[Job]) -> mx.array:
+    """The newest token of each row, whether it is known yet or not."""
+    first = rows[0].chosen
+    as_before = all(job.chosen is first and job.seat == i for i, job in enumerate(rows))
+    if first is not None and as_before and len(first.tokens) == len(rows):
+        return first.tokens
+    return mx.concatenate(
+        [
+            mx.array([job.tokens[-1]], mx.uint32)
+            if job.chosen is None
+            else job.chosen.tokens[job.seat : job.seat + 1].astype(mx.uint32)
+            for job in rows
+        ]
+    )
+
+
+def too_long(tokens: int, most: int, cache: PrefixCache, cause: BudgetError | None = None) -> TooLong:
+    budget = show_size(cache.budget_bytes)
+    message = f"this prompt has {tokens} tokens; the memory budget of {budget} has room for {most}"
+    error = TooLong(message, tokens=tokens, most=most)
+    error.__cause__ = cause
+    return error

@@ -70,23 +70,22 @@ def generation(service: Service) -> APIRouter:
         return Reply(service, await service.prepare(partial(plan, service, body, namespace)), request.state.record)
 
     openai, anthropic = errors(OPENAI_ERROR, 400, 404, 503), errors(ANTHROPIC_ERROR, 400, 404, 503)
-    raw = {"response_class": Response}
+    chats, texts = described(ChatRequest, streams=True), described(CompletionRequest, streams=True)
+    talks, counts = described(MessagesRequest, streams=True), described(Conversation, streams=False)
 
-    @router.post("/v1/chat/completions", openapi_extra=described(ChatRequest, streams=True), responses=openai, **raw)
+    @router.post("/v1/chat/completions", response_class=Response, openapi_extra=chats, responses=openai)
     async def chat_completions(request: Request) -> Response:
         return await answer(request, chat.plan)
 
-    @router.post("/v1/completions", openapi_extra=described(CompletionRequest, streams=True), responses=openai, **raw)
+    @router.post("/v1/completions", response_class=Response, openapi_extra=texts, responses=openai)
     async def text_completions(request: Request) -> Response:
         return await answer(request, completions.plan)
 
-    @router.post("/v1/messages", openapi_extra=described(MessagesRequest, streams=True), responses=anthropic, **raw)
+    @router.post("/v1/messages", response_class=Response, openapi_extra=talks, responses=anthropic)
     async def anthropic_messages(request: Request) -> Response:
         return await answer(request, messages.plan)
 
-    counting = described(Conversation, streams=False)
-
-    @router.post("/v1/messages/count_tokens", openapi_extra=counting, responses=anthropic, **raw)
+    @router.post("/v1/messages/count_tokens", response_class=Response, openapi_extra=counts, responses=anthropic)
     async def count_tokens(request: Request) -> Response:
         body = await request.body()
         counted = await service.prepare(partial(messages.count_tokens, service, body))

@@ -82,8 +82,8 @@ def explain(error: ValidationError, given: Any) -> BadRequest:
         if path == where
     )
     told = " or ".join(wanted)
-    said = f"This should be {told}." if first["msg"].startswith("Input should be ") else f"{told[:1].upper()}{told[1:]}."
-    return BadRequest(said, where=".".join(where))
+    told = f"this should be {told}" if first["msg"].startswith("Input should be ") else told
+    return BadRequest(f"{told[:1].upper()}{told[1:]}.", where=".".join(where))
 
 
 def _path(detail: ErrorDetails, given: Any) -> tuple[str, ...]:

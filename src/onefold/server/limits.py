@@ -65,7 +65,7 @@ class Keys:
 
 
 class BodyLimit:
-    """Reads the body before anything else happens. Does not wait for a client that sends nothing for `timeout` seconds."""
+    """Reads the body before anything else. Does not wait for a client that sends nothing for `timeout` seconds."""
 
     def __init__(self, app: ASGIApp, limit: int, timeout: float) -> None:
         self._app = app
@@ -97,7 +97,8 @@ class BodyLimit:
             if header(scope, b"expect").lower() != "100-continue":
                 await _discard(receive)
             return large
-        chunks, seen = [], 0
+        chunks: list[bytes] = []
+        seen = 0
         while True:
             try:
                 async with asyncio.timeout(self._timeout):

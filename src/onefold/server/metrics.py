@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from onefold.engine.engine import EngineStats
 from onefold.server.record import Record
 
 FIRST_TOKEN_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
@@ -19,19 +20,19 @@ BETWEEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1
 
 
 class Metrics:
-    def __init__(self, stats: Callable[[], Any]) -> None:
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(stats))
-        make = {"registry": self.registry}
-        self._requests = Counter("onefold_requests", "HTTP requests", ["endpoint", "status"], **make)
-        self._prompt = Counter("onefold_prompt_tokens", "Tokens of prompts", **make)
-        self._cached = Counter("onefold_cached_tokens", "Tokens of prompts whose KV was there already", **make)
-        self._generated = Counter("onefold_generated_tokens", "Tokens of answers that were sent", **make)
+        here = self.registry
+        self._requests = Counter("onefold_requests", "HTTP requests", ["endpoint", "status"], registry=here)
+        self._prompt = Counter("onefold_prompt_tokens", "Tokens of prompts", registry=here)
+        self._cached = Counter("onefold_cached_tokens", "Tokens of prompts whose KV was there already", registry=here)
+        self._generated = Counter("onefold_generated_tokens", "Tokens of answers that came to an end", registry=here)
         self._first = Histogram(
-            "onefold_time_to_first_token_seconds", "From the request", buckets=FIRST_TOKEN_BUCKETS, **make
+            "onefold_time_to_first_token_seconds", "From the request on", buckets=FIRST_TOKEN_BUCKETS, registry=here
         )
         self._between = Histogram(
-            "onefold_inter_token_seconds", "From one piece of an answer to the next", buckets=BETWEEN_BUCKETS, **make
+            "onefold_inter_token_seconds", "Between pieces of an answer", buckets=BETWEEN_BUCKETS, registry=here
         )
 
     def between(self, seconds: float) -> None:
@@ -53,7 +54,7 @@ class Metrics:
 
 
 class EngineCollector(Collector):
-    def __init__(self, stats: Callable[[], Any]) -> None:
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self._stats = stats
 
     def describe(self) -> list[Any]:

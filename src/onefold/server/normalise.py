@@ -12,8 +12,13 @@ from typing import Any
 BILLING = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*(?:\n+|\Z))+")
 """Claude Code begins its system prompt with such a line, which differs from request to request."""
 
-USUAL = """type function name description parameters $schema $id $ref title properties required additionalProperties
-    items enum const default format pattern minimum maximum minLength maxLength anyOf oneOf allOf $defs""".split()
+# fmt: off
+USUAL = (
+    "type", "function", "name", "description", "parameters",
+    "$schema", "$id", "$ref", "title", "properties", "required", "additionalProperties", "items", "enum", "const",
+    "default", "format", "pattern", "minimum", "maximum", "minLength", "maxLength", "anyOf", "oneOf", "allOf", "$defs",
+)
+# fmt: on
 _RANK = {key: rank for rank, key in enumerate(USUAL)}
 
 NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})

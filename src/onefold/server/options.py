@@ -16,6 +16,15 @@ MOST_TOKENS = 1 << 20
 MOST_STOPS = 16
 LARGEST_TOKEN = (1 << 31) - 1
 
+# fmt: off
+NOT_TEMPLATE_OPTIONS = frozenset({
+    "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+})
+# fmt: on
+"""They would reach the function that renders, not the template: a client might bring a template of its own."""
+
 MaxTokens = Annotated[int, Field(ge=1, description=f"More than {MOST_TOKENS} is taken for {MOST_TOKENS}.")]
 
 
@@ -51,6 +60,13 @@ def stop_strings(given: str | list[str] | None, where: str) -> tuple[str, ...]:
     if len(found) > MOST_STOPS:
         raise BadRequest(f"At most {MOST_STOPS} stop strings can be given, not {len(found)}.", where=where)
     return tuple(dict.fromkeys(text for text in found if text))
+
+
+def for_the_template(given: dict[str, Any] | None) -> dict[str, Any]:
+    for name in given or {}:
+        if name in NOT_TEMPLATE_OPTIONS:
+            raise BadRequest("This is not for a client to choose.", where=f"chat_template_kwargs.{name}")
+    return given or {}
 
 
 def most_tokens(*given: int | None) -> int | None:

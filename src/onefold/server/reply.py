@@ -50,6 +50,7 @@ class Plan:
 
 class Reply(Response):
     def __init__(self, service: Service, plan: Plan, record: Record) -> None:
+        super().__init__()
         self._service = service
         self._plan = plan
         self._record = record

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from onefold.engine.engine import Engine
 from onefold.engine.request import Sampling
-from onefold.errors import Busy, UnknownModel
+from onefold.errors import BadRequest, Busy, UnknownModel
 from onefold.server.metrics import Metrics
 from onefold.server.settings import Settings
 
@@ -39,6 +39,8 @@ class Service:
         self._preparing += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, make)
+        except RecursionError:  # a template may go down into a tool's schema by calling itself
+            raise BadRequest("Something in this request is nested too deeply.") from None
         finally:
             self._preparing -= 1
 

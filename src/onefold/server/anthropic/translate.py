@@ -12,6 +12,7 @@ from typing import Any
 from onefold.errors import BadRequest
 from onefold.server import normalise
 from onefold.server.anthropic.schemas import Block, Conversation, Message, Tool
+from onefold.server.options import for_the_template
 
 TEXT_ONLY = "This model takes text only: {} cannot be read."
 
@@ -124,4 +125,4 @@ def _tool(tool: Tool, where: str) -> dict[str, Any]:
 def template_options(asked: Conversation) -> dict[str, Any]:
     """Thinking is off unless it is asked for, as in Anthropic's API; templates that cannot switch it ignore this."""
     thinking = asked.thinking is not None and asked.thinking.type != "disabled"
-    return {"enable_thinking": thinking} | (asked.chat_template_kwargs or {})
+    return {"enable_thinking": thinking} | for_the_template(asked.chat_template_kwargs)

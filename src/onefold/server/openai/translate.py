@@ -9,6 +9,7 @@ from onefold.errors import BadRequest
 from onefold.server import normalise
 from onefold.server.body import Fields, parse_arguments
 from onefold.server.openai.schemas import Call, ChatRequest, Message, Part
+from onefold.server.options import for_the_template
 
 TEXT_ONLY = "This model takes text only: {} cannot be read."
 
@@ -39,9 +40,8 @@ def _message(message: Message, names: Mapping[str, str], where: str) -> dict[str
             made["tool_calls"] = [_call(call) for call in message.tool_calls]
     if message.name:
         made["name"] = message.name
-    if role == "tool":
-        if message.tool_call_id is not None:
-            made["tool_call_id"] = message.tool_call_id
+    if role == "tool" and message.tool_call_id is not None:
+        made["tool_call_id"] = message.tool_call_id
         if not message.name and message.tool_call_id in names:
             made["name"] = names[message.tool_call_id]
     return made
@@ -87,4 +87,4 @@ def template_options(asked: ChatRequest) -> dict[str, Any]:
         options["reasoning_effort"] = asked.reasoning_effort
         if asked.reasoning_effort == "none":
             options["enable_thinking"] = False
-    return options | (asked.chat_template_kwargs or {})
+    return options | for_the_template(asked.chat_template_kwargs)

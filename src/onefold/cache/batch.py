@@ -96,15 +96,16 @@ class Batch:
             raise LeaseError(f"{tokens.shape[0]} tokens for {len(self.leases)} rows")
         if len(self.leases) == 1:
             return self.model(tokens, cache=self.leases[0].layers[: self._n_layers])[:, -1, :]
-        with self._scratch(sum(lease._beats[0].scratch_bytes(1) for lease in self.leases)):
+        beats = [lease._beats[0] for lease in self.leases if lease._beats]  # none where a model runs uncached
+        with self._scratch(sum(beat.scratch_bytes(1) for beat in beats)):
             if self.ragged:
                 with self._lock:
                     if self._arena is not None:
                         self._arena.seat([lease._track for lease in self.leases if not lease._spanless])
                 RowsLayer.begin_step(self._plans)
                 return self.model(tokens, cache=self.layers)[:, -1, :]
-            for lease in self.leases:  # all or none: a row that went ahead could not be taken back
-                lease._reserve_step(lease._beats[0], 1)
+            for beat in beats:  # all or none: a row that went ahead could not be taken back
+                beat.lease._reserve_step(beat, 1)
             rows = [
                 self.model(tokens[i : i + 1], cache=lease.layers[: self._n_layers])[:, -1, :]
                 for i, lease in enumerate(self.leases)

@@ -17,6 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from onefold.cache.prefix_cache import PrefixCache, Stats
 from onefold.engine.job import Deliver, Job
@@ -82,21 +83,33 @@ class Engine:
         self.defaults = defaults or Sampling()
         """How tokens are chosen if a request does not say."""
         self.max_queue = max_queue
-        self._model = model
-        self._limits = limits or Limits()
-        self.cache = PrefixCache(model, budget, kv=kv, max_kv_size=max_kv_size, keep=keep, logit_tokens=SHORT_REST)
         self.vocab = _vocab(model, tokenizer)
-        self._prompts = PromptMaker(tokenizer, vocab=self.vocab, checkpoints=not self.cache.resumes_anywhere)
-        self._most_tokens = self.cache.most_tokens()
         self._numbers = itertools.count(1)
         self._mailbox: queue.SimpleQueue[Callable[[Scheduler], None] | None] = queue.SimpleQueue()
-        self._scheduler = Scheduler(model, self.cache, self._limits)
         self._posting = threading.Lock()
         self._posted = 0
         """Requests in the mailbox."""
         self._ended = False
-        self._thread = threading.Thread(target=self._run, name="onefold-engine", daemon=True)
+        self.cache: PrefixCache
+        self._scheduler: Scheduler
+        _evaluate(model)
+
+        def begin() -> None:
+            self.cache = PrefixCache(
+                model, budget, kv=kv, max_kv_size=max_kv_size, keep=keep, logit_tokens=SHORT_REST
+            )
+            self._scheduler = Scheduler(model, self.cache, limits or Limits())
+
+        refused: list[OnefoldError] = []
+        ready = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(begin, refused, ready), name="onefold-engine", daemon=True
+        )
         self._thread.start()
+        ready.wait()
+        if refused:
+            raise refused[0]
+        self._prompts = PromptMaker(tokenizer, vocab=self.vocab, checkpoints=not self.cache.resumes_anywhere)
 
     # -- prompts -------------------------------------------------------------------------------
 
@@ -121,8 +134,8 @@ class Engine:
         """Queue a request; the number names it for `cancel`. Raises Busy, TooLong, PromptError or EngineStopped."""
         if len(request.prompt) == 0:
             raise PromptError("the prompt is empty; it needs at least one token")
-        if len(request.prompt) > self._most_tokens:
-            raise too_long(len(request.prompt), self._most_tokens, self.cache)
+        if len(request.prompt) > self.most_tokens:
+            raise too_long(len(request.prompt), self.most_tokens, self.cache)
         for token in request.sampling.logit_bias:
             if not 0 <= token < self.vocab:
                 raise PromptError(f"logit_bias names token {token}; ids are from 0 to {self.vocab - 1}")
@@ -176,7 +189,7 @@ class Engine:
     @property
     def most_tokens(self) -> int:
         """The longest conversation that there is room for."""
-        return self._most_tokens
+        return self._scheduler.most_tokens
 
     def clear(self) -> int:
         """Drop everything that no running request holds; bytes freed."""
@@ -221,18 +234,28 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _run(self) -> None:
-        scheduler = self._scheduler
+    def _run(self, begin: Callable[[], None], refused: list[OnefoldError], ready: threading.Event) -> None:
         try:
-            while self._take_in(scheduler):
-                scheduler.tick()
+            try:
+                begin()
+            except OnefoldError as error:
+                refused.append(error)
+                return
+            finally:
+                ready.set()
+            while self._take_in(self._scheduler):
+                self._scheduler.tick()
         finally:
-            with self._posting:
-                self._ended = True
-            self._drain(scheduler)
-            scheduler.drop_all(EngineStopped("the engine has stopped"))
-            self.cache.close()
+            self._end()
             mx.clear_streams()  # what MLX leaves of a thread's streams can abort the process when it exits
+
+    def _end(self) -> None:
+        with self._posting:
+            self._ended = True
+        if hasattr(self, "_scheduler"):
+            self._drain(self._scheduler)
+            self._scheduler.drop_all(EngineStopped("the engine has stopped"))
+            self.cache.close()
 
     def _take_in(self, scheduler: Scheduler) -> bool:
         """What came in since the last turn; waits if there is nothing to do. False: it is time to end."""
@@ -250,6 +273,13 @@ class Engine:
             letter = self._mailbox.get()
             if letter is not None:
                 letter(scheduler)
+
+
+def _evaluate(model: nn.Module) -> None:
+    """Arrays that were only described cannot be computed on another thread: tables of rotary embeddings, say."""
+    for module in model.modules():
+        held: Any = tree_flatten([*module.values(), *vars(module).values()])
+        mx.eval([value for _, value in held if isinstance(value, mx.array)])
 
 
 def _vocab(model: nn.Module, tokenizer: Any) -> int:

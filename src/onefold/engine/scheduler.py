@@ -55,6 +55,7 @@ class Scheduler:
         self._model = model
         self._cache = cache
         self._limits = limits
+        self.most_tokens = cache.most_tokens()
         self._batch = cache.batch([])
         self._chooser = Chooser()
         self._pace = Pace(limits)
@@ -174,7 +175,8 @@ class Scheduler:
 
     def _open(self, job: Job) -> bool:
         """False if it has to wait for memory."""
-        for reserve_tokens in (self._limits.reserve_tokens, 0):
+        room = max(0, self.most_tokens - len(job.tokens))
+        for reserve_tokens in (min(self._limits.reserve_tokens, room), 0):
             try:
                 job.open(self._cache, reserve_tokens)
                 return True
@@ -185,7 +187,7 @@ class Scheduler:
         if job.n_chosen:
             self._finish(job, "length")
         else:
-            most = min(self._cache.most_tokens(), len(job.tokens) - 1)
+            most = min(self.most_tokens, len(job.tokens) - 1)
             self._fail(job, too_long(len(job.tokens), most, self._cache, short))
         return False
 
@@ -218,7 +220,7 @@ class Scheduler:
         lease = job.lease
         assert lease is not None
         rest = len(job.tokens) - job.position
-        if 1 < rest <= SHORT_REST and self._cache.resumes_anywhere and job.left:
+        if 1 < rest <= SHORT_REST and self._cache.resumes_anywhere and job.left and lease.chunk_limit(rest) == rest:
             logits = self._forward(job, job.tokens[job.position :])
             chosen = self._chooser.choose(logits[:, -1, :], [job.turn()])
             chosen.start()
@@ -300,7 +302,7 @@ class Scheduler:
             self._finish(self.prefilling[0], "length")
         elif self.prefilling:
             job = self.prefilling[0]
-            self._fail(job, too_long(len(job.tokens), min(self._cache.most_tokens(), job.position), self._cache))
+            self._fail(job, too_long(len(job.tokens), min(self.most_tokens, job.position), self._cache))
 
 
 class Pace:

@@ -1,20 +1,20 @@
 """A server of ours on a free port of the loopback interface, in this process, by uvicorn as the command runs it.
 
-    with listening(make_app(engine, settings), settings) as url: ...
+    with listening(engine, settings) as url: ...
+
+It does not stop the engine unless requests are still running at the end.
 """
 
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import uvicorn
-from starlette.types import ASGIApp
-
-from onefold.server.running import uvicorn_config
+from onefold.server.app import make_app
+from onefold.server.running import Server, bind
 from onefold.server.settings import Settings
 
 WAIT = 60.0
@@ -22,21 +22,27 @@ WAIT = 60.0
 
 
 @contextmanager
-def listening(app: ASGIApp, settings: Settings | None = None) -> Iterator[str]:
-    server = uvicorn.Server(uvicorn_config(app, settings or Settings(grace_seconds=1.0)))
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), name="server")
-        thread.start()
-        try:
-            for _ in range(int(WAIT / 0.01)):
-                if server.started or not thread.is_alive():
-                    break
-                threading.Event().wait(0.01)
-            assert server.started
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.should_exit = True
-            thread.join(WAIT)
-            assert not thread.is_alive(), "the server does not end"
+def listening(engine: Any, settings: Settings | None = None) -> Iterator[str]:
+    settings = settings or Settings(grace_seconds=1.0)
+    server = Server(make_app(engine, settings), engine, settings)
+    sock = bind("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), name="server")
+    thread.start()
+    try:
+        wait_until(lambda: server.started or not thread.is_alive(), "the server does not start")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(WAIT)
+        sock.close()
+        assert not thread.is_alive(), "the server does not end"
+
+
+def wait_until(true: Any, otherwise: str, seconds: float = WAIT) -> None:
+    pause = threading.Event()
+    for _ in range(int(seconds / 0.01)):
+        if true():
+            return
+        pause.wait(0.01)
+    raise AssertionError(otherwise)

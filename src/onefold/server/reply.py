@@ -114,13 +114,16 @@ class Reply(Response):
                 events.append((choice, event))
         for choice, event in events:
             if isinstance(event, Started):
-                self._record.note(choice, event)
+                self._note(choice, event)
         return events
 
     def _note(self, choice: int, event: Event) -> None:
         if isinstance(event, Failed):
             self._record.error = type(event.error).__name__
-        elif (seconds := self._record.note(choice, event)) is not None:
+            return
+        if isinstance(event, Started):
+            event = Started(self._service.shown(event.hit))
+        if (seconds := self._record.note(choice, event)) is not None:
             self._service.metrics.between(seconds)
 
 

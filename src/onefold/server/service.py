@@ -10,10 +10,11 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
 from onefold.engine.engine import Engine
-from onefold.engine.request import Sampling
+from onefold.engine.request import Hit, Sampling
 from onefold.errors import BadRequest, Busy, UnknownModel
 from onefold.server.metrics import Metrics
 from onefold.server.settings import Settings
@@ -65,3 +66,10 @@ class Service:
     def namespace(self, key: str) -> str:
         """For requests with this API key: KV is shared within a namespace only."""
         return hashlib.sha256(key.encode()).hexdigest()[:32] if self.settings.namespace_per_key and key else ""
+
+    def shown(self, hit: Hit) -> Hit:
+        """What a client may be told of a hit. Where its prompt diverged, the engine also quotes what is stored, which
+        may be somebody else's if KV is shared among several API keys."""
+        if len(self.settings.api_keys) < 2 or self.settings.namespace_per_key:
+            return hit
+        return replace(hit, diverged=hit.diverged.partition(": known ")[0])

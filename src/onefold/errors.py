@@ -9,7 +9,9 @@
     │   ├── LeaseClosed              ... after it was settled
     │   ├── WrongThread              ... from another thread than the one that opened it
     │   └── CommitError              ... committed with tokens that its layers do not hold
-    ├── RequestError                 a request that the engine will not run
+    ├── RequestError                 a request that will not be run
+    │   ├── BadRequest (ValueError)  ... because it is not one: says which field is wrong, and how
+    │   ├── UnknownModel             ... because it is for another model than the one that is served
     │   ├── PromptError (ValueError) ... because its messages cannot be made into a prompt
     │   ├── TooLong                  ... because its prompt can never fit; says how many tokens would
     │   └── Busy                     ... now: the queue is full, or it waited too long; says when to come again
@@ -64,6 +66,18 @@ class CommitError(LeaseError):
 
 
 class RequestError(OnefoldError):
+    pass
+
+
+class BadRequest(RequestError, ValueError):
+    """`where` is the field that is wrong, such as "messages.0.role", if it is one."""
+
+    def __init__(self, message: str, *, where: str = "") -> None:
+        super().__init__(message)
+        self.where = where
+
+
+class UnknownModel(RequestError):
     pass
 
 

@@ -6,9 +6,9 @@ import argparse
 import sys
 from importlib.metadata import version
 
-from onefold.cli import mlx_lm_server
+from onefold.cli import mlx_lm_server, serve
 
-COMMANDS = {"mlx-lm-server": mlx_lm_server}
+COMMANDS = {"serve": serve, "mlx-lm-server": mlx_lm_server}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,0 +1,291 @@
+"""`onefold serve MODEL`: the model behind OpenAI's and Anthropic's API.
+
+What is given on the command line, or in the environment, is made into the settings of the server and of the engine
+here, and nowhere else. Nonsense is one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from onefold.engine.engine import Engine
+    from onefold.server.settings import Settings
+
+HELP = "serve a model behind OpenAI's and Anthropic's API"
+
+MAX_KV_SIZE = 131_072
+KEEP = 4_096
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def _number(text: str, kind: type = float, least: float = 0, most: float = 1e15, above: bool = False) -> Any:
+    """`above`: `least` itself is too little."""
+    try:
+        found = kind(text.replace(",", ""))
+    except ValueError:
+        found = None
+    if found is None or not least <= found <= most or (above and found == least):
+        what = {int: "a whole number", float: "a number"}[kind]
+        bounds = f"{'above' if above else 'of at least'} {least}" + (f" and at most {most:g}" if most < 1e15 else "")
+        raise argparse.ArgumentTypeError(f"{what} {bounds} is needed, not {text!r}")
+    return found
+
+
+def _size(text: str) -> str:
+    from onefold.sizes import parse_size
+
+    try:
+        parse_size(text, total_bytes=1 << 40)  # whether it is a size at all; what a share is of is known later
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _level(text: str) -> str:
+    if text.lower() not in LEVELS:
+        raise argparse.ArgumentTypeError(f"it is one of {', '.join(LEVELS)}, not {text!r}")
+    return text.lower()
+
+
+count = partial(_number, kind=int)
+positive = partial(_number, kind=int, least=1)
+seconds = partial(_number, above=True, most=1e6)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One setting: `--name`, or its environment variable."""
+
+    name: str
+    help: str
+    type: Callable[[str], Any] = str
+    default: str | None = None
+    metavar: str | None = None
+    many: bool = False
+    """It may be given again; in the environment it is a list with commas."""
+
+    @property
+    def variable(self) -> str:
+        return "ONEFOLD_" + self.name.upper().replace("-", "_")
+
+    @property
+    def dest(self) -> str:
+        return self.name.replace("-", "_")
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        told = self.help + (f" (default {self.default})" if self.default else "") + f" [{self.variable}]"
+        given = os.environ.get(self.variable, "").strip()
+        if self.type is bool:
+            on = given.lower() in ("1", "true", "yes", "on")
+            parser.add_argument(f"--{self.name}", action=argparse.BooleanOptionalAction, default=on, help=told)
+        elif self.many:
+            parser.add_argument(f"--{self.name}", action="append", metavar=self.metavar, help=told)
+        else:
+            default = given or self.default
+            parser.add_argument(f"--{self.name}", type=self.type, default=default, metavar=self.metavar, help=told)
+
+    def listed(self, given: argparse.Namespace) -> tuple[str, ...]:
+        """What a flag that may be given again was given; on the command line, or else in the environment."""
+        there = getattr(given, self.dest) or os.environ.get(self.variable, "").split(",")
+        return tuple(part.strip() for part in there if part.strip())
+
+
+API_KEY = Flag("api-key", "a key that clients must send; may be given again", metavar="KEY", many=True)
+ALIAS = Flag("alias", "a name that requests may use, * for any; may be given again", metavar="NAME", many=True)
+CORS_ORIGIN = Flag("cors-origin", "a web page that may ask, * for any; may be given again", metavar="ORIGIN", many=True)
+
+FLAGS = (
+    Flag("host", "address to listen on", default="127.0.0.1", metavar="ADDRESS"),
+    Flag("port", "port to listen on; 0 is any that is free", partial(count, most=65535), "8080", "PORT"),
+    API_KEY,
+    ALIAS,
+    CORS_ORIGIN,
+    Flag("namespace-per-key", "share KV only among requests with the same API key", bool),
+    Flag("budget", "memory for KV and what it takes to compute: 8GB, 24GiB, 60%%; by default four fifths of the "
+         "device's memory less the weights", _size, None, "SIZE"),
+    Flag("kv", "bits of stored KV: 16, 8 or 4", str, "16", "BITS"),
+    Flag("max-kv-size", "tokens of a conversation that are kept, beyond which its middle is forgotten; 0 is no bound; "
+         f"by default {MAX_KV_SIZE}, or no bound with --kv 8 or 4", count, None, "TOKENS"),
+    Flag("keep", f"tokens that such a conversation begins with and never forgets; by default {KEEP}", count, None,
+         "TOKENS"),
+    Flag("max-batch", "requests that run at a time", positive, "32", "REQUESTS"),
+    Flag("max-queue", "requests that may wait; more are refused with 503", positive, "128", "REQUESTS"),
+    Flag("queue-timeout", "how long a request may wait", seconds, "600", "SECONDS"),
+    Flag("prefill-chunk", "tokens of a prompt that are run at once", positive, "2048", "TOKENS"),
+    Flag("max-tokens", "of an answer, if a request does not say; by default until the model ends", positive, None,
+         "TOKENS"),
+    Flag("temperature", "if a request does not say; by default as the model recommends", partial(_number, most=2), None,
+         "T"),
+    Flag("top-p", "likewise", partial(_number, most=1, above=True), None, "P"),
+    Flag("top-k", "likewise", count, None, "K"),
+    Flag("min-p", "likewise", partial(_number, most=1), None, "P"),
+    Flag("repetition-penalty", "likewise", partial(_number, most=10, above=True), None, "X"),
+    Flag("body-limit", "largest request", _size, "32MiB", "SIZE"),
+    Flag("keep-alive", "a stream that is silent for this long says that it is alive", seconds, "5", "SECONDS"),
+    Flag("send-timeout", "a client that does not read for this long is hung up on", seconds, "60", "SECONDS"),
+    Flag("grace", "what running requests are given when the server ends", partial(_number, most=1e6), "5", "SECONDS"),
+    Flag("log-level", f"{', '.join(LEVELS)}", _level, "info", "LEVEL"),
+)  # fmt: skip
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, without the usage of two dozen flags before it."""
+        raise SystemExit(_complain(message))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = Parser(
+        prog="onefold serve",
+        description="Serves one model at /v1/chat/completions, /v1/completions and /v1/messages.",
+        epilog="Each flag can also be set by the environment variable in brackets; the flag wins.",
+    )
+    model = os.environ.get("ONEFOLD_MODEL", "").strip() or None
+    told = "a folder, a Hugging Face id, or demo [ONEFOLD_MODEL]"
+    made.add_argument("model", metavar="MODEL", nargs="?", default=model, help=told)
+    for flag in FLAGS:
+        flag.add_to(made)
+    return made
+
+
+def run(arguments: list[str]) -> int:
+    given = parser().parse_args(arguments)
+    if given.model is None:
+        return _complain("which model? Give a folder or a Hugging Face id, or set ONEFOLD_MODEL")
+    from onefold.errors import OnefoldError
+
+    try:
+        return _serve(given)
+    except OnefoldError as error:
+        return _complain(str(error))
+
+
+def _serve(given: argparse.Namespace) -> int:
+    """Raises ConfigError."""
+    logging.basicConfig(level=given.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for chatty in ("uvicorn.error", "httpx", "asyncio"):
+        logging.getLogger(chatty).setLevel(max(logging.getLogger().level, logging.WARNING))
+    settings = _settings(given)
+    from onefold.server.running import bind  # takes seconds to import, as does the engine: not for --help
+
+    try:
+        sock = bind(settings.host, settings.port)
+    except OSError as error:
+        return _complain(f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}")
+    with sock:
+        engine = _engine(given)
+        try:
+            return _listen(engine, settings, sock)
+        finally:
+            engine.stop()
+
+
+def _settings(given: argparse.Namespace) -> Settings:
+    from onefold.server.settings import SAMPLING, Settings
+    from onefold.sizes import parse_size
+
+    return Settings(
+        host=given.host,
+        port=given.port,
+        api_keys=API_KEY.listed(given),
+        aliases=ALIAS.listed(given),
+        cors_origins=CORS_ORIGIN.listed(given),
+        namespace_per_key=given.namespace_per_key,
+        body_limit=parse_size(given.body_limit),
+        keep_alive_seconds=given.keep_alive,
+        send_timeout_seconds=given.send_timeout,
+        grace_seconds=given.grace,
+        sampling={name: value for name in SAMPLING if (value := getattr(given, name, None)) is not None},
+        max_tokens=given.max_tokens,
+    )
+
+
+def _engine(given: argparse.Namespace) -> Engine:
+    import onefold
+    from onefold.engine.engine import Engine
+    from onefold.engine.scheduler import Limits
+
+    max_kv_size = given.max_kv_size
+    if max_kv_size is None:
+        max_kv_size = MAX_KV_SIZE if given.kv == "16" else 0
+    keep = min(KEEP, max_kv_size // 2) if given.keep is None else given.keep
+    model, tokenizer = onefold.load(given.model)
+    return Engine(
+        model,
+        tokenizer,
+        model_id=given.model,
+        budget=given.budget,
+        kv=given.kv,
+        max_kv_size=max_kv_size or None,
+        keep=keep,
+        max_queue=given.max_queue,
+        limits=Limits(
+            rows=given.max_batch,
+            prefill_chunk=given.prefill_chunk,
+            queue_timeout_seconds=given.queue_timeout,
+        ),
+    )
+
+
+def _listen(engine: Engine, settings: Settings, sock: socket.socket) -> int:
+    from onefold.server.app import make_app
+    from onefold.server.running import Server
+
+    # uvicorn raises the signal that ended it once more, for those who were there before: they have nothing to add
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    _greet(engine, settings, sock)
+    try:
+        Server(make_app(engine, settings), engine, settings).run([sock])
+    except OSError as error:  # two servers took the address before one of them listened
+        return _complain(f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}")
+    return 0
+
+
+def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from onefold.sizes import show_size
+
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    url = f"http://{host}:{sock.getsockname()[1]}"
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in (
+        ("model", engine.model_id),
+        ("OpenAI", f"{url}/v1"),
+        ("Anthropic", url),
+        ("budget", show_size(engine.cache.budget_bytes)),
+        ("one token", f"{show_size(engine.cache.token_bytes)} of KV"),
+        ("room for", f"{engine.most_tokens:,} tokens"),
+    ):
+        table.add_row(name, Text(value))
+    console = Console(highlight=False)
+    console.print(table, soft_wrap=True)
+    if not _loopback(settings.host) and not settings.api_keys:
+        warning = f"Warning: whoever can reach {host} may use this server; give it an --api-key."
+        Console(stderr=True).print(Text(warning, "bold"), soft_wrap=True)
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _complain(message: str) -> int:
+    print(f"onefold serve: {' '.join(message.split())}", file=sys.stderr)
+    return 2

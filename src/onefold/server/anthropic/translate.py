@@ -1,0 +1,128 @@
+"""From Anthropic's messages and tools to OpenAI's, which chat templates take. Pure.
+
+A user's turn may become several messages: each result of a tool is one of its own, and text between them stays in its
+place. Thinking goes back to the template, which decides whether the model sees it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from onefold.errors import BadRequest
+from onefold.server import normalise
+from onefold.server.anthropic.schemas import Block, Conversation, Message, Tool
+from onefold.server.options import for_the_template
+
+TEXT_ONLY = "This model takes text only: {} cannot be read."
+
+
+def messages(asked: Conversation) -> list[dict[str, Any]]:
+    made = []
+    system = _system(asked.system)
+    if system:
+        made.append({"role": "system", "content": system})
+    names: dict[str, str] = {}
+    for i, message in enumerate(asked.messages):
+        where = f"messages.{i}.content"
+        if isinstance(message.content, str):
+            made.append({"role": message.role, "content": message.content})
+        elif message.role == "assistant":
+            made.append(_assistant(message.content, where, names))
+        else:
+            made += _user(message, where, names)
+    return made
+
+
+def _system(given: str | Sequence[Block] | None) -> str:
+    texts = [given] if isinstance(given, str) else [_text(block, f"system.{i}") for i, block in enumerate(given or ())]
+    return "\n".join(kept for text in texts if (kept := normalise.without_billing(text)))
+
+
+def _assistant(blocks: Sequence[Block], where: str, names: dict[str, str]) -> dict[str, Any]:
+    """Text that calls of tools came between was one text when the model wrote it."""
+    text, thought, calls = "", [], []
+    for i, block in enumerate(blocks):
+        here = f"{where}.{i}"
+        if block.type == "thinking":
+            thought.append(_needed(block.thinking, f"{here}.thinking"))
+        elif block.type == "tool_use":
+            name = _needed(block.name, f"{here}.name")
+            call = {"id": _needed(block.id, f"{here}.id"), "type": "function"}
+            calls.append(call | {"function": {"name": name, "arguments": block.input or {}}})
+            names[call["id"]] = name
+        elif block.type != "redacted_thinking":  # nobody here could read that
+            text += _text(block, here)
+    made: dict[str, Any] = {"role": "assistant", "content": text}
+    if any(thought):
+        made["reasoning_content"] = "\n".join(thought)
+    if calls:
+        made["tool_calls"] = calls
+    return made
+
+
+def _user(message: Message, where: str, names: dict[str, str]) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = []
+    lines: list[str] = []
+
+    def end_text() -> None:
+        if lines:
+            made.append({"role": message.role, "content": "\n".join(lines)})
+            lines.clear()
+
+    for i, block in enumerate(message.content):
+        assert isinstance(block, Block)
+        here = f"{where}.{i}"
+        if block.type == "tool_result" and message.role == "user":
+            end_text()
+            made.append(_result(block, here, names))
+        else:
+            lines.append(_text(block, here))
+    end_text()
+    return made or [{"role": message.role, "content": ""}]
+
+
+def _result(block: Block, where: str, names: dict[str, str]) -> dict[str, Any]:
+    given = block.content or ""
+    text = given if isinstance(given, str) else "\n".join(_text(b, f"{where}.content.{i}") for i, b in enumerate(given))
+    of = _needed(block.tool_use_id, f"{where}.tool_use_id")
+    made = {"role": "tool", "tool_call_id": of, "content": text or ("error" if block.is_error else "")}
+    return made | ({"name": names[of]} if of in names else {})
+
+
+def _text(block: Block, where: str) -> str:
+    if block.type != "text":
+        raise BadRequest(TEXT_ONLY.format(f"a block of the type {block.type[:40]!r}"), where=f"{where}.type")
+    return _needed(block.text, f"{where}.text")
+
+
+def _needed(value: str | None, where: str) -> str:
+    if value is None:
+        raise BadRequest("This field is required.", where=where)
+    return value
+
+
+def tools(asked: Conversation) -> list[dict[str, Any]] | None:
+    """As OpenAI writes them; None without tools, and with a tool_choice of "none"."""
+    if not asked.tools or (asked.tool_choice and asked.tool_choice.type == "none"):
+        return None
+    offered = [tool.name for tool in asked.tools]
+    if asked.tool_choice and asked.tool_choice.type == "tool" and asked.tool_choice.name not in offered:
+        raise BadRequest("This names a tool that is not among the tools.", where="tool_choice.name")
+    return [_tool(tool, f"tools.{i}") for i, tool in enumerate(asked.tools)]
+
+
+def _tool(tool: Tool, where: str) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        said = "Tools that Anthropic's servers run are not here; give one with an input_schema, and run it yourself."
+        raise BadRequest(said, where=f"{where}.type")
+    if tool.input_schema is None:
+        raise BadRequest("This field is required.", where=f"{where}.input_schema")
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return normalise.tool({"type": "function", "function": function})
+
+
+def template_options(asked: Conversation) -> dict[str, Any]:
+    """Thinking is off unless it is asked for, as in Anthropic's API; templates that cannot switch it ignore this."""
+    thinking = asked.thinking is not None and asked.thinking.type != "disabled"
+    return {"enable_thinking": thinking} | for_the_template(asked.chat_template_kwargs)

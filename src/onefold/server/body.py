@@ -1,0 +1,103 @@
+"""From the bytes of a request to a checked schema, or to a sentence that says what is wrong with them.
+
+Takes JSON as its standard has it: no NaN, no half of a surrogate pair, no more than 200 levels. Knows no API.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from onefold.errors import BadRequest
+
+log = logging.getLogger("onefold.server")
+
+
+class Fields(BaseModel):
+    """A JSON object. Types are taken as written (a "1" is no number); fields that are not known are let pass."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
+
+
+Schema = TypeVar("Schema", bound=Fields)
+
+
+def parse(body: bytes, schema: type[Schema]) -> Schema:
+    """Raises BadRequest."""
+    given = parse_json(body)
+    if not isinstance(given, dict):
+        raise BadRequest(f"The body must be a JSON object, not {_kind(given)}.")
+    try:
+        found = schema.model_validate(given)
+    except ValidationError as error:
+        raise explain(error, given) from None
+    if found.model_extra:
+        log.debug("fields that are not known were ignored: %s", ", ".join(sorted(found.model_extra)))
+    return found
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Raises BadRequest."""
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        hint = ""
+        if "recursion" in str(error):
+            hint = " (200 levels of nesting is the most)"
+        elif "hex escape" in str(error) or "surrogate" in str(error):
+            hint = " (a \\u escape is not a character: is it half of a surrogate pair?)"
+        elif "unicode" in str(error):
+            hint = " (it must be UTF-8)"
+        raise BadRequest(f"The body is not valid JSON: {error}{hint}.") from None
+
+
+def parse_arguments(given: str | Mapping[str, Any] | None) -> Any:
+    """Those of a tool's call as an object, which is what templates go through. Text that is none (a model may have
+    written it) stays text."""
+    if given is None or given == "":
+        return {}
+    if not isinstance(given, str):
+        return given
+    try:
+        found = from_json(given, allow_inf_nan=False)
+    except ValueError:
+        return given
+    return found if isinstance(found, dict) else given
+
+
+def explain(error: ValidationError, given: Any) -> BadRequest:
+    """One sentence about the most specific thing that is wrong."""
+    found = [(_path(detail, given), detail) for detail in error.errors(include_url=False, include_input=False)]
+    deepest = max(len(path) for path, _ in found)
+    where, first = next((path, detail) for path, detail in found if len(path) == deepest)
+    if first["type"] == "missing":
+        return BadRequest("This field is required.", where=".".join(where))
+    wanted = dict.fromkeys(
+        detail["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+        for path, detail in found
+        if path == where
+    )
+    told = " or ".join(wanted)
+    told = f"this should be {told}" if first["msg"].startswith("Input should be ") else told
+    return BadRequest(f"{told[:1].upper()}{told[1:]}.", where=".".join(where))
+
+
+def _path(detail: ErrorDetails, given: Any) -> tuple[str, ...]:
+    """Where in the body it is. Pydantic also names the member of a union that it tried; the body has no such place."""
+    path, here = [], given
+    for step in detail["loc"]:
+        if step in here if isinstance(here, dict) else isinstance(here, list) and step in range(len(here)):
+            here = here[step]
+        elif not (detail["type"] == "missing" and step == detail["loc"][-1]):
+            continue
+        path.append(str(step))
+    return tuple(path)
+
+
+def _kind(value: Any) -> str:
+    names = {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return names.get(type(value), "null")

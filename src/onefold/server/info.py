@@ -1,0 +1,58 @@
+"""The endpoints that run no model: which model it is, whether all is well, what the cache holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, Response
+
+from onefold.server.openapi import OPENAI_ERROR, errors
+from onefold.server.service import Service
+
+
+def routes(service: Service) -> APIRouter:
+    """Plain functions where the engine is asked: FastAPI runs those on threads."""
+    router = APIRouter()
+    since = int(time.time())
+
+    @router.get("/v1/models", responses=errors(OPENAI_ERROR))
+    async def models() -> dict[str, Any]:
+        """The one model, in OpenAI's words and in Anthropic's at once."""
+        found = model_shape(service.model, since)
+        return {"object": "list", "data": [found], "has_more": False, "first_id": found["id"], "last_id": found["id"]}
+
+    @router.get("/v1/models/{name:path}", responses=errors(OPENAI_ERROR, 404))
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return model_shape(service.model, since)
+
+    @router.get("/health", responses={503: {"description": "The engine has stopped."}})
+    async def health() -> JSONResponse:
+        alive = service.engine.alive
+        return JSONResponse({"status": "ok" if alive else "stopped", "model": service.model}, 200 if alive else 503)
+
+    @router.get("/metrics", response_class=Response, responses=errors(OPENAI_ERROR))
+    def metrics() -> Response:
+        return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/v1/cache", responses=errors(OPENAI_ERROR))
+    def cache() -> dict[str, Any]:
+        """What the engine and its cache have done, and hold."""
+        return dataclasses.asdict(service.engine.stats())
+
+    @router.delete("/v1/cache", responses=errors(OPENAI_ERROR, 503))
+    def clear() -> dict[str, int]:
+        """Drops everything that no running request holds."""
+        return {"freed_bytes": service.engine.clear()}
+
+    return router
+
+
+def model_shape(name: str, since: int) -> dict[str, Any]:
+    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(since))
+    openai = {"id": name, "object": "model", "created": since, "owned_by": "onefold"}
+    return openai | {"type": "model", "display_name": name, "created_at": at}

@@ -1,0 +1,144 @@
+"""Who may ask, and how much they may send. Pure ASGI middleware: what is refused here never reaches an endpoint.
+
+    Origins     a web page that was not named may not ask, whether or not it could read the answer
+    Keys        an API key, if the settings have any; /health is open
+    BodyLimit   a body is counted as it comes, whatever its headers say, and never held beyond the limit
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from onefold.server.errors import Problem, respond
+
+OPEN_PATHS = frozenset({"/health"})
+
+DISCARD_BYTES = 256 << 20
+DISCARD_SECONDS = 10.0
+"""How much of a body that is too large is still read and thrown away. Most clients look for an answer only when they
+have sent everything, and a connection that is closed before may lose it."""
+
+
+class Origins:
+    def __init__(self, app: ASGIApp, origins: Iterable[str]) -> None:
+        self._app = app
+        self._allowed = {origin.rstrip("/").lower() for origin in origins}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        origin = header(scope, b"origin") if scope["type"] == "http" else ""
+        if origin and not self._allowed & {"*", origin.lower()}:
+            said = "Web pages of this origin may not ask here; the server's --cors-origin names those that may."
+            await respond(scope, Problem(403, said, "origin_not_allowed"))(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+class Keys:
+    """Also puts the key that was presented into the request's state, as `api_key`."""
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        key = presented(scope)
+        scope.setdefault("state", {})["api_key"] = key
+        if self._digests and scope["path"] not in OPEN_PATHS and not self._known(key):
+            said = "This API key is not one of the server's." if key else "This server needs an API key."
+            said += " Send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
+            await respond(scope, Problem(401, said, "invalid_api_key"))(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _known(self, key: str) -> bool:
+        """Takes as long for a wrong key as for a right one."""
+        digest = _digest(key)
+        return any([hmac.compare_digest(digest, own) for own in self._digests])
+
+
+class BodyLimit:
+    """Reads the body before anything else. Does not wait for a client that sends nothing for `timeout` seconds."""
+
+    def __init__(self, app: ASGIApp, limit: int, timeout: float) -> None:
+        self._app = app
+        self._limit = limit
+        self._timeout = timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        found = await self._read(scope, receive)
+        if isinstance(found, Problem):
+            await respond(scope, found)(scope, receive, send)
+        elif found is not None:
+            read: Message | None = {"type": "http.request", "body": found, "more_body": False}
+
+            async def once() -> Message:
+                nonlocal read
+                message, read = read, None
+                return await receive() if message is None else message
+
+            await self._app(scope, once, send)
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | Problem | None:
+        """The body, or why not; None if the client is gone."""
+        large = Problem(413, f"The body is larger than the {self._limit} bytes that this server takes.", "too_large")
+        length = header(scope, b"content-length")
+        if length.isdigit() and int(length) > self._limit:
+            if header(scope, b"expect").lower() != "100-continue":
+                await _discard(receive)
+            return large
+        chunks: list[bytes] = []
+        seen = 0
+        while True:
+            try:
+                async with asyncio.timeout(self._timeout):
+                    message = await receive()
+            except TimeoutError:
+                return Problem(408, f"Nothing more of the body came for {self._timeout:g} seconds.", "body_timeout")
+            if message["type"] == "http.disconnect":
+                return None
+            seen += len(message.get("body", b""))
+            if seen > self._limit:
+                chunks.clear()
+                await _discard(receive)
+                return large
+            chunks.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                return b"".join(chunks)
+
+
+async def _discard(receive: Receive) -> None:
+    seen = 0
+    try:
+        async with asyncio.timeout(DISCARD_SECONDS):
+            while seen < DISCARD_BYTES:
+                message = await receive()
+                seen += len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        return
+
+
+def presented(scope: Scope) -> str:
+    """The API key of a request, or nothing."""
+    kind, _, rest = header(scope, b"authorization").partition(" ")
+    return rest.strip() if kind.lower() == "bearer" else header(scope, b"x-api-key")
+
+
+def header(scope: Scope, name: bytes) -> str:
+    return next((value.decode("latin-1").strip() for key, value in scope["headers"] if key == name), "")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,90 @@
+"""Prometheus metrics: requests as they end, and what the engine says of itself when it is asked.
+
+Each app has a registry of its own. Labels come from fixed sets, never from a client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from onefold.engine.engine import EngineStats
+from onefold.server.record import Record
+
+FIRST_TOKEN_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
+BETWEEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
+
+
+class Metrics:
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(stats))
+        here = self.registry
+        self._requests = Counter("onefold_requests", "HTTP requests", ["endpoint", "status"], registry=here)
+        self._prompt = Counter("onefold_prompt_tokens", "Tokens of prompts", registry=here)
+        self._cached = Counter("onefold_cached_tokens", "Tokens of prompts whose KV was there already", registry=here)
+        self._generated = Counter("onefold_generated_tokens", "Tokens of answers that came to an end", registry=here)
+        self._first = Histogram(
+            "onefold_time_to_first_token_seconds", "From the request on", buckets=FIRST_TOKEN_BUCKETS, registry=here
+        )
+        self._between = Histogram(
+            "onefold_inter_token_seconds", "Between pieces of an answer", buckets=BETWEEN_BUCKETS, registry=here
+        )
+
+    def between(self, seconds: float) -> None:
+        self._between.observe(seconds)
+
+    def ended(self, record: Record, endpoint: str) -> None:
+        self._requests.labels(endpoint, str(record.status)).inc()
+        hit = record.hit()
+        if hit is not None:
+            self._prompt.inc(hit.prompt_tokens)
+            self._cached.inc(hit.cached)
+            self._generated.inc(record.generated)
+        if record.time_to_first_token is not None:
+            self._first.observe(record.time_to_first_token)
+
+    def page(self) -> bytes:
+        """Blocks for a moment: the engine is asked."""
+        return generate_latest(self.registry)
+
+
+class EngineCollector(Collector):
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self._stats = stats
+
+    def describe(self) -> list[Any]:
+        return []  # or the registry would ask the engine when it is told of this
+
+    def collect(self) -> Iterator[Any]:
+        stats = self._stats()
+        cache = stats.cache
+        for name, what, value in (
+            ("onefold_queued_requests", "Requests that wait to be admitted", stats.queued),
+            ("onefold_prefilling_requests", "Requests whose prompt is being run", stats.prefilling),
+            ("onefold_decoding_requests", "Rows of the batch", stats.decoding),
+            ("onefold_budget_bytes", "All that may be used", cache.budget_bytes),
+            ("onefold_used_bytes", "Reserved now", cache.used_bytes),
+            ("onefold_peak_bytes", "Reserved at most", cache.peak_bytes),
+            ("onefold_stored_tokens", "Tokens whose KV is kept", cache.stored_tokens),
+        ):
+            yield GaugeMetricFamily(name, what, value=value)
+        for name, what, value in (
+            ("onefold_preemptions", "Requests that gave way to others, to be run again", stats.preemptions),
+            ("onefold_prefilled_tokens", "Tokens of prompts that were run", stats.prefilled_tokens),
+            ("onefold_sampled_tokens", "Tokens that the model made", stats.generated_tokens),
+            ("onefold_evicted_tokens", "Tokens whose KV made way", cache.evicted_tokens),
+        ):
+            yield CounterMetricFamily(name, what, value=value)
+        ledger = GaugeMetricFamily("onefold_ledger_bytes", "Bytes reserved, by what they are for", labels=["purpose"])
+        for purpose, n_bytes in sorted(cache.bytes.items()):
+            ledger.add_metric([purpose], n_bytes)
+        yield ledger
+        short = CounterMetricFamily("onefold_short_hits", "Why less was reused than was known", labels=["reason"])
+        for reason, count in sorted(cache.reasons.items()):
+            short.add_metric([reason], count)
+        yield short

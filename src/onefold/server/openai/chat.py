@@ -1,0 +1,128 @@
+"""POST /v1/chat/completions: a request made into a plan, and its answer in OpenAI's words."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import replace
+from typing import Any
+
+from onefold.engine.request import Done, Event, Reasoning, Request, Started, Text, ToolCall
+from onefold.errors import BadRequest
+from onefold.server.body import parse
+from onefold.server.errors import Problem
+from onefold.server.openai import chunks, translate
+from onefold.server.openai.schemas import ChatRequest, ResponseFormat
+from onefold.server.options import most_tokens, stop_strings
+from onefold.server.outcome import Outcome, Tally, Usage
+from onefold.server.reply import Plan, sse
+from onefold.server.service import Service
+
+
+def plan(service: Service, body: bytes, namespace: str) -> Plan:
+    """Blocks while the prompt is made. Raises RequestError."""
+    asked = parse(body, ChatRequest)
+    service.check_model(asked.model)
+    check_format(asked.response_format)
+    sampling = asked.sampling(service.defaults())
+    messages, tools = translate.messages(asked.messages), translate.tools(asked)
+    request = Request(
+        prompt=service.engine.chat(messages, tools=tools, template_options=translate.template_options(asked)),
+        max_tokens=most_tokens(asked.max_completion_tokens, asked.max_tokens, service.settings.max_tokens),
+        stop=stop_strings(asked.stop, "stop"),
+        sampling=sampling,
+        top_logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
+        tools=tools,
+        namespace=namespace,
+    )
+    n = asked.n or 1
+    usage = bool(asked.stream_options and asked.stream_options.include_usage)
+    writer = ChatWriter(service.model, choices=n, include_usage=usage, logprobs=bool(asked.logprobs))
+    return Plan(choices(request, n), writer, bool(asked.stream), n)
+
+
+def choices(request: Request, n: int) -> tuple[Request, ...]:
+    """The same request several times; with a seed, each has its own, or all would say the same."""
+    seed = request.sampling.seed
+    if seed is None:
+        return (request,) * n
+    return tuple(replace(request, sampling=replace(request.sampling, seed=(seed + i) % (1 << 63))) for i in range(n))
+
+
+def check_format(given: ResponseFormat | None) -> None:
+    if given is not None and given.type != "text":
+        said = 'Only {"type": "text"} can be asked for: nothing here makes a model keep to JSON or to a schema.'
+        raise BadRequest(said, where="response_format.type")
+
+
+class ChatWriter:
+    keep_alive = chunks.KEEP_ALIVE
+
+    def __init__(self, model: str, *, choices: int = 1, include_usage: bool = False, logprobs: bool = False) -> None:
+        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._head["system_fingerprint"] = chunks.FINGERPRINT
+        self._include_usage = include_usage
+        self._logprobs = logprobs
+        self._tally = Tally(choices)
+        self._calls = [0] * choices
+
+    def feed(self, choice: int, event: Event) -> bytes:
+        self._tally.add(choice, event)
+        match event:
+            case Started():
+                return self._chunk(choice, {"role": "assistant", "content": "", "refusal": None})
+            case Text():
+                shown = chunks.chat_logprobs(event.logprobs) if self._logprobs else None
+                return self._chunk(choice, {"content": event.text}, logprobs=shown)
+            case Reasoning():
+                return self._chunk(choice, {"reasoning_content": event.text})
+            case ToolCall():
+                return self._call(choice, event)
+            case Done():
+                return self._chunk(choice, {}, finish=event.finish)
+            case _:
+                return b""
+
+    def end(self) -> bytes:
+        if not self._include_usage:
+            return chunks.DONE
+        usage = chunks.usage_shape(self._tally.usage)
+        return sse({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage}) + chunks.DONE
+
+    def failed(self, problem: Problem) -> bytes:
+        return chunks.failed(problem)
+
+    def whole(self, outcomes: list[Outcome], usage: Usage) -> dict[str, Any]:
+        made = [self._choice(i, outcome) for i, outcome in enumerate(outcomes)]
+        return {**self._head, "object": "chat.completion", "choices": made, "usage": chunks.usage_shape(usage)}
+
+    def _choice(self, choice: int, outcome: Outcome) -> dict[str, Any]:
+        calls = [call_shape(call) for call in outcome.calls]
+        message: dict[str, Any] = {"role": "assistant", "content": outcome.text or (None if calls else "")}
+        message["refusal"] = None
+        if outcome.reasoning:
+            message["reasoning_content"] = outcome.reasoning
+        if calls:
+            message["tool_calls"] = calls
+        logprobs = chunks.chat_logprobs(outcome.logprobs) if self._logprobs else None
+        finish = outcome.done.finish if outcome.done else None
+        return {"index": choice, "message": message, "logprobs": logprobs, "finish_reason": finish}
+
+    def _call(self, choice: int, call: ToolCall) -> bytes:
+        """Its name first, then its arguments, as OpenAI sends them."""
+        index = self._calls[choice]
+        self._calls[choice] += 1
+        named = {"index": index, **call_shape(call), "function": {"name": call.name, "arguments": ""}}
+        argued = {"index": index, "function": {"arguments": call.arguments}}
+        return self._chunk(choice, {"tool_calls": [named]}) + self._chunk(choice, {"tool_calls": [argued]})
+
+    def _chunk(self, choice: int, delta: dict[str, Any], *, finish: str | None = None, logprobs: Any = None) -> bytes:
+        said = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        chunk: dict[str, Any] = {**self._head, "object": "chat.completion.chunk", "choices": [said]}
+        if self._include_usage:
+            chunk["usage"] = None
+        return sse(chunk)
+
+
+def call_shape(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -1,0 +1,82 @@
+"""The OpenAPI document. Bodies are parsed by `body.py`, not by FastAPI, so their schemas are put in here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+REF = "#/components/schemas/{model}"
+
+OPENAI_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+STATUSES = {
+    400: "The request is not one that can be run; the message says which field is wrong.",
+    401: "An API key is needed.",
+    403: "Web pages of this origin may not ask.",
+    404: "There is no such model here.",
+    408: "The body did not come.",
+    413: "The body is too large.",
+    500: "The server failed.",
+    503: "The engine is busy, or has stopped; Retry-After says when to come again.",
+}
+
+
+def described(schema: type[BaseModel], *, streams: bool) -> dict[str, Any]:
+    """What a route says of itself, for FastAPI's `openapi_extra`."""
+    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    body = {"required": True, "content": {"application/json": {"schema": {"$ref": REF.format(model=schema.__name__)}}}}
+    return {"requestBody": body, "responses": {"200": {"description": "The answer.", "content": content}}}
+
+
+def errors(shape: dict[str, Any], *statuses: int) -> dict[int | str, dict[str, Any]]:
+    """For FastAPI's `responses`."""
+    content = {"application/json": {"schema": shape}}
+    always = (401, 403, 408, 413, 500)
+    return {status: {"description": STATUSES[status], "content": content} for status in sorted({*always, *statuses})}
+
+
+def document(app: FastAPI, schemas: Sequence[type[BaseModel]]) -> Callable[[], dict[str, Any]]:
+    """For `app.openapi`."""
+    made: dict[str, Any] = {}
+
+    def openapi() -> dict[str, Any]:
+        if not made:
+            made.update(get_openapi(title=app.title, version=app.version, routes=app.routes))
+            _, found = models_json_schema([(schema, "validation") for schema in schemas], ref_template=REF)
+            made.setdefault("components", {}).setdefault("schemas", {}).update(found["$defs"])
+        return made
+
+    return openapi

@@ -1,0 +1,132 @@
+"""What is known of one HTTP request, for its log line, its headers and the metrics.
+
+Never holds what was said: counts, times and names only. `diverged` quotes the prompt, so it is a header, for the client
+alone, and in the log only at debug level.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+from onefold.engine.request import Done, Event, Hit, Progress, Started
+
+log = logging.getLogger("onefold.server")
+
+HUNG_UP = 499
+"""What nginx calls it, too. No client ever sees it."""
+
+PRINTABLE = "".join(chr(c) for c in range(0x20, 0x7F) if chr(c) != "%")
+LONGEST_HEADER = 200
+"""Characters, before they are encoded."""
+
+
+@dataclass
+class Record:
+    method: str
+    path: str
+    now: Callable[[], float] = time.monotonic
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    status: int = HUNG_UP
+    """Until a response begins."""
+    choices_per_prompt: int = 1
+    hits: dict[int, Hit] = field(default_factory=dict)
+    """By prompt, as the first of its choices found it."""
+    finish: dict[int, str] = field(default_factory=dict)
+    """By choice."""
+    generated: int = 0
+    first_token_at: float | None = None
+    last_token_at: dict[int, float] = field(default_factory=dict)
+    error: str = ""
+    """The name of the exception, if there was one."""
+
+    def __post_init__(self) -> None:
+        self.began_at = self.now()
+
+    def note(self, choice: int, event: Event) -> float | None:
+        """Returns the seconds since this choice last said something, if both are known."""
+        match event:
+            case Started(hit):
+                self.hits.setdefault(choice // self.choices_per_prompt, hit)
+            case Done():
+                self.finish[choice] = event.finish
+                self.generated += event.completion_tokens
+            case Progress():
+                pass
+            case _:
+                at, before = self.now(), self.last_token_at.get(choice)
+                self.last_token_at[choice] = at
+                if self.first_token_at is None:
+                    self.first_token_at = at
+                return None if before is None else at - before
+        return None
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return None if self.first_token_at is None else self.first_token_at - self.began_at
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """From the first token on, of all choices together."""
+        if self.first_token_at is None or self.generated < 2:
+            return None
+        seconds = max(self.last_token_at.values()) - self.first_token_at
+        return (self.generated - 1) / seconds if seconds > 0 else None
+
+    def hit(self) -> Hit | None:
+        """Of all prompts together; reasons are the first one's that has any."""
+        if not self.hits:
+            return None
+        found = [self.hits[i] for i in sorted(self.hits)]
+        return Hit(
+            sum(h.prompt_tokens for h in found),
+            sum(h.matched for h in found),
+            sum(h.cached for h in found),
+            next((h.reason for h in found if h.reason), ""),
+            next((h.diverged for h in found if h.diverged), ""),
+        )
+
+    def headers(self) -> dict[str, str]:
+        made = {"x-request-id": self.id, "request-id": self.id}
+        hit = self.hit()
+        if hit is not None:
+            made["x-onefold-prompt-tokens"] = str(hit.prompt_tokens)
+            made["x-onefold-matched-tokens"] = str(hit.matched)
+            made["x-onefold-cached-tokens"] = str(hit.cached)
+            if hit.reason:
+                made["x-onefold-reason"] = header_text(hit.reason)
+            if hit.diverged:
+                made["x-onefold-diverged"] = header_text(hit.diverged)
+        return made
+
+    def line(self) -> str:
+        said = [self.method, self.path, "hung up" if self.status == HUNG_UP else str(self.status)]
+        hit = self.hit()
+        if hit is not None:
+            said.append(f"prompt={hit.prompt_tokens} matched={hit.matched} cached={hit.cached}")
+            said.append(f"generated={self.generated} finish={','.join(self.finish.values()) or 'none'}")
+        if self.time_to_first_token is not None:
+            said.append(f"first_token={self.time_to_first_token:.3f}s")
+        if self.tokens_per_second is not None:
+            said.append(f"tokens_per_second={self.tokens_per_second:.1f}")
+        if hit is not None and hit.reason:
+            said.append(f'reason="{header_text(hit.reason)}"')
+        if self.error:
+            said.append(f"error={self.error}")
+        return " ".join([*said, f"seconds={self.now() - self.began_at:.3f} id={self.id}"])
+
+    def write(self, level: int = logging.INFO) -> None:
+        log.log(level, "%s", self.line())
+        hit = self.hit()
+        if hit is not None and hit.diverged:
+            log.debug("id=%s diverged: %s", self.id, header_text(hit.diverged))
+
+
+def header_text(text: str) -> str:
+    """Printable ASCII; everything else, and "%", percent-encoded as UTF-8."""
+    cut = text if len(text) <= LONGEST_HEADER else text[: LONGEST_HEADER - 3] + "..."
+    return quote(cut, safe=PRINTABLE, errors="replace").strip()

@@ -1,0 +1,70 @@
+"""How the app is run: uvicorn's settings, its socket, and an end that leaves nobody without an answer.
+
+When it is told to end, the server takes no more connections and gives running requests a little time. Then the engine
+is stopped, which tells each of those that are left, in the words of its API, that it failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from onefold.engine.engine import Engine
+from onefold.server.hang_up import Protocol
+from onefold.server.settings import Settings
+
+LONGEST_HEADERS = 64 << 10
+"""Bytes."""
+LAST_SECONDS = 10
+"""After the engine was stopped: then uvicorn cancels whatever is left."""
+
+
+class Server(uvicorn.Server):
+    """Stops the engine when it ends. Logging is the caller's: requests have a line of ours, and uvicorn's own loggers
+    are left as they are."""
+
+    def __init__(self, app: ASGIApp, engine: Engine, settings: Settings) -> None:
+        self._engine = engine
+        self._grace_seconds = settings.grace_seconds
+        config = uvicorn.Config(
+            app,
+            http=Protocol,
+            ws="none",
+            loop="asyncio",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=LONGEST_HEADERS,
+            timeout_graceful_shutdown=round(settings.grace_seconds) + LAST_SECONDS,
+        )
+        super().__init__(config)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        stopping = asyncio.create_task(self._stop_engine())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            stopping.cancel()
+
+    async def _stop_engine(self) -> None:
+        await asyncio.sleep(self._grace_seconds)
+        await asyncio.to_thread(self._engine.stop)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Takes the address, and does not listen yet: whoever connects before the server is there is refused. Raises
+    OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    found = socket.socket(family, kind, protocol)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except OSError:
+        found.close()
+        raise
+    return found

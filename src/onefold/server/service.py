@@ -1,0 +1,75 @@
+"""What every endpoint needs: the engine, the settings, the metrics, and a thread for work that blocks.
+
+Prompts are parsed, rendered and tokenised on one thread of their own: never on the event loop, and never on many
+threads at once, which would only take time from the engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TypeVar
+
+from onefold.engine.engine import Engine
+from onefold.engine.request import Hit, Sampling
+from onefold.errors import BadRequest, Busy, UnknownModel
+from onefold.server.metrics import Metrics
+from onefold.server.settings import Settings
+
+T = TypeVar("T")
+
+MOST_PREPARING = 256
+"""Requests whose bodies are held before the engine, which has a queue of its own, knows of them."""
+
+
+class Service:
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.metrics = Metrics(engine.stats)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="onefold-prompt")
+        self._preparing = 0
+
+    async def prepare(self, make: Callable[[], T]) -> T:
+        """Runs `make` on the thread for prompts. Raises Busy if too many wait for it."""
+        if self._preparing >= MOST_PREPARING:
+            raise Busy(f"{self._preparing} requests are waiting to be read.", retry_after=1)
+        self._preparing += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, make)
+        except RecursionError:  # a template may go down into a tool's schema by calling itself
+            raise BadRequest("Something in this request is nested too deeply.") from None
+        finally:
+            self._preparing -= 1
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def model(self) -> str:
+        return self.engine.model_id
+
+    def serves(self, name: str | None) -> bool:
+        own = {self.model, self.model.rstrip("/").rpartition("/")[2], "default", "", *self.settings.aliases}
+        return name is None or name in own or "*" in own
+
+    def check_model(self, name: str | None) -> None:
+        if not self.serves(name):
+            raise UnknownModel(f"The model {str(name)[:100]!r} is not served here; the one that is: {self.model!r}.")
+
+    def defaults(self) -> Sampling:
+        return self.settings.defaults(self.engine.defaults)
+
+    def namespace(self, key: str) -> str:
+        """For requests with this API key: KV is shared within a namespace only."""
+        return hashlib.sha256(key.encode()).hexdigest()[:32] if self.settings.namespace_per_key and key else ""
+
+    def shown(self, hit: Hit) -> Hit:
+        """What a client may be told of a hit. Where its prompt diverged, the engine also quotes what is stored, which
+        may be somebody else's if KV is shared among several API keys."""
+        if len(self.settings.api_keys) < 2 or self.settings.namespace_per_key:
+            return hit
+        return replace(hit, diverged=hit.diverged.partition(": known ")[0])

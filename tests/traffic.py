@@ -16,7 +16,7 @@ import numpy as np
 from onefold.cache.tree import Tree
 
 Message = dict[str, str]
-WORDS = "one two three stone river fox letter small green answer tool file error table window light after before".split()
+WORDS = ["one", "two", "three", "stone", "river", "fox", "letter", "small", "green", "answer", "tool", "file", "error"]
 
 
 @dataclass(frozen=True)

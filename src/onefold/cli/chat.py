@@ -58,7 +58,7 @@ def run(arguments: list[str]) -> int:
     if given.url is not None:
         typed = {argument.split("=")[0] for argument in arguments}
         if wrong := [f"--{flag.name}" for flag in ENGINE if f"--{flag.name}" in typed]:
-            return complain(NAME, f"{', '.join(wrong)}: these are the server's to choose, not those of --url")
+            return complain(NAME, f"{' and '.join(wrong)} is for a model that is started here; a server has its own")
     try:
         return _talk(given)
     except KeyboardInterrupt:

@@ -47,7 +47,13 @@ class Client:
         self._silence_seconds = silence_seconds
 
     def get(self, path: str) -> dict[str, Any]:
-        with self._send("GET", path, None) as response:
+        return self._call("GET", path)
+
+    def delete(self, path: str) -> dict[str, Any]:
+        return self._call("DELETE", path)
+
+    def _call(self, method: str, path: str) -> dict[str, Any]:
+        with self._send(method, path, None) as response:
             found = _json(response.read())
         if not isinstance(found, dict):
             raise ServerError(f"{self.url}{path} answered with something that is no JSON object")

@@ -33,13 +33,13 @@ _PHRASES = [
     _BREAKS,
     THOUGHT,
     json.dumps(CALL),
-    "{not json",
+    "<tool_call>{not json</tool_call>",
     *ANSWER,
 ]
 _CHAINS = [
     [_CALLS, "<think>", THOUGHT, "</think>", "<tool_call>", json.dumps(CALL), "</tool_call>", END],
     [_SAYS, *ANSWER, END],
-    [_BREAKS, "{not json", END],
+    [_BREAKS, "<tool_call>{not json</tool_call>", END],
 ]
 
 TEMPLATE = """
@@ -61,7 +61,7 @@ TEMPLATE = """
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\n' }}
     {%- if not tools or messages[-1].role == 'tool' %}{{ '<|says|>' }}
-    {%- elif 'broken' in messages[-1].content %}{{ '<tool_call><|breaks|>' }}
+    {%- elif 'broken' in messages[-1].content %}{{ '<|breaks|>' }}
     {%- else %}{{ '<|calls|>' }}{% endif %}
 {%- endif %}
 """.strip()

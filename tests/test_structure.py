@@ -22,6 +22,7 @@ NO_MLX = (
     "cache/eviction.py",
     "engine/prompt.py",
     "engine/request.py",
+    "engine/tokenising.py",
     "sizes.py",
     "errors.py",
 )

@@ -9,6 +9,7 @@ _blas.preload()
 from onefold.cache.batch import Batch  # noqa: E402
 from onefold.cache.lease import Lease  # noqa: E402
 from onefold.cache.prefix_cache import Pin, PrefixCache, Stats  # noqa: E402
+from onefold.engine.loading import load  # noqa: E402
 from onefold.errors import (  # noqa: E402
     BudgetError,
     CommitError,
@@ -40,4 +41,5 @@ __all__ = [
     "Stats",
     "TokenError",
     "WrongThread",
+    "load",
 ]

@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,17 +31,13 @@ from onefold.cache.anatomy import Anatomy
 from onefold.cache.checkpoints import GRID, Checkpoint, wanted
 from onefold.cache.kinds.full import SegmentedLayer
 from onefold.cache.ledger import Account, Purpose
-from onefold.cache.segment import Track
+from onefold.cache.segment import LEAST_CHUNK, Track
 from onefold.cache.stock import SLICEABLE, Kind
 from onefold.cache.tree import Node, Tokens, as_tokens, common_length
 from onefold.errors import BudgetError, CommitError, DeviceError, LeaseClosed, LeaseError, WrongThread
 
 if TYPE_CHECKING:
     from onefold.cache.prefix_cache import PrefixCache
-
-
-LEAST_CHUNK: Final = 16
-"""Tokens of the smallest chunk that prefill is cut into when the budget is short."""
 
 
 class Beat:

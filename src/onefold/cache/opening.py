@@ -10,6 +10,7 @@ Called with the cache's lock held.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from typing import TYPE_CHECKING
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING
 from onefold.cache import stock
 from onefold.cache.checkpoints import Checkpoint
 from onefold.cache.ledger import Purpose
-from onefold.cache.segment import Track, round_up
+from onefold.cache.segment import LEAST_CHUNK, Track, round_up
 from onefold.cache.tree import Node
+from onefold.errors import BudgetError
 
 if TYPE_CHECKING:
     from onefold.cache.lease import Lease
@@ -50,7 +52,7 @@ def open_lease(cache: PrefixCache, lease: Lease, reserve_tokens: int) -> None:
     if not lease._spanless:
         rest = len(lease.tokens) + reserve_tokens - lease._track.end
         if not cache._ledger.elastic:
-            _require(cache, lease, rest)
+            _require_room(cache, lease, rest)
         writable = _make_writable(cache, lease, rest)
         if cache._ledger.elastic:
             lease._unreserved = max(0, rest)  # a request that waits holds nothing yet
@@ -155,12 +157,32 @@ def _begin_again(cache: PrefixCache, lease: Lease, checkpoint: Checkpoint | None
                 leaf.free()
 
 
-def _require(cache: PrefixCache, lease: Lease, rest: int) -> None:
+def _require_room(cache: PrefixCache, lease: Lease, rest: int) -> None:
     """Refuse a rest that cannot be given room before anything is moved to make some."""
+    try:
+        _require(cache, lease, rest)
+    except BudgetError:
+        if not lease._track.pieces or lease._node is None:
+            raise
+        # what lies in one buffer with what this lease reads can be freed only while nobody reads there
+        lease._track.free()
+        with contextlib.suppress(BudgetError):
+            cache._ledger.open(Purpose.LIVE, _needed(cache, lease, rest)).close()
+        _read_in_place(cache, lease, lease._node)
+        _require(cache, lease, rest)
+
+
+def _require(cache: PrefixCache, lease: Lease, rest: int) -> None:
+    cache._ledger.open(Purpose.LIVE, _needed(cache, lease, rest), f"{rest} more tokens").close()
+
+
+def _needed(cache: PrefixCache, lease: Lease, rest: int) -> int:
+    """Bytes of the rest beyond what its buffer has room for already, and of the smallest forward."""
     last = lease._track.pieces[-1] if lease._track.pieces else None
     room = last.slab.capacity - last.hi if last is not None else 0
-    needed = max(0, rest - room) * cache._store.token_bytes
-    cache._ledger.open(Purpose.LIVE, needed, f"{rest} more tokens").close()
+    total = len(lease.tokens)
+    scratch = max((b.anatomy.scratch_bytes(max(1, min(LEAST_CHUNK, rest)), total) for b in lease._beats), default=0)
+    return max(0, rest - room) * cache._store.token_bytes + max(0, scratch - cache._scratch_bytes())
 
 
 def _make_writable(cache: PrefixCache, lease: Lease, rest: int) -> bool:

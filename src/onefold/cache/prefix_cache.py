@@ -28,9 +28,9 @@ from onefold.cache.attention import attention
 from onefold.cache.batch import Batch
 from onefold.cache.fingerprint import model_digest
 from onefold.cache.kinds.full import Bound
-from onefold.cache.lease import LEAST_CHUNK, Lease
+from onefold.cache.lease import Lease
 from onefold.cache.ledger import Account, ElasticLedger, Ledger, Purpose
-from onefold.cache.segment import Store, Track, round_up
+from onefold.cache.segment import LEAST_CHUNK, Store, Track, round_up
 from onefold.cache.shelf import Shelf
 from onefold.cache.tree import Node, Tokens, as_tokens
 from onefold.errors import BudgetError, ConfigError, DeviceError, IntegrityError

@@ -37,6 +37,8 @@ Arrays = tuple[mx.array, ...]
 
 STEP = 256
 """Capacities are multiples of this, which is also what the fast decode kernels like."""
+LEAST_CHUNK = 16
+"""Tokens of the smallest chunk that prefill is cut into when the budget is short."""
 
 
 def round_up(n: int, to: int = STEP) -> int:

@@ -47,6 +47,8 @@ class Job:
         self.n_chosen = 0
         self.hit: Hit | None = None
         self.over = False
+        self.gave_way_at = -1
+        """Where it stood when it last let go of its memory for want of more."""
         self._deliver = deliver
         self._tokenizer = tokenizer
         self._row = Row(request.sampling, vocab, request.top_logprobs)

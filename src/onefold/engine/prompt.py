@@ -17,6 +17,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from onefold.engine.request import Prompt
+from onefold.engine.tokenising import Tokeniser
 from onefold.errors import PromptError
 
 Message = Mapping[str, Any]
@@ -29,6 +30,7 @@ class PromptMaker:
     def __init__(self, tokenizer: Any, *, vocab: int, checkpoints: bool) -> None:
         """`checkpoints`: the model can be resumed at marked positions only, so say which will be needed."""
         self._tokenizer = tokenizer
+        self._tokeniser = Tokeniser(tokenizer)
         self._vocab = vocab
         self._checkpoints = checkpoints
 
@@ -72,7 +74,7 @@ class PromptMaker:
 
     def _encode(self, text: str) -> np.ndarray:
         with _refusals("the conversation cannot be tokenised"):
-            return np.array(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+            return self._tokeniser.encode(text)
 
     def _state(self, tokens: np.ndarray) -> str:
         """What the answer begins in."""

@@ -120,6 +120,10 @@ class Scheduler:
 
     def _suspend(self, job: Job) -> None:
         log.info("memory is short: request %d gives way after %d tokens", job.number, job.position)
+        if job.chosen is not None:  # a token is on its way: it counts, and it may be the last
+            self._guarded([job], functools.partial(self._read, job, job.chosen, job.seat))
+            if job.over:
+                return
         self.counts["preemptions"] += 1
         self._leave(job)
         self.waiting.insert(0, job)
@@ -291,17 +295,18 @@ class Scheduler:
         return False
 
     def _give_way(self) -> None:
-        """The youngest of those who hold memory lets go of it. One that is alone has all there is."""
-        if len(self.live) > 1:
-            self._suspend(max(self.live, key=lambda j: j.number))
-        elif self.decoding:
-            job = self.decoding[0]
+        """The youngest of those who hold memory lets go of it. One that is alone has all there is, but for what lies in
+        one buffer with what it reads: that can be freed while it holds nothing."""
+        job = max(self.live, key=lambda j: j.number, default=None)
+        if job is None:
+            return
+        if len(self.live) > 1 or job.gave_way_at < job.position:
+            job.gave_way_at = job.position
+            self._suspend(job)
+        elif job.n_chosen:
             log.warning("request %d ends at %d tokens: the budget has no room for more", job.number, job.position)
             self._finish(job, "length")
-        elif self.prefilling and self.prefilling[0].n_chosen:
-            self._finish(self.prefilling[0], "length")
-        elif self.prefilling:
-            job = self.prefilling[0]
+        else:
             self._fail(job, too_long(len(job.tokens), min(self.most_tokens, job.position), self._cache))
 
 

@@ -5,7 +5,7 @@ PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.setup-stamp
 JOBS  ?= 2
 
-.PHONY: help setup test demo models bench-core bench-dropin problems clean
+.PHONY: help setup test demo models bench-core bench-dropin bench-serve soak problems clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -33,6 +33,12 @@ bench-core: setup ## Run the core benchmark.
 
 bench-dropin: setup ## Run the drop-in benchmark: our prompt cache behind mlx-lm's server, and mlx-lm's own.
 	$(PY) benchmarks/dropin.py
+
+bench-serve: setup ## Run the serving benchmark: our server beside mlx-lm's, over HTTP.
+	$(PY) benchmarks/serve.py
+
+soak: setup ## Many clients on a tenth of the memory they need; every answer compared with a cold run.
+	$(PY) benchmarks/soak.py
 
 problems: setup ## Run the problems benchmark.
 	$(PY) benchmarks/problems.py

@@ -93,6 +93,12 @@ class Client:
         self._http = httpx.Client(base_url=url, timeout=PATIENCE_SECONDS, trust_env=False)
         self._result = result
 
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
     def ask(self, ask: Ask) -> None:
         body = {
             "messages": ask.messages,
@@ -177,12 +183,12 @@ def run(model: Any, tokenizer: Any, asks: list[Ask], budget_bytes: int, needed_b
     with serving(engine) as url:
 
         def work() -> None:
-            client = Client(url, result)
-            while not todo.empty():
-                with contextlib.suppress(queue.Empty):
-                    client.ask(todo.get_nowait())
-                if todo.qsize() % 50 == 0:
-                    result.rss.append(_rss())
+            with Client(url, result) as client:
+                while not todo.empty():
+                    with contextlib.suppress(queue.Empty):
+                        client.ask(todo.get_nowait())
+                    if todo.qsize() % 50 == 0:
+                        result.rss.append(_rss())
 
         watcher = threading.Thread(target=watch, daemon=True)
         workers = [threading.Thread(target=work, daemon=True) for _ in range(clients)]

@@ -177,12 +177,15 @@ def _require(cache: PrefixCache, lease: Lease, rest: int) -> None:
 
 
 def _needed(cache: PrefixCache, lease: Lease, rest: int) -> int:
-    """Bytes of the rest beyond what its buffer has room for already, and of the smallest forward."""
+    """Bytes of the rest beyond what its buffer has room for already, of the smallest forward, and of the copy of one
+    layer that a larger buffer must always leave room for."""
     last = lease._track.pieces[-1] if lease._track.pieces else None
-    room = last.slab.capacity - last.hi if last is not None else 0
+    held, used = (last.slab.capacity, last.hi) if last is not None else (0, 0)
+    capacity = round_up(used + rest) if used + rest > held else held
     total = len(lease.tokens)
     scratch = max((b.anatomy.scratch_bytes(max(1, min(LEAST_CHUNK, rest)), total) for b in lease._beats), default=0)
-    return max(0, rest - room) * cache._store.token_bytes + max(0, scratch - cache._scratch_bytes())
+    headroom = max(0, capacity * cache._store.layer_token_bytes - cache._ledger.headroom())
+    return (capacity - held) * cache._store.token_bytes + max(0, scratch - cache._scratch_bytes()) + headroom
 
 
 def _make_writable(cache: PrefixCache, lease: Lease, rest: int) -> bool:

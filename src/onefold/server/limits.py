@@ -107,13 +107,15 @@ class BodyLimit:
                 return Problem(408, f"Nothing more of the body came for {self._timeout:g} seconds.", "body_timeout")
             if message["type"] == "http.disconnect":
                 return None
+            more = message.get("more_body", False)
             seen += len(message.get("body", b""))
             if seen > self._limit:
                 chunks.clear()
-                await _discard(receive)
+                if more:
+                    await _discard(receive)
                 return large
             chunks.append(message.get("body", b""))
-            if not message.get("more_body", False):
+            if not more:
                 return b"".join(chunks)
 
 

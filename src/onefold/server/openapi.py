@@ -40,6 +40,11 @@ ANTHROPIC_ERROR = {
         },
     },
 }
+EVENT = {
+    "type": "object",
+    "description": "One of the events of a stream.",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+}
 STATUSES = {
     400: "The request is not one that can be run; the message says which field is wrong.",
     401: "An API key is needed.",
@@ -56,7 +61,7 @@ def described(schema: type[BaseModel], *, streams: bool) -> dict[str, Any]:
     """What a route says of itself, for FastAPI's `openapi_extra`."""
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": EVENT}
     body = {"required": True, "content": {"application/json": {"schema": {"$ref": REF.format(model=schema.__name__)}}}}
     return {"requestBody": body, "responses": {"200": {"description": "The answer.", "content": content}}}
 
@@ -76,7 +81,10 @@ def document(app: FastAPI, schemas: Sequence[type[BaseModel]]) -> Callable[[], d
         if not made:
             made.update(get_openapi(title=app.title, version=app.version, routes=app.routes))
             _, found = models_json_schema([(schema, "validation") for schema in schemas], ref_template=REF)
-            made.setdefault("components", {}).setdefault("schemas", {}).update(found["$defs"])
+            made["components"] = {"schemas": found["$defs"]}
+            for operations in made["paths"].values():
+                for operation in operations.values():
+                    operation["responses"].pop("422", None)  # FastAPI's own shape, which nothing here has
         return made
 
     return openapi

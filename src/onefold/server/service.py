@@ -30,13 +30,15 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.metrics = Metrics(engine.stats)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="onefold-prompt")
+        self._thread: ThreadPoolExecutor | None = None
         self._preparing = 0
 
     async def prepare(self, make: Callable[[], T]) -> T:
         """Runs `make` on the thread for prompts. Raises Busy if too many wait for it."""
         if self._preparing >= MOST_PREPARING:
             raise Busy(f"{self._preparing} requests are waiting to be read.", retry_after=1)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="onefold-prompt")
         self._preparing += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, make)
@@ -46,7 +48,10 @@ class Service:
             self._preparing -= 1
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Ends the thread for prompts; another one is made if it is needed again."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread = None
 
     @property
     def model(self) -> str:

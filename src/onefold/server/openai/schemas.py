@@ -7,9 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from onefold.server.body import Fields
-from onefold.server.options import MaxTokens, SamplingFields
+from onefold.server.options import LARGEST_TOKEN, MaxTokens, SamplingFields
 
 MOST_CHOICES = 8
+
+Token = Annotated[int, Field(ge=0, le=LARGEST_TOKEN)]
 
 
 class Part(Fields):
@@ -91,7 +93,7 @@ class ChatRequest(Common):
 
 
 class CompletionRequest(Common):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str] | list[Token] | list[list[Token]]
     suffix: str | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -1,0 +1,234 @@
+"""`onefold serve`: flags and their variables, one line for what is wrong, and an end with exit code 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from onefold.cli import main, serve
+
+ROOT = Path(__file__).resolve().parent.parent
+MESSAGES = [{"role": "user", "content": "Go on."}]
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("ONEFOLD_") and name != "ONEFOLD_BLAS"]:
+        monkeypatch.delenv(name)
+
+
+def given(*arguments: str) -> Any:
+    return serve.parser().parse_args(list(arguments))
+
+
+def wrong(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that is said of arguments that cannot be used."""
+    try:
+        code = main(["serve", *arguments])
+    except SystemExit as end:
+        code = end.code  # type: ignore[assignment]
+    said = capsys.readouterr()
+    assert code == 2 and said.out == "" and said.err.count("\n") == 1
+    return said.err
+
+
+# -- flags -----------------------------------------------------------------------------------------
+
+
+def test_defaults():
+    settings = serve._settings(given("m"))
+    assert (settings.host, settings.port, settings.body_limit) == ("127.0.0.1", 8080, 32 << 20)
+    assert settings.api_keys == settings.cors_origins == settings.aliases == () and not settings.namespace_per_key
+    assert dict(settings.sampling) == {} and settings.max_tokens is None
+    assert (settings.keep_alive_seconds, settings.send_timeout_seconds, settings.grace_seconds) == (5, 60, 5)
+
+
+def test_every_flag_has_a_variable_that_the_help_names(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--help"])
+    assert end.value.code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for flag in serve.FLAGS:
+        assert f"--{flag.name}" in said and f"[{flag.variable}]" in said
+    assert "[ONEFOLD_MODEL]" in said
+
+
+def test_variables_and_flags_that_win(monkeypatch):
+    monkeypatch.setenv("ONEFOLD_MODEL", "from/environment")
+    monkeypatch.setenv("ONEFOLD_PORT", "9000")
+    monkeypatch.setenv("ONEFOLD_API_KEY", "one, two")
+    monkeypatch.setenv("ONEFOLD_NAMESPACE_PER_KEY", "1")
+    monkeypatch.setenv("ONEFOLD_TEMPERATURE", "0.5")
+    monkeypatch.setenv("ONEFOLD_MAX_TOKENS", "1,000")
+    monkeypatch.setenv("ONEFOLD_CORS_ORIGIN", "")
+    read = given()
+    settings = serve._settings(read)
+    assert read.model == "from/environment" and settings.port == 9000
+    assert settings.api_keys == ("one", "two") and settings.namespace_per_key and settings.cors_origins == ()
+    assert dict(settings.sampling) == {"temperature": 0.5} and settings.max_tokens == 1000
+    keys = ["--api-key", "a,b", "--api-key", "c", "--no-namespace-per-key"]
+    read = given("other", "--port", "1", *keys, "--top-p", "0.9")
+    settings = serve._settings(read)
+    assert read.model == "other" and settings.port == 1
+    assert settings.api_keys == ("a,b", "c") and not settings.namespace_per_key
+    assert dict(settings.sampling) == {"temperature": 0.5, "top_p": 0.9}
+
+
+@pytest.mark.parametrize(
+    "arguments, bound",
+    [
+        ([], (131072, 4096)),
+        (["--max-kv-size", "0"], (None, 0)),
+        (["--max-kv-size", "1000"], (1000, 500)),
+        (["--max-kv-size", "1000", "--keep", "7"], (1000, 7)),
+        (["--kv", "8"], (None, 0)),
+    ],
+)
+def test_what_the_engine_is_made_with(monkeypatch, arguments, bound):
+    made: dict[str, Any] = {}
+    monkeypatch.setattr("onefold.load", lambda model: ("model", "tokenizer"))
+    monkeypatch.setattr("onefold.engine.engine.Engine", lambda *given, **options: made.update(options))
+    serve._engine(given("m", "--budget", "1GB", "--max-batch", "3", "--max-queue", "5", *arguments))
+    assert (made["max_kv_size"], made["keep"]) == bound
+    assert made["model_id"] == "m" and made["budget"] == "1GB" and made["max_queue"] == 5
+    assert made["limits"].rows == 3 and made["limits"].queue_timeout_seconds == 600
+
+
+# -- what is wrong ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ([], "which model?"),
+        (["m", "--port", "x"], "--port"),
+        (["m", "--port", "70000"], "at most 65535"),
+        (["m", "--budget", "much"], "cannot read 'much' as a size"),
+        (["m", "--temperature", "3"], "--temperature"),
+        (["m", "--top-p", "nan"], "--top-p"),
+        (["m", "--max-batch", "0"], "--max-batch"),
+        (["m", "--max-tokens", "-1"], "--max-tokens"),
+        (["m", "--keep-alive", "0"], "--keep-alive"),
+        (["m", "--log-level", "loud"], "debug, info, warning, error"),
+        (["m", "--nonsense"], "--nonsense"),
+        (["m", "another"], "another"),
+        (["m", "--api-key", "ü"], "ASCII"),
+        (["m", "--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
+    ],
+)
+def test_nonsense_is_one_line(capsys, arguments, said):
+    assert said in wrong(capsys, *arguments)
+
+
+def test_a_variable_that_makes_no_sense(capsys, monkeypatch):
+    monkeypatch.setenv("ONEFOLD_PORT", "many")
+    assert "--port" in wrong(capsys, "m")
+
+
+def test_a_port_that_is_taken(capsys, model):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        assert f"cannot listen on 127.0.0.1 port {port}" in wrong(capsys, str(model), "--port", port)
+
+
+def test_a_model_that_is_not_there(capsys, tmp_path, model):
+    assert "no folder" in wrong(capsys, str(tmp_path / "nothing"), "--port", "0")
+    assert "config.json" in wrong(capsys, str(tmp_path), "--port", "0")
+    assert "kv" in wrong(capsys, str(model), "--port", "0", "--kv", "7")
+
+
+# -- what it says ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "host, keys, warns",
+    [
+        ("127.0.0.1", (), False),
+        ("localhost", (), False),
+        ("::1", (), False),
+        ("0.0.0.0", (), True),
+        ("0.0.0.0", ("k",), False),
+        ("192.168.1.5", (), True),
+        ("::", (), True),
+        ("some.name", (), True),
+    ],
+)
+def test_a_server_that_is_open_to_all_is_warned_about(capsys, host, keys, warns):
+    cache = SimpleNamespace(budget_bytes=8 * 10**9, token_bytes=131_072)
+    engine: Any = SimpleNamespace(model_id="a/model", cache=cache, most_tokens=50_000)
+    settings = serve._settings(given("m", "--host", host, *(a for key in keys for a in ("--api-key", key))))
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        serve._greet(engine, settings, sock)
+        port = sock.getsockname()[1]
+    said = capsys.readouterr()
+    assert ("--api-key" in said.err) == warns
+    for part in ("a/model", f":{port}/v1", "8.0 GB", "131.1 kB", "50,000 tokens"):
+        assert part in said.out
+
+
+# -- from start to end -----------------------------------------------------------------------------
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command in a process of its own, and where it listens."""
+    command = [sys.executable, "-m", "onefold", "serve", "--port", "0", "--budget", "64MB", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}
+    with subprocess.Popen(
+        command, env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        try:
+            for line in process.stdout or ():
+                if found := re.search(r"OpenAI +(http://\S+)/v1", line):
+                    yield process, found[1]
+                    break
+            else:
+                raise AssertionError(f"it did not start: {process.stderr and process.stderr.read()}")
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+@contextmanager
+def ready(url: str) -> Iterator[httpx.Client]:
+    transport = httpx.HTTPTransport(retries=20)  # the address is printed just before it listens
+    with httpx.Client(base_url=url, transport=transport, timeout=60) as client:
+        assert client.get("/health").json()["status"] == "ok"
+        yield client
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_and_ends_cleanly_while_it_is_asked(model, how):
+    with running(str(model), "--grace", "0.3", "--temperature", "0") as (process, url), ready(url) as client:
+        answer = client.post("/v1/chat/completions", json={"model": model.name, "messages": MESSAGES, "max_tokens": 4})
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
+        body = {"messages": MESSAGES, "max_tokens": 1_000_000, "stream": True}
+        with client.stream("POST", "/v1/chat/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            for _ in range(6):
+                next(lines)
+            process.send_signal(how)
+            last = [line for line in lines if line][-1]
+        assert process.wait(60) == 0
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_stopped"
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert "Traceback" not in said and "ERROR" not in said
+    lines_of_ours = [line for line in said.splitlines() if "onefold.server" in line]
+    assert len(lines_of_ours) == 2 and "finish=failed" in lines_of_ours[1]

@@ -1,0 +1,425 @@
+"""The real server on real models, asked by OpenAI's and Anthropic's own Python clients, unmodified."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from listening import listening, wait_until
+from talking_model import ANSWER, CALL, THOUGHT, write_talking_model
+
+import onefold
+from onefold.engine.engine import Engine
+from onefold.engine.request import Sampling
+from onefold.engine.scheduler import Limits
+from onefold.server.settings import Settings
+
+SAID = "".join(ANSWER)
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city", "days"],
+}
+OPENAI_TOOL: Any = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
+ANTHROPIC_TOOL: Any = {"name": "get_weather", "description": "", "input_schema": SCHEMA}
+QUESTION: Any = {"role": "user", "content": "What is the weather in Paris?"}
+SYSTEM = "You are the keeper of a lighthouse. " * 20
+
+
+class Served:
+    def __init__(self, url: str, engine: Engine, name: str) -> None:
+        self.url, self.engine, self.name = url, engine, name
+        self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60)
+        self.anthropic = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0, timeout=60)
+
+    def close(self) -> None:
+        self.openai.close()
+        self.anthropic.close()
+
+    def at_rest(self) -> None:
+        """Nothing runs, and what is stored is sound."""
+        wait_until(lambda: self.engine.stats().decoding + self.engine.stats().prefilling == 0, "still running")
+        self.engine.check()
+
+
+def served(folder: Path, settings: Settings | None = None, **options: Any) -> Iterator[Served]:
+    greedy = Sampling(temperature=0)
+    with Engine(*onefold.load(folder), model_id=str(folder), defaults=greedy, **options) as engine:
+        with listening(engine, settings) as url:
+            made = Served(url, engine, folder.name)
+            try:
+                yield made
+            finally:
+                made.close()
+        if engine.alive:
+            engine.check()
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Thinks and calls a tool if it has one, and otherwise says its sentence."""
+    yield from served(write_talking_model(tmp_path_factory.mktemp("talker")), budget="64MB")
+
+
+@pytest.fixture(scope="module")
+def babbler(model: Path) -> Iterator[Served]:
+    """Goes on for as long as it may."""
+    yield from served(model, budget="128MB", limits=Limits(rows=8))
+
+
+# -- OpenAI ----------------------------------------------------------------------------------------
+
+
+def test_openai_chat(talker):
+    answer = talker.openai.chat.completions.create(model=talker.name, messages=[QUESTION])
+    assert answer.choices[0].message.content == SAID and answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens == len(ANSWER) + 1  # and its end
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_openai_streaming(talker):
+    stream = talker.openai.chat.completions.create(
+        model="default", messages=[QUESTION], stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == SAID
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == len(ANSWER) + 1
+
+
+def test_openai_tools_there_and_back(talker):
+    """Reasoning, a call, its result, an answer; the second prompt goes on from the first."""
+    ask = talker.openai.chat.completions.create
+    first = ask(model=talker.name, messages=[QUESTION], tools=[OPENAI_TOOL])
+    message = first.choices[0].message
+    assert first.choices[0].finish_reason == "tool_calls"
+    assert message.reasoning_content == THOUGHT and not message.content
+    (call,) = message.tool_calls
+    assert call.function.name == CALL["name"] and json.loads(call.function.arguments) == CALL["arguments"]
+    assert first.usage.completion_tokens_details.reasoning_tokens > 0
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    messages = [QUESTION, message.model_dump(exclude_none=True), result]
+    second = ask(model=talker.name, messages=messages, tools=[OPENAI_TOOL])
+    assert second.choices[0].message.content == SAID
+    assert second.usage.prompt_tokens_details.cached_tokens > first.usage.prompt_tokens - 20
+
+
+def test_openai_tools_streamed_by_the_clients_own_helper(talker):
+    with talker.openai.chat.completions.stream(model=talker.name, messages=[QUESTION], tools=[OPENAI_TOOL]) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert "tool_calls.function.arguments.done" in kinds
+    (call,) = final.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == CALL["arguments"]
+    assert final.choices[0].finish_reason == "tool_calls"
+
+
+def test_openai_without_the_tools_that_it_may_not_use(talker):
+    ask = talker.openai.chat.completions.create
+    answer = ask(model=talker.name, messages=[QUESTION], tools=[OPENAI_TOOL], tool_choice="none")
+    assert answer.choices[0].message.content == SAID and answer.choices[0].message.tool_calls is None
+
+
+def test_openai_conversation_goes_on_from_what_is_known(babbler):
+    ask = babbler.openai.chat.completions.with_raw_response.create
+    messages: list[Any] = [{"role": "system", "content": SYSTEM}]
+    known = 0
+    for turn in range(4):
+        messages.append({"role": "user", "content": f"Turn {turn}: and then?"})
+        raw = ask(model=babbler.name, messages=messages, max_tokens=20)
+        answer = raw.parse()
+        assert int(raw.headers["x-onefold-cached-tokens"]) == answer.usage.prompt_tokens_details.cached_tokens
+        assert int(raw.headers["x-onefold-prompt-tokens"]) == answer.usage.prompt_tokens
+        assert answer.usage.prompt_tokens_details.cached_tokens >= known - 1
+        assert "x-onefold-diverged" not in raw.headers
+        known = answer.usage.total_tokens
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+    babbler.at_rest()
+
+
+def test_openai_says_where_a_prompt_diverged(babbler):
+    ask = babbler.openai.chat.completions.with_raw_response.create
+    for name in ("Ada", "Ben"):
+        messages = [{"role": "system", "content": SYSTEM + f"Your name is {name}."}, QUESTION]
+        raw = ask(model=babbler.name, messages=messages, max_tokens=1)
+    assert "messages[0] (system)" in raw.headers["x-onefold-diverged"]
+    assert "'Ben." in raw.headers["x-onefold-diverged"]
+
+
+def test_openai_several_choices_are_prefilled_once(babbler):
+    before = babbler.engine.stats().prefilled_tokens
+    text = "Choose one of many. " * 30
+    answer = babbler.openai.chat.completions.create(
+        model=babbler.name, messages=[{"role": "user", "content": text}], n=4, max_tokens=8, temperature=1, seed=1
+    )
+    assert len({c.message.content for c in answer.choices}) > 1
+    assert answer.usage.completion_tokens == 4 * 8
+    assert babbler.engine.stats().prefilled_tokens - before < 1.3 * len(text)
+    stream = babbler.openai.chat.completions.create(
+        model=babbler.name, messages=[QUESTION], n=3, max_tokens=5, temperature=1, seed=1, stream=True
+    )
+    texts = dict.fromkeys(range(3), "")
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert all(len(text) >= 5 for text in texts.values())
+
+
+def test_openai_sampling_is_the_requests(babbler):
+    def ask(**options: Any) -> str:
+        answer = babbler.openai.chat.completions.create(
+            model=babbler.name, messages=[QUESTION], max_tokens=12, **options
+        )
+        return answer.choices[0].message.content
+
+    assert ask() == ask() == ask(temperature=0) == ask(temperature=1, top_p=0)
+    assert ask() == ask(temperature=1, extra_body={"top_k": 1})
+    assert ask(temperature=1, seed=5) == ask(temperature=1, seed=5) != ask(temperature=1, seed=6)
+    assert set(ask(logit_bias={"5": 100})) == {"&"}
+    assert ask(frequency_penalty=2, presence_penalty=2, extra_body={"repetition_penalty": 1.3, "min_p": 0.1})
+
+
+def test_openai_stops(talker):
+    ask = talker.openai.chat.completions.create
+    answer = ask(model=talker.name, messages=[QUESTION], stop=["nowhere", " Par"])
+    assert answer.choices[0].message.content == "It is sunny in" and answer.choices[0].finish_reason == "stop"
+    answer = ask(model=talker.name, messages=[QUESTION], max_completion_tokens=2)
+    assert answer.choices[0].message.content == "It is sunny" and answer.choices[0].finish_reason == "length"
+
+
+def test_openai_logprobs(babbler):
+    answer = babbler.openai.chat.completions.create(
+        model=babbler.name, messages=[QUESTION], max_tokens=4, logprobs=True, top_logprobs=3
+    )
+    found = answer.choices[0].logprobs.content
+    assert "".join(t.token for t in found) == answer.choices[0].message.content and len(found) == 4
+    assert all(len(t.top_logprobs) == 3 and t.top_logprobs[0].logprob >= t.logprob for t in found)
+
+
+def test_openai_completions(babbler):
+    ask = babbler.openai.completions.create
+    answer = ask(model=babbler.name, prompt="Once upon", max_tokens=6, logprobs=2, echo=False)
+    assert len(answer.choices[0].text) == 6 and len(answer.choices[0].logprobs.tokens) == 6
+    assert answer.choices[0].logprobs.text_offset == [0, 1, 2, 3, 4, 5]
+    tokens = [ord(c) - 33 for c in "Once"]
+    same = ask(model=babbler.name, prompt=["Once", "Once"], max_tokens=6)
+    as_tokens = ask(model=babbler.name, prompt=tokens, max_tokens=6)
+    assert same.choices[0].text == same.choices[1].text == as_tokens.choices[0].text
+    chunks = list(ask(model=babbler.name, prompt="Once", max_tokens=6, stream=True, echo=True))
+    assert "".join(c.choices[0].text for c in chunks) == "Once" + same.choices[0].text
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_openai_errors(babbler):
+    ask = babbler.openai.chat.completions.create
+    with pytest.raises(openai.NotFoundError) as missing:
+        ask(model="gpt-5", messages=[QUESTION])
+    assert missing.value.code == "model_not_found" and babbler.name in missing.value.message
+    with pytest.raises(openai.BadRequestError) as bad:
+        ask(model=babbler.name, messages=[])
+    assert bad.value.param == "messages"
+    with pytest.raises(openai.BadRequestError) as long:
+        ask(model=babbler.name, messages=[{"role": "user", "content": "x" * 400_000}], stream=True)
+    assert long.value.code == "context_length_exceeded"
+    for broken in ({"logit_bias": {"100000": 1}}, {"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}):
+        with pytest.raises(openai.BadRequestError):
+            ask(model=babbler.name, messages=[QUESTION], **broken)
+    with pytest.raises(openai.BadRequestError):
+        babbler.openai.completions.create(model=babbler.name, prompt=[5, 10**20])
+    with pytest.raises(openai.BadRequestError):
+        babbler.openai.completions.create(model=babbler.name, prompt=[5, 100_000])
+    with pytest.raises(openai.BadRequestError):
+        babbler.openai.completions.create(model=babbler.name, prompt="")
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    with pytest.raises(openai.BadRequestError, match="text only"):
+        ask(model=babbler.name, messages=[{"role": "user", "content": [image]}])
+
+
+def test_openai_models(talker):
+    assert [m.id for m in talker.openai.models.list()] == [talker.engine.model_id]
+    assert talker.openai.models.retrieve(talker.name).id == talker.engine.model_id
+
+
+# -- Anthropic -------------------------------------------------------------------------------------
+
+
+def test_anthropic_message(talker):
+    answer = talker.anthropic.messages.create(model=talker.name, max_tokens=50, messages=[QUESTION], system="Be brief.")
+    assert [block.text for block in answer.content] == [SAID] and answer.stop_reason == "end_turn"
+    assert answer.usage.output_tokens == len(ANSWER) + 1
+    again = talker.anthropic.messages.create(model=talker.name, max_tokens=50, messages=[QUESTION], system="Be brief.")
+    total = answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+    assert again.usage.cache_read_input_tokens == total - 1 and again.usage.input_tokens == 1
+    assert again.usage.cache_creation_input_tokens == 0
+    counted = talker.anthropic.messages.count_tokens(model=talker.name, messages=[QUESTION], system="Be brief.")
+    assert counted.input_tokens == total
+
+
+def test_anthropic_streaming(talker):
+    with talker.anthropic.messages.stream(model=talker.name, max_tokens=50, messages=[QUESTION]) as stream:
+        assert "".join(stream.text_stream) == SAID
+        final = stream.get_final_message()
+    assert final.stop_reason == "end_turn" and final.usage.output_tokens == len(ANSWER) + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropic_tools_there_and_back(talker, stream):
+    asked: dict[str, Any] = {"model": talker.name, "max_tokens": 50, "tools": [ANTHROPIC_TOOL]}
+    asked["thinking"] = {"type": "enabled", "budget_tokens": 1024}
+
+    def ask(messages: list[Any]) -> Any:
+        if not stream:
+            return talker.anthropic.messages.create(messages=messages, **asked)
+        with talker.anthropic.messages.stream(messages=messages, **asked) as streamed:
+            return streamed.get_final_message()
+
+    first = ask([QUESTION])
+    assert first.stop_reason == "tool_use"
+    thinking, call = first.content
+    assert thinking.type == "thinking" and thinking.thinking == THOUGHT and thinking.signature
+    assert call.type == "tool_use" and call.name == CALL["name"] and call.input == CALL["arguments"]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "sunny"}]}
+    second = ask([QUESTION, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}])
+    assert second.content[0].text == SAID and second.stop_reason == "end_turn"
+    assert second.usage.cache_read_input_tokens > 0
+
+
+def test_anthropic_stops(talker):
+    ask = talker.anthropic.messages.create
+    answer = ask(model=talker.name, max_tokens=50, messages=[QUESTION], stop_sequences=[" in"])
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", " in")
+    assert answer.content[0].text == "It is sunny"
+    assert ask(model=talker.name, max_tokens=2, messages=[QUESTION]).stop_reason == "max_tokens"
+
+
+def test_anthropic_headers_that_change_are_not_part_of_the_prompt(babbler):
+    """As Claude Code sends them: a billing header, cache_control, tools in any order of keys."""
+    read = []
+    for i in range(3):
+        blocks: list[Any] = [
+            {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.{i}; cch={i}{i}{i};"},
+            {"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}},
+        ]
+        answer = babbler.anthropic.messages.create(model="default", max_tokens=1, system=blocks, messages=[QUESTION])
+        read.append(answer.usage.input_tokens)
+    assert read[1:] == [1, 1]
+
+
+def test_anthropic_an_answer_that_is_begun_goes_on(babbler):
+    begun: list[Any] = [QUESTION, {"role": "assistant", "content": "It is"}]
+    answer = babbler.anthropic.messages.create(model="default", max_tokens=3, messages=begun)
+    assert len(answer.content[0].text) == 3
+    counted = babbler.anthropic.messages.count_tokens(model="default", messages=begun)
+    whole = babbler.anthropic.messages.count_tokens(model="default", messages=[QUESTION])
+    assert counted.input_tokens == whole.input_tokens + len("It is")
+
+
+def test_anthropic_errors(babbler):
+    ask = babbler.anthropic.messages.create
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        ask(model="claude-opus", max_tokens=5, messages=[QUESTION])
+    assert missing.value.body["error"]["type"] == "not_found_error" and missing.value.request_id
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > \d+ maximum"):
+        ask(model="default", max_tokens=5, messages=[{"role": "user", "content": "x" * 400_000}])
+    with pytest.raises(anthropic.BadRequestError, match="text only"):
+        image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+        ask(model="default", max_tokens=5, messages=[{"role": "user", "content": [image]}])
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+        ask(model="default", max_tokens=0, messages=[QUESTION])
+
+
+def test_anthropic_models(talker):
+    assert [m.id for m in talker.anthropic.models.list()] == [talker.engine.model_id]
+
+
+# -- both ------------------------------------------------------------------------------------------
+
+
+def test_the_two_apis_share_what_is_known(babbler):
+    messages = [{"role": "user", "content": "Shared between two APIs. " * 10}]
+    first = babbler.openai.chat.completions.create(model="default", messages=messages, max_tokens=1)
+    second = babbler.anthropic.messages.create(model="default", messages=messages, max_tokens=1)
+    assert second.usage.cache_read_input_tokens == first.usage.prompt_tokens - 1
+
+
+def test_whoever_goes_away_frees_the_row(babbler):
+    stats = babbler.engine.stats
+    before = stats().cancelled
+    for api in (babbler.openai.chat.completions, babbler.anthropic.messages):
+        stream = api.create(model="default", messages=[QUESTION], max_tokens=100_000, stream=True)
+        for _, _ in zip(range(5), stream, strict=False):
+            pass
+        assert stats().decoding == 1
+        stream.close()
+        babbler.at_rest()
+    assert stats().cancelled == before + 2
+
+
+def test_whoever_stops_waiting_for_a_whole_answer_frees_the_row(babbler):
+    stats = babbler.engine.stats
+    before = stats().cancelled
+    impatient = babbler.openai.with_options(timeout=0.5)
+    with pytest.raises(openai.APITimeoutError):
+        impatient.chat.completions.create(model="default", messages=[QUESTION], max_tokens=100_000)
+    babbler.at_rest()
+    assert stats().cancelled == before + 1
+
+
+def test_many_at_once_answer_as_they_do_alone(babbler):
+    async def ask_all() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{babbler.url}/v1", api_key="any", max_retries=0) as client:
+
+            async def ask(i: int) -> str:
+                messages: Any = [{"role": "user", "content": f"{SYSTEM[:100]} Question {i}"}]
+                stream = await client.chat.completions.create(
+                    model="default", messages=messages, max_tokens=20, stream=True
+                )
+                return "".join([c.choices[0].delta.content or "" async for c in stream])
+
+            return await asyncio.gather(*map(ask, range(12)))
+
+    together = asyncio.run(ask_all())
+    for i in (0, 5, 11):
+        messages: Any = [{"role": "user", "content": f"{SYSTEM[:100]} Question {i}"}]
+        alone = babbler.openai.chat.completions.create(model="default", messages=messages, max_tokens=20)
+        assert alone.choices[0].message.content == together[i]
+    babbler.at_rest()
+
+
+def test_a_full_queue_is_said_with_a_time(model):
+    serving = served(model, budget="64MB", max_queue=1, limits=Limits(rows=1))
+    busy = next(serving)
+    try:
+        running = busy.openai.chat.completions.create(
+            model="default", messages=[QUESTION], max_tokens=100_000, stream=True
+        )
+        next(iter(running))
+        body = {"messages": [QUESTION], "max_tokens": 1}
+        with httpx.Client(base_url=busy.url, timeout=0.5) as client, pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/chat/completions", json=body)
+        wait_until(lambda: busy.engine.stats().queued == 0, "still queued")  # it was cancelled while it waited
+        answer = httpx.post(f"{busy.url}/v1/chat/completions", json={**body, "n": 2}, timeout=30)
+        assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+        wait_until(lambda: busy.engine.stats().queued == 0, "the first choice of the refused request is still queued")
+        running.close()
+    finally:
+        serving.close()
+
+
+def test_the_cache_can_be_looked_at_and_cleared(babbler):
+    babbler.openai.chat.completions.create(model="default", messages=[QUESTION], max_tokens=1)
+    babbler.at_rest()
+    with httpx.Client(base_url=babbler.url) as client:
+        held = client.get("/v1/cache").json()
+        assert held["cache"]["stored_tokens"] > 0 and held["finished"] > 0
+        assert client.delete("/v1/cache").json()["freed_bytes"] > 0
+        assert client.get("/v1/cache").json()["cache"]["stored_tokens"] == 0
+        assert 'onefold_ledger_bytes{purpose="stored"} 0.0' in client.get("/metrics").text

@@ -1,0 +1,49 @@
+"""Anything that the OpenAPI document allows, and much that it does not: never a 500, never an undocumented answer.
+
+The engine is the scripted one: what is fuzzed is the way from bytes to a request and back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from scripted_engine import ScriptedEngine
+from starlette.testclient import TestClient
+
+from onefold.server.app import make_app
+
+CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance, response_headers_conformance]
+
+app = make_app(ScriptedEngine())  # type: ignore[arg-type]
+schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+schema.config.generation.update(modes=[schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE])
+
+
+@schema.parametrize()
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+def test_whatever_is_sent(case: Any) -> None:
+    case.call_and_validate(checks=CHECKS)
+
+
+@pytest.fixture(scope="module")
+def client() -> TestClient:
+    return TestClient(app)
+
+
+def test_the_document_has_the_schemas_that_it_refers_to(client: TestClient) -> None:
+    document = client.get("/openapi.json").json()
+    text = str(document)
+    for name in ("ChatRequest", "CompletionRequest", "MessagesRequest", "Conversation"):
+        assert f"#/components/schemas/{name}" in text and name in document["components"]["schemas"]
+    assert "HTTPValidationError" not in text and "422" not in text
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens"):
+        assert "requestBody" in document["paths"][path]["post"]

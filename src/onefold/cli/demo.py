@@ -117,9 +117,9 @@ def _with(server: ServerProcess, given: argparse.Namespace, screen: Console) -> 
 
 def _plan(given: argparse.Namespace) -> str:
     return (
-        f"The agents of a library ({given.agents}) answer {given.turns} questions each. Every request begins with the "
-        "same house rules. The first comes alone and has to compute them; then all agents talk at once, and read what "
-        "is there."
+        f"Agents at a library's evening desk: {given.agents}. Questions to each: {given.turns}. Every request begins "
+        "with the same house rules. The first comes alone and has to compute them; then all agents talk at once, and "
+        "read what is there."
     )
 
 

@@ -127,7 +127,7 @@ def _speed(played: Played) -> Table:
     table.add_row("prompt tokens computed", _computed([cold]), _computed(warm))
     rates = ((played.cold_seconds, [cold]), (played.warm_seconds, warm))
     table.add_row("answer tokens per second", *(f"{_answered(s) / t:.1f}" if s else "-" for t, s in rates))
-    table.caption = "Times are the clients'. The warm one is the median; rates are of all agents, with all waiting."
+    table.caption = "Times are as a client sees them; warm is the median. Rates are of all agents, waiting included."
     return table
 
 
@@ -141,7 +141,7 @@ def _memory(played: Played, stats: Mapping[str, Any]) -> Table:
     table.add_column("")
     stored = stats["cache"]["stored_tokens"]
     table.add_row("held by Onefold", show_size(held), f"{stored:,} tokens, each once, and room to grow")
-    each = f"{len(played.last)} conversations, {tokens:,} tokens of {show_size(token_bytes)}"
+    each = f"conversations: {len(played.last)}, with {tokens:,} tokens of {show_size(token_bytes)}"
     table.add_row("a copy for each conversation", show_size(copies), each)
     table.add_row("so a copy each is", f"{copies / held:.1f} times" if held else "-", "as much")
     return table

@@ -57,11 +57,12 @@ class ServerProcess:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.strip():
-                self.lines.append(line.rstrip())
-            if not self.url and (found := _URL.search(line)):
-                self.url = found[0]
+        with self._process.stdout as output:
+            for line in output:
+                if line.strip():
+                    self.lines.append(line.rstrip())
+                if not self.url and (found := _URL.search(line)):
+                    self.url = found[0]
 
     def wait_until_up(self, show: Callable[[str], None]) -> None:
         """`show` is told what it last said. Raises ServerError if it ends, or is not there in time."""

@@ -18,11 +18,6 @@ from onefold.server.errors import Problem, respond
 
 OPEN_PATHS = frozenset({"/health"})
 
-DISCARD_BYTES = 256 << 20
-DISCARD_SECONDS = 10.0
-"""How much of a body that is too large is still read and thrown away. Most clients look for an answer only when they
-have sent everything, and a connection that is closed before may lose it."""
-
 
 class Origins:
     def __init__(self, app: ASGIApp, origins: Iterable[str]) -> None:
@@ -94,9 +89,7 @@ class BodyLimit:
         large = Problem(413, f"The body is larger than the {self._limit} bytes that this server takes.", "too_large")
         length = header(scope, b"content-length")
         if length.isdigit() and int(length) > self._limit:
-            if header(scope, b"expect").lower() != "100-continue":
-                await _discard(receive)
-            return large
+            return large  # what is on its way is read and thrown away by uvicorn, while the client may read the answer
         chunks: list[bytes] = []
         seen = 0
         while True:
@@ -110,26 +103,10 @@ class BodyLimit:
             more = message.get("more_body", False)
             seen += len(message.get("body", b""))
             if seen > self._limit:
-                chunks.clear()
-                if more:
-                    await _discard(receive)
                 return large
             chunks.append(message.get("body", b""))
             if not more:
                 return b"".join(chunks)
-
-
-async def _discard(receive: Receive) -> None:
-    seen = 0
-    try:
-        async with asyncio.timeout(DISCARD_SECONDS):
-            while seen < DISCARD_BYTES:
-                message = await receive()
-                seen += len(message.get("body", b""))
-                if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                    return
-    except TimeoutError:
-        return
 
 
 def presented(scope: Scope) -> str:

@@ -34,7 +34,7 @@ class Origins:
 
 
 class Keys:
-    """Also puts the key that was presented into the request's state, as `api_key`."""
+    """Also puts the key that was sent into the request's state, as `api_key`; "" if there was none."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self._app = app
@@ -44,10 +44,11 @@ class Keys:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        key = presented(scope)
-        scope.setdefault("state", {})["api_key"] = key
-        if self._digests and scope["path"] not in OPEN_PATHS and not self._known(key):
-            said = "This API key is not one of the server's." if key else "This server needs an API key."
+        given = presented(scope)
+        known = [key for key in given if self._known(key)]
+        scope.setdefault("state", {})["api_key"] = next(iter(known or given), "")
+        if self._digests and scope["path"] not in OPEN_PATHS and not known:
+            said = "This API key is not one of the server's." if given else "This server needs an API key."
             said += " Send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
             await respond(scope, Problem(401, said, "invalid_api_key"))(scope, receive, send)
             return
@@ -109,10 +110,10 @@ class BodyLimit:
                 return b"".join(chunks)
 
 
-def presented(scope: Scope) -> str:
-    """The API key of a request, or nothing."""
+def presented(scope: Scope) -> list[str]:
+    """The API keys of a request: clients of the one API sometimes send a placeholder where the other has its key."""
     kind, _, rest = header(scope, b"authorization").partition(" ")
-    return rest.strip() if kind.lower() == "bearer" else header(scope, b"x-api-key")
+    return [key for key in (rest.strip() if kind.lower() == "bearer" else "", header(scope, b"x-api-key")) if key]
 
 
 def header(scope: Scope, name: bytes) -> str:

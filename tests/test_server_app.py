@@ -197,7 +197,7 @@ def test_metrics(engine):
     assert "whatever" not in page
 
 
-def test_the_log_has_one_line_for_each_request_and_nothing_that_was_said(client, engine, caplog):
+def test_the_log_has_one_line_for_each_request_and_of_what_was_said_only_where_it_diverged(client, engine, caplog):
     engine.script = lambda request: says("TOP SECRET ANSWER")
     with caplog.at_level(logging.INFO):
         client.post(CHAT[0], json={"messages": [{"role": "user", "content": "TOP SECRET QUESTION"}]})
@@ -208,7 +208,7 @@ def test_the_log_has_one_line_for_each_request_and_nothing_that_was_said(client,
     assert "POST /v1/chat/completions 200" in answered and "prompt=10 matched=7 cached=6" in answered
     assert "finish=stop" in answered and "first_token=" in answered and 'reason="short"' in answered
     assert "400" in refused and "error=BadRequest" in refused
-    assert "SECRET" not in caplog.text and "known 'a'" not in caplog.text
+    assert "SECRET" not in caplog.text and "diverged=\"token 7: known 'a', now" in answered
 
 
 # -- what goes wrong -------------------------------------------------------------------------------

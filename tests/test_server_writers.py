@@ -302,7 +302,7 @@ def test_the_record_of_an_answer():
     line = record.line()
     for part in ("prompt=10 matched=7 cached=6", "generated=3 finish=stop", "first_token=1.000s", 'reason="short"'):
         assert part in line
-    assert "known" not in line
+    assert "diverged=\"token 7: known 'x', now '%C3%A9%0A'\"" in line
 
 
 @pytest.mark.parametrize("text", ["", "a b", "100%", "\r\nx: y", "日本", "\ud800", "x" * 5000])

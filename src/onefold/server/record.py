@@ -1,7 +1,7 @@
 """What is known of one HTTP request, for its log line, its headers and the metrics.
 
-Never holds what was said: counts, times and names only. `diverged` quotes the prompt, so it is a header, for the client
-alone, and in the log only at debug level.
+Holds counts, times and names, and of what was said only the few characters at which a prompt diverged, if `Service`
+lets them be told.
 """
 
 from __future__ import annotations
@@ -115,15 +115,14 @@ class Record:
             said.append(f"tokens_per_second={self.tokens_per_second:.1f}")
         if hit is not None and hit.reason:
             said.append(f'reason="{header_text(hit.reason)}"')
+        if hit is not None and hit.diverged:
+            said.append(f'diverged="{header_text(hit.diverged)}"')
         if self.error:
             said.append(f"error={self.error}")
         return " ".join([*said, f"seconds={self.now() - self.began_at:.3f} id={self.id}"])
 
     def write(self, level: int = logging.INFO) -> None:
         log.log(level, "%s", self.line())
-        hit = self.hit()
-        if hit is not None and hit.diverged:
-            log.debug("id=%s diverged: %s", self.id, header_text(hit.diverged))
 
 
 def header_text(text: str) -> str:

@@ -1,0 +1,201 @@
+"""The engine on a GPU: Llama-8B shape, random weights, bf16, beside mlx-lm's generate_step and BatchGenerator.
+
+    python benchmarks/gpu_serve.py [--layers 32] [--tokens 16384] [--rows 8]
+
+alone      one stream after a long prompt: ms per token, beside generate_step
+turns      the next turn of that conversation: time to its first token, and the peak over what is held
+together   several requests with prompts of their own: tokens per second, beside BatchGenerator
+agents     several requests on one long prefix, cold and all at once: tokens prefilled, time, the peak over the weights
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import onefold  # noqa: F401  first: it preloads a real BLAS
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import BatchGenerator, generate_step
+
+sys.path.insert(0, str(Path(__file__).parent))
+from shapes import llama_model
+
+from onefold.engine.engine import Engine
+from onefold.engine.request import Done, Event, Prompt, Request, Sampling, Text
+
+
+class Numbers:
+    """A tokenizer whose words are numbers: what an answer says is not what is measured."""
+
+    eos_token_ids = frozenset({-1})
+    has_thinking = has_tool_calling = has_chat_template = False
+
+    class Detokenizer:
+        def __init__(self) -> None:
+            self.last_segment = ""
+
+        def add_token(self, token: int) -> None:
+            self.last_segment = f"{token} "
+
+        def finalize(self) -> None:
+            self.last_segment = ""
+
+    @property
+    def detokenizer(self) -> Any:
+        return self.Detokenizer()
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [1]
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(map(str, tokens))
+
+    def __len__(self) -> int:
+        return 1 << 17
+
+
+class Asked:
+    def __init__(self, engine: Engine, tokens: list[int], n: int) -> None:
+        self.times: list[float] = []
+        self.text = ""
+        self.hit: Any = None
+        self._over = threading.Event()
+        self.begun = time.perf_counter()
+        prompt = Prompt(np.array(tokens, np.int32))
+        engine.submit(Request(prompt=prompt, max_tokens=n, sampling=Sampling(temperature=0), plain=True), self._deliver)
+
+    def _deliver(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Text):
+                self.times.append(time.perf_counter())
+                self.text += event.text
+            elif isinstance(event, Done):
+                self.hit = event.hit
+                self._over.set()
+            elif type(event).__name__ == "Failed":
+                print(event)
+                self._over.set()
+
+    def wait(self) -> Asked:
+        self._over.wait(300)
+        return self
+
+
+def settle() -> int:
+    gc.collect()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    return int(mx.get_active_memory())
+
+
+def ms(times: list[float]) -> float:
+    return (times[-1] - times[8]) / (len(times) - 9) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--rows", type=int, default=8)
+    given = parser.parse_args()
+    shape = {"hidden": 4096, "heads": 32, "kv_heads": 8, "intermediate": 14336, "vocab": 32000}
+    model = llama_model(layers=given.layers, dtype=mx.bfloat16, **shape)  # type: ignore[arg-type]
+    vocab = model.args.vocab_size
+    rng = np.random.default_rng(0)
+
+    def words(n: int) -> list[int]:
+        return rng.integers(0, vocab, n).tolist()
+
+    weights = settle()
+    out: list[str] = []
+    long = words(given.tokens)
+    times, begun = [], time.perf_counter()
+    stock_tokens = []
+    for token, _ in generate_step(mx.array(long), model, max_tokens=128):
+        times.append(time.perf_counter())
+        stock_tokens.append(token)
+    out.append(f"alone     generate_step  {ms(times):7.2f} ms/token, cold first token {times[0] - begun:.2f} s")
+    gc.collect()
+    settle()
+
+    engine = Engine(model, Numbers(), budget="60GB")
+    asked = Asked(engine, long, 128).wait()
+    out.append(
+        f"alone     engine         {ms(asked.times):7.2f} ms/token, cold first token {asked.times[0] - asked.begun:.2f} s"
+    )
+    same = sum(a == str(b) for a, b in zip(asked.text.split(), stock_tokens, strict=False))
+    out.append(f"          same tokens as generate_step: {same} of 128")
+    answer = [int(t) for t in asked.text.split()]
+    held = settle()
+    turn = Asked(engine, [*long, *answer, *words(60)], 64).wait()
+    entry = given.tokens * engine.cache.token_bytes
+    out.append(
+        f"turns     first token {(turn.times[0] - turn.begun) * 1e3:.0f} ms, cached {turn.hit.cached}, "
+        f"peak over held {(mx.get_peak_memory() - held) / 1e9:.2f} GB (entry {entry / 1e9:.2f} GB)"
+    )
+    turn = Asked(engine, [*long, *answer, *words(600)], 64).wait()
+    out.append(
+        f"          600 new tokens: first token {(turn.times[0] - turn.begun) * 1e3:.0f} ms, cached {turn.hit.cached}"
+    )
+    engine.clear()
+
+    prompts = [words(1000 + 37 * i) for i in range(given.rows)]
+    settle()
+    begun = time.perf_counter()
+    rows = [Asked(engine, p, 128) for p in prompts]
+    for row in rows:
+        row.wait()
+    took = time.perf_counter() - begun
+    stats = engine.stats()
+    out.append(
+        f"together  engine         {128 * given.rows / took:7.1f} tokens/s, {ms(rows[-1].times):.2f} ms/step at the end, "
+        f"peak {(mx.get_peak_memory() - weights) / 1e9:.2f} GB, preempted {stats.preemptions}"
+    )
+    engine.clear()
+    settle()
+    generator = BatchGenerator(model, max_tokens=128, completion_batch_size=given.rows, prefill_batch_size=given.rows)
+    begun = time.perf_counter()
+    uids = generator.insert(prompts, [128] * given.rows)
+    left = set(uids)
+    while left:
+        _, responses = generator.next()
+        left -= {r.uid for r in responses if r.finish_reason is not None}
+    took = time.perf_counter() - begun
+    out.append(
+        f"          BatchGenerator {128 * given.rows / took:7.1f} tokens/s, peak {(mx.get_peak_memory() - weights) / 1e9:.2f} GB"
+    )
+    generator.close()
+    del generator
+
+    settle()
+    before = engine.stats().prefilled_tokens
+    begun = time.perf_counter()
+    rows = [Asked(engine, [*long, *words(40 + i)], 128) for i in range(given.rows)]
+    for row in rows:
+        row.wait()
+    took = time.perf_counter() - begun
+    done = engine.stats().prefilled_tokens - before
+    out.append(
+        f"agents    {given.rows} on {given.tokens} cold tokens at once: {done} tokens prefilled, {took:.2f} s, "
+        f"{ms(rows[-1].times):.2f} ms/step at the end, peak {(mx.get_peak_memory() - weights) / 1e9:.2f} GB"
+    )
+    engine.check()
+    held = engine.cache.held_bytes
+    settle()
+    out.append(
+        f"          at the end the ledger has {held / 1e9:.3f} GB, memory {(mx.get_active_memory() - weights) / 1e9:.3f} GB"
+    )
+    engine.stop()
+    print("\n".join(out))
+
+
+if __name__ == "__main__":
+    main()

@@ -86,7 +86,7 @@ def openai_shape(problem: Problem) -> dict[str, Any]:
     message = problem.message
     if problem.too_long:
         tokens, most = problem.too_long
-        message = f"This model's maximum context length is {most} tokens, but the request has {tokens}. {message}"
+        message = f"This model's maximum context length is {most} tokens, but the request has {tokens}: {message}."
     kind = "invalid_request_error" if problem.status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": problem.param, "code": problem.code}}
 

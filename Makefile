@@ -25,8 +25,8 @@ test: setup ## Check style and types, then run the tests, in JOBS processes (0: 
 	$(VENV)/bin/mypy
 	$(PY) -m pytest -q -n $(JOBS) --dist worksteal
 
-demo: setup ## Run the demonstration.
-	$(PY) examples/demo.py
+demo: setup ## A server with a small real model, and agents that share a system prompt.
+	$(PY) -m onefold demo
 
 bench-core: setup ## Run the core benchmark.
 	$(PY) benchmarks/core.py

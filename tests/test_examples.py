@@ -1,4 +1,4 @@
-"""The examples run. (The demonstration, which takes longer, is `make demo`.)"""
+"""The examples run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES = sorted(p.name for p in (ROOT / "examples").glob("*.py") if p.name != "demo.py")
+EXAMPLES = sorted(p.name for p in (ROOT / "examples").glob("*.py"))
 
 
 def test_there_are_examples() -> None:

@@ -16,6 +16,7 @@
     │   ├── TooLong                  ... because its prompt can never fit; says how many tokens would
     │   └── Busy                     ... now: the queue is full, or it waited too long; says when to come again
     ├── EngineStopped                the engine has been stopped, or has failed
+    ├── ServerError                  a server that was asked is not there, or answers with an error
     └── IntegrityError               check() found a broken invariant; always a bug
 
 A miss is a value, not an exception: see `Lease.reason` and `Stats.reasons`.
@@ -104,6 +105,10 @@ class Busy(RequestError):
 
 
 class EngineStopped(OnefoldError):
+    pass
+
+
+class ServerError(OnefoldError):
     pass
 
 

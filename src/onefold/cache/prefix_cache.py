@@ -61,6 +61,8 @@ class Stats:
     budget_bytes: int
     used_bytes: int
     peak_bytes: int
+    token_bytes: int
+    """What one more token of a conversation takes."""
     bytes: dict[str, int]
     reasons: dict[str, int]
 
@@ -335,6 +337,7 @@ class PrefixCache:
                 budget_bytes=self._ledger.budget_bytes,
                 used_bytes=self._ledger.used_bytes,
                 peak_bytes=self._ledger.peak_bytes,
+                token_bytes=self._store.token_bytes,
                 bytes=self._ledger.by_purpose(),
                 reasons=dict(self._reasons),
             )

@@ -11,7 +11,7 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,7 +159,7 @@ class Engine:
         """Free its row at the next step; what was computed is kept. Harmless if it is over."""
         self._mailbox.put(lambda scheduler: scheduler.cancel(number))
 
-    def ask(self, request: Request) -> Iterator[Event]:
+    def ask(self, request: Request) -> Generator[Event, None, None]:
         """The events of one request, one by one, for a thread that can wait. Leaving the loop cancels it."""
         events: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
         number = self.submit(request, events.put)

@@ -1,0 +1,121 @@
+"""`onefold chat`: talk with a model in the terminal, one that is started here or one behind a server.
+
+What was given is made into a source of answers here, and the chat itself is next door. A model or an address that
+cannot be used is one line on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from onefold.cli import serve
+from onefold.cli.command_line import INTERRUPTED, Parser, complain
+
+if TYPE_CHECKING:
+    from onefold.cli.answering import Source
+    from onefold.engine.engine import Engine
+
+HELP = "talk with a model in the terminal"
+NAME = "onefold chat"
+
+OF_SERVE = {flag.name: flag for flag in serve.FLAGS}
+"""The same names, kinds and variables here as there."""
+
+ENGINE = tuple(OF_SERVE[name] for name in ("budget", "kv", "max-kv-size", "keep"))
+ANSWER = (
+    replace(OF_SERVE["max-tokens"], help="that an answer may have", default="4096"),
+    replace(OF_SERVE["temperature"], help="0 is always the likeliest token; by default as the model recommends"),
+    OF_SERVE["top-p"],
+)
+API_KEY = serve.Flag("api-key", "for a server that wants one", metavar="KEY")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = Parser(
+        prog=NAME,
+        description="Talks with a model: one that is started here, or one that a server has.",
+        epilog="What is in brackets is an environment variable that says the same; the flag wins.",
+        allow_abbrev=False,
+    )
+    told = 'a folder, a Hugging Face id, or "demo", which is the default; with --url what that server calls it '
+    made.add_argument("model", metavar="MODEL", nargs="?", help=told + "[ONEFOLD_MODEL, without --url]")
+    made.add_argument("--url", metavar="URL", help="talk with the server there, such as http://127.0.0.1:8080")
+    for flag in (API_KEY, *ENGINE, *ANSWER):
+        flag.add_to(made)
+    made.add_argument("--seed", type=serve.count, metavar="N", help="with the same one, the same is answered again")
+    made.add_argument("--system", metavar="TEXT", default="", help="what the model is told before everything else")
+    return made
+
+
+def run(arguments: list[str]) -> int:
+    given = parser().parse_args(arguments)
+    if given.url is not None:
+        typed = {argument.split("=")[0] for argument in arguments}
+        if wrong := [f"--{flag.name}" for flag in ENGINE if f"--{flag.name}" in typed]:
+            return complain(NAME, f"{' and '.join(wrong)} is for a model that is started here; a server has its own")
+    try:
+        return _talk(given)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # nobody listens any more; Python would say so once again when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _talk(given: argparse.Namespace) -> int:
+    from onefold.cli.chat_loop import Chat  # takes seconds to import, with all that it needs: not for --help
+    from onefold.cli.conversation import Conversation
+    from onefold.cli.lines import Lines
+    from onefold.cli.screen import Screen
+    from onefold.errors import ConfigError, OnefoldError
+
+    lines, screen = Lines(), Screen()
+    try:
+        source = _source(given, screen.note if lines.typed else lambda _: None)
+    except ConfigError as error:
+        return complain(NAME, str(error))
+    except OnefoldError as error:
+        return complain(NAME, str(error), 1)
+    with contextlib.closing(source):
+        return Chat(source, lines, screen, Conversation(given.system), given.max_tokens).run()
+
+
+def _source(given: argparse.Namespace, note: Callable[[str], None]) -> Source:
+    """Raises ConfigError for what makes no sense, and ServerError."""
+    from onefold.cli.answering import Here, There, Wishes
+    from onefold.cli.client import Client
+
+    wishes = Wishes(max_tokens=given.max_tokens, temperature=given.temperature, top_p=given.top_p, seed=given.seed)
+    if given.url is not None:
+        key = (given.api_key or "").split(",")[0].strip()  # for a server the variable may list several
+        return There(Client(given.url, api_key=key), wishes, given.model or "")
+    given.model = given.model or os.environ.get("ONEFOLD_MODEL", "").strip() or "demo"
+    note(f"loading {given.model}")
+    return Here(_engine(given), wishes)
+
+
+def _engine(given: argparse.Namespace) -> Engine:
+    """Raises ConfigError."""
+    import onefold
+    from onefold.engine.engine import Engine
+
+    max_kv_size = given.max_kv_size
+    if max_kv_size is None:
+        max_kv_size = serve.MAX_KV_SIZE if given.kv == "16" else 0
+    keep = min(serve.KEEP, max_kv_size // 2) if given.keep is None else given.keep
+    model, tokenizer = onefold.load(given.model)
+    return Engine(
+        model,
+        tokenizer,
+        model_id=given.model,
+        budget=given.budget,
+        kv=given.kv,
+        max_kv_size=max_kv_size or None,
+        keep=keep,
+    )

@@ -1,0 +1,138 @@
+"""`onefold demo`: a real server, several agents on one system prompt, and what that costs.
+
+Starts the server as anybody would, talks with it over HTTP, shows what was measured, and ends it. However this ends,
+the server ends too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from onefold.cli import serve
+from onefold.cli.command_line import INTERRUPTED, Parser, complain
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from onefold.cli.server_process import ServerProcess
+
+HELP = "see it at work: a server, and agents that share a system prompt"
+NAME = "onefold demo"
+TERMINATED = 143
+"""What a shell expects of a program that was told to end."""
+SILENCE_SECONDS = 300.0
+"""A server that says nothing for so long is not at work any more."""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = Parser(prog=NAME, description="Starts a server, has agents talk with it over HTTP, and shows what it took.")
+    made.add_argument("--agents", type=partial(serve.positive, most=32), default=4, metavar="N", help="default 4")
+    made.add_argument("--turns", type=partial(serve.positive, most=32), default=3, metavar="N", help="default 3")
+    told = 'a folder, a Hugging Face id, or "demo": a small model, fetched once (93 MB). That is the default'
+    made.add_argument("--model", default="demo", metavar="MODEL", help=told)
+    made.add_argument("--keep-running", action="store_true", help="leave the server up until Ctrl-C, to try it by hand")
+    return made
+
+
+def run(arguments: list[str]) -> int:
+    given = parser().parse_args(arguments)
+    from onefold.errors import ConfigError
+
+    try:
+        with _told_to_end():
+            return _show(given)
+    except ConfigError as error:
+        return complain(NAME, str(error), 1)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+@contextmanager
+def _told_to_end() -> Iterator[None]:
+    """SIGTERM ends this as an exception does, and so the server with it."""
+
+    def end(*_: Any) -> NoReturn:
+        raise SystemExit(TERMINATED)
+
+    if threading.current_thread() is not threading.main_thread():  # only there are signals heard
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _show(given: argparse.Namespace) -> int:
+    """Raises ConfigError."""
+    from onefold.cli import demo_report
+    from onefold.cli.server_process import ServerProcess
+    from onefold.engine import demo_model
+    from onefold.engine.loading import DEMO
+    from onefold.errors import ServerError
+
+    screen = demo_report.console()
+    if given.model == DEMO:
+        demo_model.folder()  # here rather than in the server, so that its progress is seen
+    server = ServerProcess(given.model)
+    try:
+        _with(server, given, screen)
+    except ServerError as error:
+        said = [f"    {line}" for line in server.lines]
+        complain(NAME, f"{error}" + ("; it said last:" if said else ""), 1)
+        print("\n".join(said), file=sys.stderr, flush=True)
+        return 1
+    finally:
+        server.stop()
+    screen.print(f"\nThe server (process {server.pid}) is stopped.")
+    return 0
+
+
+def _with(server: ServerProcess, given: argparse.Namespace, screen: Console) -> None:
+    """Raises ServerError."""
+    from onefold.cli import demo_agents, demo_report
+    from onefold.cli.client import Client
+    from onefold.cli.demo_script import role
+
+    with demo_report.waiting(screen, f"Starting onefold serve {given.model}") as show:
+        server.wait_until_up(show)
+    screen.print(f"The server is up at {server.url}, process {server.pid}.", soft_wrap=True)
+    screen.print(_plan(given))
+    client = Client(server.url, silence_seconds=SILENCE_SECONDS)
+    names = [role(number).desk for number in range(given.agents)]
+    with demo_report.stage(screen, names, given.turns) as hear:
+        played = demo_agents.play(client, given.agents, given.turns, hear)
+    demo_report.report(screen, played, client.get("/v1/cache"))
+    if given.keep_running:
+        _keep(server, screen)
+
+
+def _plan(given: argparse.Namespace) -> str:
+    return (
+        f"The agents of a library ({given.agents}) answer {given.turns} questions each. Every request begins with the "
+        "same house rules. The first comes alone and has to compute them; then all agents talk at once, and read what "
+        "is there."
+    )
+
+
+def _keep(server: ServerProcess, screen: Console) -> None:
+    """Until Ctrl-C. Raises ServerError if the server ends by itself."""
+    question = '\'{"messages": [{"role": "user", "content": "What is a bicycle?"}], "max_tokens": 32}\''
+    screen.print(f"\nThe server stays up at {server.url}. Try it; Ctrl-C here ends it.\n", soft_wrap=True)
+    for line in (
+        f"curl {server.url}/v1/chat/completions -H 'Content-Type: application/json' -d {question}",
+        f"curl {server.url}/v1/messages -H 'Content-Type: application/json' -d {question}",
+        f"curl {server.url}/v1/cache",
+        f"onefold chat --url {server.url}",
+    ):
+        screen.print(f"  {line}", soft_wrap=True, markup=False)
+    with suppress(KeyboardInterrupt):
+        server.wait()

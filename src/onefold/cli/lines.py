@@ -1,0 +1,42 @@
+"""What a person types, or a pipe brings, as whole messages: a line that ends with a backslash goes on in the next.
+
+A prompt is shown only where somebody types. Knows nothing of what a message means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+
+PROMPT, MORE = "> ", ". "
+
+
+class Lines:
+    def __init__(self) -> None:
+        self.typed = sys.stdin.isatty()
+        if self.typed and sys.stdout.isatty():
+            with contextlib.suppress(ImportError):  # not every Python has it; its import is what lets lines be edited
+                import readline  # noqa: F401
+        elif isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")
+
+    def next(self) -> str | None:
+        """None at the end."""
+        parts: list[str] = []
+        while (line := self._line(MORE if parts else PROMPT)) is not None:
+            parts.append(line.removesuffix("\\"))
+            if not line.endswith("\\"):
+                break
+        return "\n".join(parts).strip() if parts else None
+
+    def _line(self, prompt: str) -> str | None:
+        if self.typed and sys.stdout.isatty():
+            try:
+                return input(prompt)
+            except EOFError:
+                return None
+        if self.typed:  # what is said goes elsewhere, and prompts are no part of it
+            print(prompt, end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        return line.rstrip("\r\n") if line else None

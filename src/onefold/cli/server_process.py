@@ -1,0 +1,104 @@
+"""`onefold serve` in a process of its own, on a free port of the loopback interface.
+
+- It has the settings that it is given here and none from the environment, and no other ear than 127.0.0.1.
+- Ctrl-C on the terminal does not reach it: whoever started it ends it, by its process id, and `stop` always does.
+- What it wrote last is kept, as it says why if something goes wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from onefold.cli.client import Client
+from onefold.cli.serve import FLAGS
+from onefold.errors import ServerError
+
+START_SECONDS = 300.0
+STOP_SECONDS = 20.0
+LOOK_SECONDS = 0.1
+LINES = 12
+
+_URL = re.compile(r"http://127\.0\.0\.1:\d+")
+
+
+class ServerProcess:
+    def __init__(self, model: str) -> None:
+        command = [sys.executable, "-m", "onefold", "serve", model]
+        command += ["--host", "127.0.0.1", "--port", "0", "--grace", "1"]
+        settings = {flag.variable for flag in FLAGS}
+        environment = {name: value for name, value in os.environ.items() if name not in settings}
+        self.lines: deque[str] = deque(maxlen=LINES)
+        """What it wrote last."""
+        self.url = ""
+        """Known before it listens."""
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, name="server-output", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.strip():
+                self.lines.append(line.rstrip())
+            if not self.url and (found := _URL.search(line)):
+                self.url = found[0]
+
+    def wait_until_up(self, show: Callable[[str], None]) -> None:
+        """`show` is told what it last said. Raises ServerError if it ends, or is not there in time."""
+        give_up = time.monotonic() + START_SECONDS
+        while not self._answers():
+            if self._process.poll() is not None:
+                raise self._ended("it was up")
+            if time.monotonic() > give_up:
+                raise ServerError(f"the server is not up after {START_SECONDS:.0f} seconds")
+            if self.lines:
+                show(self.lines[-1])
+            time.sleep(LOOK_SECONDS)
+
+    def _answers(self) -> bool:
+        if not self.url:
+            return False
+        try:
+            return Client(self.url, silence_seconds=5).get("/health").get("status") == "ok"
+        except ServerError:  # it is on its way
+            return False
+
+    def wait(self) -> None:
+        """As long as it runs. Raises ServerError when it does not any more."""
+        self._process.wait()
+        raise self._ended("it was told to")
+
+    def _ended(self, before: str) -> ServerError:
+        self._reader.join(LOOK_SECONDS * 10)  # or its last words might be missing
+        return ServerError(f"the server ended before {before} (exit code {self._process.returncode})")
+
+    def stop(self) -> None:
+        try:
+            self._process.terminate()
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            self._process.kill()  # does nothing to one that has ended
+            self._process.wait()
+            self._reader.join(LOOK_SECONDS * 10)

@@ -262,6 +262,7 @@ def test_a_bug_is_an_error_of_the_apis_shape_that_tells_nothing(client, engine, 
         for path, body in (CHAT, TALK):
             response = client.post(path, json=body)
             assert response.status_code == 500 and "SECRET" not in error_of(response)["message"]
+            assert response.headers["connection"] == "close"
 
 
 def test_when_one_of_several_choices_is_refused_the_others_are_cancelled(client, engine):

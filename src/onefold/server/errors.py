@@ -109,6 +109,8 @@ def respond(scope: Any, problem: Problem) -> Response:
         headers["retry-after"] = str(problem.retry_after)
     if problem.allow:
         headers["allow"] = problem.allow
+    if problem is BROKEN:
+        headers["connection"] = "close"  # uvicorn closes it after an exception: a client must not try to use it again
     if problem.status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(json.dumps(shape), problem.status, headers, "application/json")

@@ -262,6 +262,7 @@ def test_a_bug_is_an_error_of_the_apis_shape_that_tells_nothing(client, engine, 
         for path, body in (CHAT, TALK):
             response = client.post(path, json=body)
             assert response.status_code == 500 and "SECRET" not in error_of(response)["message"]
+            assert response.headers["connection"] == "close"
 
 
 def test_when_one_of_several_choices_is_refused_the_others_are_cancelled(client, engine):
@@ -322,7 +323,8 @@ def test_keys(engine):
             assert client.get(path).status_code == 401
         assert client.delete("/v1/cache").status_code == 401
         assert client.get("/health").status_code == 200
-        for headers in ({"authorization": "Bearer one"}, {"x-api-key": "two"}, {"authorization": "bearer two"}):
+        both = {"authorization": "Bearer undefined", "x-api-key": "two"}
+        for headers in ({"authorization": "Bearer one"}, {"x-api-key": "two"}, {"authorization": "bearer two"}, both):
             assert client.get("/v1/models", headers=headers).status_code == 200
             assert client.get("/metrics", headers=headers).status_code == 200
         for key in ("on", "onee", "ONE", "", "two,one", "ü"):
@@ -428,8 +430,17 @@ def test_a_body_that_does_not_come(engine):
     "path, body, alive", [(*CHAT, b": keep-alive\n\n"), (*TEXT, b": keep-alive\n\n"), (*TALK, b"event: ping\n")]
 )
 def test_a_stream_that_is_silent_says_that_it_is_alive(engine, path, body, alive):
+    """Also if the engine says something that is not for the client, such as how far a prompt is."""
     go_on = threading.Event()
-    engine.script = lambda request: [Started(HIT), Progress(1, 2), go_on, Text("at last"), Done("stop", 1, HIT)]
+
+    def script(request: Any) -> Any:
+        yield Started(HIT)
+        while not go_on.is_set():
+            yield Progress(1, 2)
+            yield 0.02
+        yield from (Text("at last"), Done("stop", 1, HIT))
+
+    engine.script = script
     asked = {**body, "stream": True}
     with (
         listening(engine, Settings(keep_alive_seconds=0.05)) as url,
@@ -519,6 +530,44 @@ def test_whoever_hangs_up_while_the_prompt_is_made_never_reaches_the_engine(clie
     engine.chat = chat
     assert client.post(CHAT[0], json=CHAT[1]).status_code == 200  # the thread for prompts is free again
     assert len(engine.requests) == 1
+
+
+def test_whoever_hangs_up_while_a_request_is_handed_over_is_cancelled(client, engine):
+    handing, go_on = threading.Event(), threading.Event()
+    submit = engine.submit
+
+    def slowly(*args: Any) -> int:
+        handing.set()
+        go_on.wait(30)
+        return submit(*args)
+
+    engine.submit = slowly
+    sock = raw_request(str(client.base_url), CHAT[0], {**CHAT[1], "n": 3})
+    assert handing.wait(30)
+    sock.close()
+    time.sleep(0.1)
+    go_on.set()
+    wait_until(lambda: engine.cancelled == [1], "not cancelled", 5)
+    assert len(engine.requests) == 1
+
+
+def test_too_many_requests_that_wait_to_be_read(client, engine, monkeypatch):
+    monkeypatch.setattr("onefold.server.service.MOST_PREPARING", 1)
+    making, go_on = threading.Event(), threading.Event()
+    chat = engine.chat
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        making.set()
+        go_on.wait(30)
+        return chat(*args, **kwargs)
+
+    engine.chat = slowly
+    with raw_request(str(client.base_url), *CHAT) as sock:
+        assert making.wait(30)
+        response = client.post(TALK[0], json=TALK[1])
+        assert response.status_code == 503 and response.headers["retry-after"] == "1"
+        go_on.set()
+        assert sock.recv(1000).startswith(b"HTTP/1.1 200")
 
 
 def test_a_client_that_does_not_read_is_hung_up_on(engine, caplog):

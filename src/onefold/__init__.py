@@ -23,7 +23,7 @@ from onefold.errors import (  # noqa: E402
     WrongThread,
 )
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Batch",

@@ -4,6 +4,7 @@
   all tails with one product, instead of a handful per row: on a GPU that is where a step's time goes.
 - A row that joins brings its own short tail along (at most `BRINGS` tokens are copied); a longer one stays where it
   is. A row that leaves takes what its nodes own here to a slab of their own: what it decoded (`Shelf.evacuate`).
+- Rows that have nothing in common stay where they are: each is one range for the stock kernel.
 - It is a convenience: where the budget has no room for it, rows go on in slabs of their own.
 """
 
@@ -30,7 +31,7 @@ class Arena:
         if self._slab is not None and self._slab not in self._store.slabs:
             self._slab = None
         standing = [t for t in tracks if not self._seated(t)]
-        if not standing:
+        if not standing or (len(standing) == len(tracks) and not _share(tracks)):
             return
         try:
             regions = self._regions(len(standing), len(tracks))
@@ -100,3 +101,9 @@ class Arena:
             and sum(p.slab is last.slab for p in track.pieces) == 1
             and all(last.lo <= s.lo and s.hi <= last.hi for s in last.slab.spans)
         )
+
+
+def _share(tracks: list[Track]) -> bool:
+    """Whether two rows read one slab."""
+    slabs = [slab for t in tracks for slab in {p.slab for p in t.pieces}]
+    return len(set(slabs)) < len(slabs)

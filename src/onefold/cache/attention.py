@@ -320,16 +320,69 @@ def _attend_rows(
         out = core(q, *given, column)
         return out.transpose(1, 0, 2, 3).reshape(n_rows, n_q, 1, out.shape[-1]).astype(q.dtype)
 
+    if not groups and _one_buffer_each(rows, codec):
+        return _attend_alone(q, rows, scale, sinks)
     by_row = (q * scale).reshape(n_rows, n_kv, repeats, dim)
-    parts = _attend_groups(by_row.transpose(1, 0, 2, 3), *given, ranges, codec)
-    for i, j in plan.single:
-        v, around = rows[i][j], [(0, 0), (i, n_rows - i - 1), (0, 0), (0, 0)]
-        part = _Block(codec.scores(by_row[i : i + 1], v.arrays, v.lo, v.hi).transpose(1, 0, 2, 3))
-        own = codec.mix(part.probs.transpose(1, 0, 2, 3), v.arrays, v.lo, v.hi).transpose(1, 0, 2, 3)
-        part.out, part.logsum = mx.pad(own, around), mx.pad(part.logsum, around, constant_values=-1e30)
-        parts.append(part)
+    parts = _attend_groups(by_row.transpose(1, 0, 2, 3), *given, ranges, codec) + _attend_own(by_row, rows, plan, codec)
     out = _weigh(parts, column)
     return out.transpose(1, 0, 2, 3).reshape(n_rows, n_q, 1, out.shape[-1]).astype(q.dtype)
+
+
+def _one_buffer_each(rows: Rows | list[list[View]], codec: Codec) -> bool:
+    """Every row is one range from the start of a buffer. (On CUDA the fused kernel is wrong for one query on a range
+    that begins further on.)"""
+    return codec.plain and all(len(row) == 1 and row[0].lo == 0 for row in rows)
+
+
+def _attend_alone(q: mx.array, rows: Rows | list[list[View]], scale: float, sinks: mx.array | None) -> mx.array:
+    """Nobody shares anything: each row by itself, in the stock kernel."""
+    parts = []
+    for i, (v,) in enumerate(rows):
+        k, values = (a[..., : v.hi, :] for a in v.arrays)
+        parts.append(mx.fast.scaled_dot_product_attention(q[i : i + 1], k, values, scale=scale, sinks=sinks))
+    return mx.concatenate(parts, axis=0)
+
+
+def _attend_own(by_row: mx.array, rows: Rows | list[list[View]], plan: _Plan, codec: Codec) -> list[_Block]:
+    """The pieces that belong to one row. Their scores are laid side by side, so that all rows have one softmax, unless
+    one of them is so much longer than the others that most of it would be empty."""
+    own: list[list[View]] = [[] for _ in range(len(rows))]
+    for i, row in enumerate(rows):
+        own[i] = [row[j] for r, j in plan.single if r == i]
+    widths = [sum(v.hi - v.lo for v in views) for views in own]
+    if max(widths) * len(widths) > 2 * sum(widths) + 4096:
+        chosen = [i for i, views in enumerate(own) if views]
+        return [_own_block(by_row, [views if i == k else [] for k, views in enumerate(own)], codec) for i in chosen]
+    return [_own_block(by_row, own, codec)]
+
+
+def _own_block(by_row: mx.array, own: list[list[View]], codec: Codec) -> _Block:
+    """One block of all rows; a row that has no piece here sees nothing of it."""
+    n_rows, n_kv, repeats, _ = by_row.shape
+    widest = max(sum(v.hi - v.lo for v in views) for views in own)
+    low = -6e4 if by_row.dtype == mx.float16 else -1e30
+    scores = []
+    for i, views in enumerate(own):
+        parts = [codec.scores(by_row[i : i + 1], v.arrays, v.lo, v.hi) for v in views]
+        found = _cat(parts) if parts else mx.full((1, n_kv, repeats, widest), low, by_row.dtype)
+        missing = widest - found.shape[-1]
+        scores.append(mx.pad(found, [(0, 0)] * 3 + [(0, missing)], constant_values=low) if missing else found)
+    block = _Block(mx.concatenate(scores, axis=0))
+    outs: list[mx.array | None] = []
+    for i, views in enumerate(own):
+        at, out = 0, None
+        for v in views:
+            width = v.hi - v.lo
+            part = codec.mix(block.probs[i : i + 1, ..., at : at + width], v.arrays, v.lo, v.hi)
+            at, out = at + width, part if out is None else out + part
+        outs.append(out)
+    known = next(o for o in outs if o is not None)
+    block.out = mx.concatenate([mx.zeros_like(known) if o is None else o for o in outs], axis=0).transpose(1, 0, 2, 3)
+    block.logsum = block.logsum.transpose(1, 0, 2, 3)
+    if any(not views for views in own):  # uniform over nothing is still nothing
+        empty = mx.array([not views for views in own]).reshape(1, n_rows, 1, 1)
+        block.logsum = mx.where(empty, mx.array(-1e30), block.logsum)
+    return block
 
 
 Ranges = tuple[tuple[int, int, tuple[int, ...]], ...]

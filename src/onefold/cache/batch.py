@@ -99,8 +99,8 @@ class Batch:
         beats = [lease._beats[0] for lease in self.leases if lease._beats]  # none where a model runs uncached
         with self._scratch(sum(beat.scratch_bytes(1) for beat in beats)):
             if self.ragged:
-                with self._lock:
-                    if self._arena is not None:
+                if self._arena is not None:
+                    with self._lock:
                         self._arena.seat([lease._track for lease in self.leases if not lease._spanless])
                 RowsLayer.begin_step(self._plans)
                 return self.model(tokens, cache=self.layers)[:, -1, :]

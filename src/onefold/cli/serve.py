@@ -214,6 +214,7 @@ def _settings(given: argparse.Namespace) -> Settings:
 def _engine(given: argparse.Namespace) -> Engine:
     import onefold
     from onefold.engine.engine import Engine
+    from onefold.engine.recommended import recommended
     from onefold.engine.scheduler import Limits
 
     max_kv_size = given.max_kv_size
@@ -229,6 +230,7 @@ def _engine(given: argparse.Namespace) -> Engine:
         kv=given.kv,
         max_kv_size=max_kv_size or None,
         keep=keep,
+        defaults=recommended(tokenizer),
         max_queue=given.max_queue,
         limits=Limits(
             rows=given.max_batch,

@@ -65,9 +65,8 @@ def generation(service: Service) -> APIRouter:
     router = APIRouter()
 
     async def answer(request: Request, plan: Callable[[Service, bytes, str], Plan]) -> Response:
-        body = await request.body()
-        namespace = service.namespace(request.state.api_key)
-        return Reply(service, await service.prepare(partial(plan, service, body, namespace)), request.state.record)
+        body, namespace = await request.body(), service.namespace(request.state.api_key)
+        return Reply(service, partial(plan, service, body, namespace), request.state.record)
 
     openai, anthropic = errors(OPENAI_ERROR, 400, 404, 503), errors(ANTHROPIC_ERROR, 400, 404, 503)
     chats, texts = described(ChatRequest, streams=True), described(CompletionRequest, streams=True)

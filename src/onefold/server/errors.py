@@ -86,7 +86,7 @@ def openai_shape(problem: Problem) -> dict[str, Any]:
     message = problem.message
     if problem.too_long:
         tokens, most = problem.too_long
-        message = f"This model's maximum context length is {most} tokens, but the request has {tokens}. {message}"
+        message = f"This model's maximum context length is {most} tokens, but the request has {tokens}: {message}."
     kind = "invalid_request_error" if problem.status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": problem.param, "code": problem.code}}
 
@@ -109,6 +109,8 @@ def respond(scope: Any, problem: Problem) -> Response:
         headers["retry-after"] = str(problem.retry_after)
     if problem.allow:
         headers["allow"] = problem.allow
+    if problem is BROKEN:
+        headers["connection"] = "close"  # uvicorn closes it after an exception: a client must not try to use it again
     if problem.status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(json.dumps(shape), problem.status, headers, "application/json")

@@ -18,11 +18,6 @@ from onefold.server.errors import Problem, respond
 
 OPEN_PATHS = frozenset({"/health"})
 
-DISCARD_BYTES = 256 << 20
-DISCARD_SECONDS = 10.0
-"""How much of a body that is too large is still read and thrown away. Most clients look for an answer only when they
-have sent everything, and a connection that is closed before may lose it."""
-
 
 class Origins:
     def __init__(self, app: ASGIApp, origins: Iterable[str]) -> None:
@@ -39,7 +34,7 @@ class Origins:
 
 
 class Keys:
-    """Also puts the key that was presented into the request's state, as `api_key`."""
+    """Also puts the key that was sent into the request's state, as `api_key`; "" if there was none."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self._app = app
@@ -49,10 +44,11 @@ class Keys:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        key = presented(scope)
-        scope.setdefault("state", {})["api_key"] = key
-        if self._digests and scope["path"] not in OPEN_PATHS and not self._known(key):
-            said = "This API key is not one of the server's." if key else "This server needs an API key."
+        given = presented(scope)
+        known = [key for key in given if self._known(key)]
+        scope.setdefault("state", {})["api_key"] = next(iter(known or given), "")
+        if self._digests and scope["path"] not in OPEN_PATHS and not known:
+            said = "This API key is not one of the server's." if given else "This server needs an API key."
             said += " Send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
             await respond(scope, Problem(401, said, "invalid_api_key"))(scope, receive, send)
             return
@@ -94,9 +90,7 @@ class BodyLimit:
         large = Problem(413, f"The body is larger than the {self._limit} bytes that this server takes.", "too_large")
         length = header(scope, b"content-length")
         if length.isdigit() and int(length) > self._limit:
-            if header(scope, b"expect").lower() != "100-continue":
-                await _discard(receive)
-            return large
+            return large  # what is on its way is read and thrown away by uvicorn, while the client may read the answer
         chunks: list[bytes] = []
         seen = 0
         while True:
@@ -110,32 +104,16 @@ class BodyLimit:
             more = message.get("more_body", False)
             seen += len(message.get("body", b""))
             if seen > self._limit:
-                chunks.clear()
-                if more:
-                    await _discard(receive)
                 return large
             chunks.append(message.get("body", b""))
             if not more:
                 return b"".join(chunks)
 
 
-async def _discard(receive: Receive) -> None:
-    seen = 0
-    try:
-        async with asyncio.timeout(DISCARD_SECONDS):
-            while seen < DISCARD_BYTES:
-                message = await receive()
-                seen += len(message.get("body", b""))
-                if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                    return
-    except TimeoutError:
-        return
-
-
-def presented(scope: Scope) -> str:
-    """The API key of a request, or nothing."""
+def presented(scope: Scope) -> list[str]:
+    """The API keys of a request: clients of the one API sometimes send a placeholder where the other has its key."""
     kind, _, rest = header(scope, b"authorization").partition(" ")
-    return rest.strip() if kind.lower() == "bearer" else header(scope, b"x-api-key")
+    return [key for key in (rest.strip() if kind.lower() == "bearer" else "", header(scope, b"x-api-key")) if key]
 
 
 def header(scope: Scope, name: bytes) -> str:

@@ -7,8 +7,11 @@ being cancelled because the client went, cancels what still runs.
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.responses import Response
@@ -49,27 +52,35 @@ class Plan:
 
 
 class Reply(Response):
-    def __init__(self, service: Service, plan: Plan, record: Record) -> None:
+    """`make` makes the plan, and may block; it runs on the thread for prompts."""
+
+    def __init__(self, service: Service, make: Callable[[], Plan], record: Record) -> None:
         super().__init__()
         self._service = service
-        self._plan = plan
+        self._make = make
         self._record = record
-        record.choices_per_prompt = plan.choices_per_prompt
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with Stream(self._service.engine, self._plan.requests) as stream:
+        with Stream(self._service.engine) as stream:
+            plan = await self._service.prepare(partial(self._begin, stream))
+            self._record.choices_per_prompt = plan.choices_per_prompt
             try:
-                if self._plan.stream:
-                    await self._streamed(stream, send)
+                if plan.stream:
+                    await self._streamed(plan.writer, stream, send)
                 else:
-                    await self._whole(stream, send)
+                    await self._whole(plan, stream, send)
             finally:
-                for choice in range(len(self._plan.requests)):
+                for choice in range(len(plan.requests)):
                     self._record.finish.setdefault(choice, "failed" if self._record.error else "cancelled")
 
-    async def _whole(self, stream: Stream, send: Send) -> None:
-        outcomes = [Outcome() for _ in self._plan.requests]
-        tally = Tally(self._plan.choices_per_prompt)
+    def _begin(self, stream: Stream) -> Plan:
+        plan = self._make()
+        stream.submit(plan.requests)
+        return plan
+
+    async def _whole(self, plan: Plan, stream: Stream, send: Send) -> None:
+        outcomes = [Outcome() for _ in plan.requests]
+        tally = Tally(plan.choices_per_prompt)
         while not stream.over:
             for choice, event in await stream.next():
                 self._note(choice, event)
@@ -77,31 +88,30 @@ class Reply(Response):
                     raise event.error
                 outcomes[choice].add(event)
                 tally.add(choice, event)
-        body = json_bytes(self._plan.writer.whole(outcomes, tally.usage))
-        await _begin(send, {"content-type": "application/json", "content-length": str(len(body))})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        body = json_bytes(plan.writer.whole(outcomes, tally.usage))
+        await _start(send, {"content-type": "application/json", "content-length": str(len(body))})
+        await _body(send, body, more=False)
 
-    async def _streamed(self, stream: Stream, send: Send) -> None:
-        writer = self._plan.writer
+    async def _streamed(self, writer: Writer, stream: Stream, send: Send) -> None:
         events = await self._admitted(stream)
-        await _begin(send, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
+        await _start(send, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
+        loop, patience = asyncio.get_running_loop(), self._service.settings.keep_alive_seconds
+        silent_until = loop.time() + patience
         while True:
-            said = b""
+            said: list[bytes] = []
             for choice, event in events:
                 self._note(choice, event)
                 if isinstance(event, Failed):
-                    said += writer.failed(problem_of(event.error))
-                    await send({"type": "http.response.body", "body": said, "more_body": False})
+                    await _body(send, b"".join(said) + writer.failed(problem_of(event.error)), more=False)
                     return
-                said += writer.feed(choice, event)
+                said.append(writer.feed(choice, event))
             if stream.over:
                 break
-            if said:
-                await send({"type": "http.response.body", "body": said, "more_body": True})
-            events = await stream.next(self._service.settings.keep_alive_seconds)
-            if not events:
-                await send({"type": "http.response.body", "body": writer.keep_alive, "more_body": True})
-        await send({"type": "http.response.body", "body": said + writer.end(), "more_body": False})
+            if any(said) or loop.time() >= silent_until:
+                await _body(send, b"".join(said) or writer.keep_alive)
+                silent_until = loop.time() + patience
+            events = await stream.next(max(0.0, silent_until - loop.time()))
+        await _body(send, b"".join(said) + writer.end(), more=False)
 
     async def _admitted(self, stream: Stream) -> list[tuple[int, Event]]:
         """The events up to the first choice's start, which the headers tell of."""
@@ -127,9 +137,13 @@ class Reply(Response):
             self._service.metrics.between(seconds)
 
 
-async def _begin(send: Send, headers: dict[str, str]) -> None:
+async def _start(send: Send, headers: dict[str, str]) -> None:
     raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": 200, "headers": raw})
+
+
+async def _body(send: Send, body: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 def json_bytes(value: Any) -> bytes:

@@ -1,16 +1,18 @@
 """From the engine's thread to the event loop: the events of one or several engine requests, in the order they came.
 
-    with Stream(engine, requests) as stream:     # queued; raises what Engine.submit raises
+    with Stream(engine) as stream:
+        await ...stream.submit(requests)...       # on a thread that may block; raises what Engine.submit raises
         while not stream.over:
             for choice, event in await stream.next(): ...
 
-However the block is left, what is not over is cancelled. Knows nothing of HTTP.
+However the block is left, what is not over is cancelled, also what a thread submits after that. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
@@ -20,31 +22,41 @@ from onefold.engine.request import Done, Event, Failed, Request
 
 
 class Stream:
-    def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._requests = requests
         self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        """For what the submitting thread and the event loop both change: the two that follow."""
         self._numbers: list[int] = []
+        self._left = False
+        self._running: set[int] = set()
         self._waiting: list[tuple[int, Event]] = []
         self._arrived = asyncio.Event()
-        self._running = set(range(len(requests)))
 
     def __enter__(self) -> Stream:
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.cancel)
-            for choice, request in enumerate(self._requests):
-                self._numbers.append(self._engine.submit(request, partial(self._deliver, choice)))
-            undo.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.cancel()
-
-    def cancel(self) -> None:
-        for choice, number in enumerate(self._numbers):
+        with self._lock:
+            self._left = True
+            numbers = list(self._numbers)
+        for choice, number in enumerate(numbers):
             if choice in self._running:
                 self._engine.cancel(number)
-        self._running.clear()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Once. On any thread; the engine takes a moment for long prompts."""
+        self._running = set(range(len(requests)))
+        for choice, request in enumerate(requests):
+            if self._left:
+                return
+            number = self._engine.submit(request, partial(self._deliver, choice))
+            with self._lock:
+                self._numbers.append(number)
+                left = self._left
+            if left:
+                self._engine.cancel(number)
+                return
 
     @property
     def over(self) -> bool:
@@ -53,11 +65,12 @@ class Stream:
 
     async def next(self, timeout: float | None = None) -> list[tuple[int, Event]]:
         """What came since the last call: at least one event, or nothing after `timeout` seconds."""
-        try:
-            async with asyncio.timeout(timeout):
-                await self._arrived.wait()
-        except TimeoutError:
-            return []
+        if not self._waiting:
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return []
         self._arrived.clear()
         taken, self._waiting = self._waiting, []
         return taken
@@ -68,8 +81,6 @@ class Stream:
             self._loop.call_soon_threadsafe(self._take, choice, events)
 
     def _take(self, choice: int, events: list[Event]) -> None:
-        if choice not in self._running:
-            return
         self._waiting += [(choice, event) for event in events]
         if any(isinstance(event, (Done, Failed)) for event in events):
             self._running.discard(choice)

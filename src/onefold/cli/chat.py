@@ -104,6 +104,7 @@ def _engine(given: argparse.Namespace) -> Engine:
     """Raises ConfigError."""
     import onefold
     from onefold.engine.engine import Engine
+    from onefold.engine.recommended import recommended
 
     max_kv_size = given.max_kv_size
     if max_kv_size is None:
@@ -118,4 +119,5 @@ def _engine(given: argparse.Namespace) -> Engine:
         kv=given.kv,
         max_kv_size=max_kv_size or None,
         keep=keep,
+        defaults=recommended(tokenizer),
     )

@@ -20,7 +20,7 @@ from onefold.cli.reading import Reading
 from onefold.engine.request import Reasoning, Text
 from onefold.errors import ServerError
 
-ANSWER_TOKENS = 32
+ANSWER_TOKENS = 24
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ ratios and, for a copy per conversation, the tokens of all conversations times t
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ class Stage:
 
     turns: int
     lines: dict[str, _Line] = field(default_factory=dict)
+    begun_at: float = field(default_factory=time.monotonic)
 
     def hear(self, news: News) -> None:
         line = self.lines.setdefault(news.agent, _Line())
@@ -74,6 +76,7 @@ class Stage:
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         for name, line in self.lines.items():
             table.add_row(Text(name, "bold"), Text(line.told, no_wrap=True, overflow="ellipsis"))
+        table.add_row("", Text(f"{time.monotonic() - self.begun_at:.0f} s", "dim"))
         return table
 
 
@@ -89,6 +92,7 @@ def stage(screen: Console, names: list[str], turns: int) -> Iterator[Callable[[N
         yield line
         return
     shown = Stage(turns, {name: _Line() for name in names})
+    shown.lines[names[0]].told = "asks, alone"
     with Live(shown, console=screen, refresh_per_second=6, transient=True):
         yield shown.hear
 

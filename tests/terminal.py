@@ -70,14 +70,6 @@ class Terminal:
         before, self._read_to = self._read_to, found.end()
         return self.seen[before : found.end()]
 
-    def type_until(self, text: str, pattern: str) -> None:
-        """Readline does not notice Ctrl-C in the moment between its prompt and its wait: then it takes another."""
-        for _ in range(int(WAIT)):
-            self.type(text)
-            if select.select([self._master], [], [], 1.0)[0]:
-                break
-        self.wait_for(pattern)
-
     def end(self) -> int:
         while self._more():
             pass

@@ -23,6 +23,8 @@ import onefold
 from onefold.cli import main
 from onefold.cli.client import Client
 from onefold.cli.conversation import Conversation, Turn
+from onefold.cli.interrupts import Interrupts
+from onefold.cli.lines import Lines
 from onefold.cli.reading import Reading
 from onefold.cli.screen import Screen
 from onefold.engine.engine import Engine
@@ -171,7 +173,7 @@ def test_a_backslash_goes_on_and_a_path_is_no_command(chat: Chatting, model: Pat
 
 
 def test_thoughts_are_no_part_of_what_a_pipe_gets(chat: Chatting, talking: Path) -> None:
-    said = chat(str(talking))
+    said = chat(str(talking), "--temperature", "0")
     assert THOUGHT in said.told and not any(THOUGHT in answer for answer in said.answers)
     assert said.answers[0].startswith("<tool_call>"), "no tools were offered, so it is only text"
 
@@ -252,8 +254,6 @@ def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_leaves(model: Path) -> 
         prompt = len("[user\nTell me\neverything.]\n[assistant\n")
         assert re.search(rf"\x1b\[2m{prompt} prompt tokens, 0 reused", line)
         terminal.wait_for("> ")
-        terminal.type_until("\x03", "Ctrl-D leaves")
-        terminal.wait_for("> ")
         terminal.type("Go on.\n")
         terminal.wait_for(r"\x1b\[2K[^\x1b]{20}")
         terminal.type("\x03")
@@ -262,6 +262,43 @@ def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_leaves(model: Path) -> 
         terminal.wait_for("> ")
         terminal.type("\x04")
         assert terminal.end() == 0
+
+
+@pytest.mark.parametrize("typed, code", [(True, 0), (False, 130)])
+def test_an_interrupt_where_there_is_nothing_to_stop(
+    chat: Chatting, model: Path, monkeypatch: pytest.MonkeyPatch, typed: bool, code: int
+) -> None:
+    """At a prompt it drops what was typed. On a pipe, where nobody is asked, it ends the chat."""
+    lines = iter([KeyboardInterrupt(), "hi", None])
+
+    def next_line(self: Lines) -> str | None:
+        self.typed = typed
+        line = next(lines)
+        if isinstance(line, KeyboardInterrupt):
+            raise line
+        return line
+
+    monkeypatch.setattr(Lines, "next", next_line)
+    said = chat(str(model), *GREEDY)
+    assert said.code == code and len(said.answers) == typed and ("Ctrl-D leaves" in said.told) == typed
+
+
+def test_an_interrupt_is_heard_between_two_events() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("signals are heard on the main thread only")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    heard = []
+    try:
+        with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
+            for event in interrupts.between(Text(word) for word in "abc"):
+                heard.append(event)
+                if event == Text("b"):
+                    signal.raise_signal(signal.SIGINT)
+                heard.append(event)
+        assert heard == [Text(word) for word in "aabb"]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_on_pipes_an_interrupt_stops_the_answer_that_a_server_gives(engine: Engine) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from onefold.cli.answering import Source
 from onefold.cli.conversation import Conversation, Turn
 from onefold.cli.holding import show_held
+from onefold.cli.interrupts import Interrupts
 from onefold.cli.lines import Lines
 from onefold.cli.reading import Reading
 from onefold.cli.screen import Screen
@@ -99,8 +100,8 @@ class Chat:
             self._screen.note(self._line(reading, stopped))
 
     def _listen(self, messages: list[dict[str, str]], reading: Reading) -> None:
-        with contextlib.closing(self._source.ask(messages)) as events:
-            first = None
+        with Interrupts() as interrupts, contextlib.closing(self._source.ask(messages)) as asked:
+            events, first = interrupts.between(asked), None
             with self._screen.waiting("...") as show:
                 for event in events:
                     reading.add(event)

@@ -86,10 +86,11 @@ def _show(given: argparse.Namespace) -> int:
     try:
         _with(server, given, screen)
     except ServerError as error:
-        said = [f"    {line}" for line in server.lines]
-        complain(NAME, f"{error}" + ("; it said last:" if said else ""), 1)
-        print("\n".join(said), file=sys.stderr, flush=True)
-        return 1
+        said = server.last_lines()
+        code = complain(NAME, f"{error}" + ("; it said last:" if said else ""), 1)
+        for line in said:
+            print(f"    {line}", file=sys.stderr, flush=True)
+        return code
     finally:
         server.stop()
     screen.print(f"\nThe server (process {server.pid}) is stopped.")

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from onefold.cli.client import Client
 from onefold.cli.serve import FLAGS
@@ -23,6 +24,7 @@ from onefold.errors import ServerError
 START_SECONDS = 300.0
 STOP_SECONDS = 20.0
 LOOK_SECONDS = 0.1
+LAST_SECONDS = 1.0
 LINES = 12
 
 _URL = re.compile(r"http://127\.0\.0\.1:\d+")
@@ -34,8 +36,7 @@ class ServerProcess:
         command += ["--host", "127.0.0.1", "--port", "0", "--grace", "1"]
         settings = {flag.variable for flag in FLAGS}
         environment = {name: value for name, value in os.environ.items() if name not in settings}
-        self.lines: deque[str] = deque(maxlen=LINES)
-        """What it wrote last."""
+        self._lines: deque[str] = deque(maxlen=LINES)
         self.url = ""
         """Known before it listens."""
         self._process = subprocess.Popen(
@@ -60,7 +61,7 @@ class ServerProcess:
         with self._process.stdout as output:
             for line in output:
                 if line.strip():
-                    self.lines.append(line.rstrip())
+                    self._lines.append(line.rstrip())
                 if not self.url and (found := _URL.search(line)):
                     self.url = found[0]
 
@@ -72,8 +73,8 @@ class ServerProcess:
                 raise self._ended("it was up")
             if time.monotonic() > give_up:
                 raise ServerError(f"the server is not up after {START_SECONDS:.0f} seconds")
-            if self.lines:
-                show(self.lines[-1])
+            if self._lines:
+                show(self._lines[-1])
             time.sleep(LOOK_SECONDS)
 
     def _answers(self) -> bool:
@@ -90,16 +91,21 @@ class ServerProcess:
         raise self._ended("it was told to")
 
     def _ended(self, before: str) -> ServerError:
-        self._reader.join(LOOK_SECONDS * 10)  # or its last words might be missing
         return ServerError(f"the server ended before {before} (exit code {self._process.returncode})")
+
+    def last_lines(self) -> list[str]:
+        """What it wrote last. One that has just failed is given a moment to say why, and to end."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(LAST_SECONDS)
+            self._reader.join(LAST_SECONDS)
+        return list(self._lines)
 
     def stop(self) -> None:
         try:
             self._process.terminate()
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS)
         finally:
             self._process.kill()  # does nothing to one that has ended
             self._process.wait()
-            self._reader.join(LOOK_SECONDS * 10)
+            self._reader.join(LAST_SECONDS)

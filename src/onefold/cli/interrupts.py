@@ -1,0 +1,53 @@
+"""Ctrl-C while an answer comes: it is heard between two events, and never while something is being shown.
+
+A line that is interrupted half-way may be shown twice, or not at all. Where signals are not ours to handle (another
+thread than the first, or a program that has Ctrl-C ignored), nothing is changed.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Generator
+from types import TracebackType
+
+from onefold.engine.request import Event
+
+
+class Interrupts:
+    def __init__(self) -> None:
+        self._ours = False
+        self._waiting = False
+        self._pressed = False
+
+    def __enter__(self) -> Interrupts:
+        first = threading.current_thread() is threading.main_thread()
+        self._ours = first and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self._ours:
+            signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _press(self, *_: object) -> None:
+        if self._waiting:
+            raise KeyboardInterrupt
+        self._pressed = True
+
+    def between(self, events: Generator[Event, None, None]) -> Generator[Event, None, None]:
+        """The same events; raises KeyboardInterrupt where the next one would be waited for."""
+        while True:
+            self._waiting = True
+            try:
+                if self._pressed:
+                    raise KeyboardInterrupt
+                event = next(events)
+            except StopIteration:
+                return
+            finally:
+                self._waiting = False
+            yield event

@@ -458,6 +458,31 @@ def test_a_device_that_fails_costs_the_requests_of_that_forward_alone(engine, fo
     assert ask(engine, words(101), 5).tokens == cold(loaded[0], words(101), 5)
 
 
+def test_a_tokenizer_that_raises_costs_its_request_alone(engine, loaded, monkeypatch):
+    running = Pending(engine, request(words(60, seed=2), 200))
+    running.wait_for_text(2)
+    doomed = Pending(engine, request(words(70, seed=3), 50))
+    doomed.wait_for_text(1)
+    (job,) = [j for j in engine._scheduler.decoding if j.number == doomed.number]
+
+    def add_token(token: int) -> None:
+        raise IndexError("no such token")
+
+    monkeypatch.setattr(job._answer._detokenizer, "add_token", add_token)
+    assert "no such token" in str(doomed.wait().error)
+    assert running.wait().tokens == cold(loaded[0], words(60, seed=2), 200)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1.0}, {"top_p": 1.5}, {"min_p": 2.0}, {"top_k": -3}, {"repetition_penalty": 0.0}]
+)
+def test_sampling_that_is_out_of_range_is_refused_at_once(engine, wrong):
+    with pytest.raises(PromptError, match=next(iter(wrong))):
+        engine.submit(request(words(9), sampling=Sampling(**wrong)), lambda events: None)
+    with pytest.raises(PromptError, match=next(iter(wrong))):
+        engine.submit(request(words(9), sampling=Sampling(**{next(iter(wrong)): float("nan")})), lambda events: None)
+
+
 def test_stopping_tells_everyone(loaded):
     engine = Engine(*loaded, budget="64MB", limits=Limits(rows=1))
     running = Pending(engine, request(words(20), 100_000))

@@ -27,7 +27,7 @@ from onefold.cache.tree import common_length
 from onefold.engine.job import Job
 from onefold.engine.request import Finish
 from onefold.engine.sampling import Chooser, Chosen
-from onefold.errors import BudgetError, Busy, DeviceError, OnefoldError, TooLong
+from onefold.errors import BudgetError, Busy, DeviceError, OnefoldError, RequestError, TooLong
 from onefold.sizes import show_size
 
 log = logging.getLogger("onefold.engine")
@@ -36,6 +36,11 @@ WORTH_WAITING_FOR = 64
 """Tokens of another request's prefill."""
 SHORT_REST = 64
 """A rest of so many tokens is run whole, its last token included: one forward instead of two."""
+
+
+UNEXPECTED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+"""What tokenizers, parsers and models of other people's raise for what they were not made for. It costs the requests
+that were being worked on, and not everybody."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +189,10 @@ class Scheduler:
             try:
                 job.open(self._cache, reserve_tokens)
                 return True
+            except UNEXPECTED as error:
+                log.exception("a request could not be admitted")
+                self._fail(job, RequestError(f"this request failed: {type(error).__name__}: {error}"))
+                return False
             except BudgetError as error:
                 if self.live:
                     return False
@@ -292,6 +301,10 @@ class Scheduler:
             log.exception("the device failed in the middle of a forward")
             for job in list(jobs):
                 self._fail(job, DeviceError(f"the device failed: {error}"))
+        except UNEXPECTED as error:
+            log.exception("a request failed; the others go on")
+            for job in list(jobs):
+                self._fail(job, RequestError(f"this request failed: {type(error).__name__}: {error}"))
         return False
 
     def _give_way(self) -> None:

@@ -198,6 +198,17 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(loaded):
         assert order == ["short"]
 
 
+def test_a_long_prompt_gets_there_while_short_ones_keep_coming(loaded):
+    with Engine(*loaded, budget="256MB", limits=Limits(prefill_chunk=64)) as engine:
+        long = Pending(engine, request(words(2000), 1))
+        n = 0
+        while not any(isinstance(e, Text) for e in long.events):
+            n += 1
+            assert n < 400, "it never gets a turn"
+            ask_all(engine, [request(words(40 + i, seed=n * 3 + i), 1) for i in range(3)])
+        long.wait()
+
+
 @pytest.mark.parametrize("family", ["gemma2", "deepseek_v3", "llama4"])
 def test_models_outside_the_seam_serve_several_at_once(family, loaded):
     check_family(family, loaded[1])

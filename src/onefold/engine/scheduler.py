@@ -207,12 +207,19 @@ class Scheduler:
     # -- prefill -------------------------------------------------------------------------------
 
     def _prefill(self) -> None:
+        """One chunk; or several that are short, of as many requests, and together no longer than the shortest chunk."""
         if not self.prefilling:
             return
-        job = self._next_to_prefill()
-        begun = time.perf_counter()
-        before = job.position
-        if self._guarded([job], lambda: self._run_chunk(job)) and job.position - before > 1:
+        done = self._prefill_some(self._next_to_prefill())
+        while self.prefilling:
+            job = self._least_to_do()
+            if done + len(job.tokens) - job.position > SHORT_REST:
+                return
+            done += max(1, self._prefill_some(job))
+
+    def _prefill_some(self, job: Job) -> int:
+        begun, before = time.perf_counter(), job.position
+        if self._guarded([job], lambda: self._run_chunk(job)) and job.chosen is None and job.position - before > 1:
             self._pace.note(job.position - before, time.perf_counter() - begun)
         if job in self.prefilling and job.position >= len(job.tokens) - 1:
             self.prefilling.remove(job)
@@ -220,14 +227,16 @@ class Scheduler:
         elif job in self.prefilling:
             job.progressed()
         job.tell()
+        return job.position - before
 
     def _next_to_prefill(self) -> Job:
         """The one with the least to do, and every other time the oldest: short ones need not wait for a long one,
         and the long one gets there."""
         self._odd = not self._odd
-        if self._odd:
-            return min(self.prefilling, key=lambda j: len(j.tokens) - j.position)
-        return min(self.prefilling, key=lambda j: j.number)
+        return self._least_to_do() if self._odd else min(self.prefilling, key=lambda j: j.number)
+
+    def _least_to_do(self) -> Job:
+        return min(self.prefilling, key=lambda j: len(j.tokens) - j.position)
 
     def _run_chunk(self, job: Job) -> None:
         lease = job.lease

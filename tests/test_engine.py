@@ -198,6 +198,17 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(loaded):
         assert order == ["short"]
 
 
+def test_a_long_prompt_gets_there_while_short_ones_keep_coming(loaded):
+    with Engine(*loaded, budget="256MB", limits=Limits(prefill_chunk=64)) as engine:
+        long = Pending(engine, request(words(2000), 1))
+        n = 0
+        while not any(isinstance(e, Text) for e in long.events):
+            n += 1
+            assert n < 400, "it never gets a turn"
+            ask_all(engine, [request(words(40 + i, seed=n * 3 + i), 1) for i in range(3)])
+        long.wait()
+
+
 @pytest.mark.parametrize("family", ["gemma2", "deepseek_v3", "llama4"])
 def test_models_outside_the_seam_serve_several_at_once(family, loaded):
     check_family(family, loaded[1])
@@ -447,7 +458,7 @@ def test_a_device_that_fails_costs_the_requests_of_that_forward_alone(engine, fo
     running.wait_for_text(2)
 
     def fail(shape: tuple[int, int]) -> None:
-        if shape[1] == 100:
+        if shape[1] > 20:
             raise RuntimeError("[malloc] out of memory")
 
     forwards.before = fail
@@ -456,6 +467,31 @@ def test_a_device_that_fails_costs_the_requests_of_that_forward_alone(engine, fo
     forwards.before = lambda shape: None
     assert running.wait().tokens == cold(loaded[0], words(60, seed=2), 300)
     assert ask(engine, words(101), 5).tokens == cold(loaded[0], words(101), 5)
+
+
+def test_a_tokenizer_that_raises_costs_its_request_alone(engine, loaded, monkeypatch):
+    running = Pending(engine, request(words(60, seed=2), 200))
+    running.wait_for_text(2)
+    doomed = Pending(engine, request(words(70, seed=3), 50))
+    doomed.wait_for_text(1)
+    (job,) = [j for j in engine._scheduler.decoding if j.number == doomed.number]
+
+    def add_token(token: int) -> None:
+        raise IndexError("no such token")
+
+    monkeypatch.setattr(job._answer._detokenizer, "add_token", add_token)
+    assert "no such token" in str(doomed.wait().error)
+    assert running.wait().tokens == cold(loaded[0], words(60, seed=2), 200)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1.0}, {"top_p": 1.5}, {"min_p": 2.0}, {"top_k": -3}, {"repetition_penalty": 0.0}]
+)
+def test_sampling_that_is_out_of_range_is_refused_at_once(engine, wrong):
+    with pytest.raises(PromptError, match=next(iter(wrong))):
+        engine.submit(request(words(9), sampling=Sampling(**wrong)), lambda events: None)
+    with pytest.raises(PromptError, match=next(iter(wrong))):
+        engine.submit(request(words(9), sampling=Sampling(**{next(iter(wrong)): float("nan")})), lambda events: None)
 
 
 def test_stopping_tells_everyone(loaded):

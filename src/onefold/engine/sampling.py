@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
@@ -20,6 +21,7 @@ import numpy as np
 
 from onefold.engine import stock
 from onefold.engine.request import Sampling
+from onefold.errors import PromptError
 
 _ALL = 1 << 30
 """A context size that takes in everything that was generated."""
@@ -37,6 +39,7 @@ class Row:
 
     def __post_init__(self) -> None:
         s = self.sampling
+        _check(s)
         self.greedy = s.temperature == 0
         penalty = None if s.repetition_penalty == 1 else s.repetition_penalty
         context = max(1, s.repetition_context)
@@ -65,6 +68,25 @@ class Row:
         for processor in self._over_generated:
             logits = processor(seen(tokens[prompt_tokens:]), logits)
         return logits
+
+
+def _check(s: Sampling) -> None:
+    """Here, as mlx-lm looks at some of these only when it draws."""
+    for name, low, high in (
+        ("temperature", 0.0, math.inf),
+        ("top_p", 0.0, 1.0),
+        ("min_p", 0.0, 1.0),
+        ("top_k", 0, math.inf),
+        ("repetition_penalty", 0.0, math.inf),
+        ("repetition_context", 0, math.inf),
+        ("presence_penalty", -math.inf, math.inf),
+        ("frequency_penalty", -math.inf, math.inf),
+    ):
+        value = getattr(s, name)
+        if not (low <= value <= high and math.isfinite(value)) or (name == "repetition_penalty" and value == 0):
+            raise PromptError(f"{name} must be from {low:g} to {high:g}, got {value}", where=name)
+    if not all(math.isfinite(v) for v in s.logit_bias.values()):
+        raise PromptError("a logit_bias must be finite", where="logit_bias")
 
 
 @dataclass(frozen=True)

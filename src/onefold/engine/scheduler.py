@@ -27,7 +27,7 @@ from onefold.cache.tree import common_length
 from onefold.engine.job import Job
 from onefold.engine.request import Finish
 from onefold.engine.sampling import Chooser, Chosen
-from onefold.errors import BudgetError, Busy, DeviceError, OnefoldError, TooLong
+from onefold.errors import BudgetError, Busy, DeviceError, OnefoldError, RequestError, TooLong
 from onefold.sizes import show_size
 
 log = logging.getLogger("onefold.engine")
@@ -36,6 +36,11 @@ WORTH_WAITING_FOR = 64
 """Tokens of another request's prefill."""
 SHORT_REST = 64
 """A rest of so many tokens is run whole, its last token included: one forward instead of two."""
+
+
+UNEXPECTED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+"""What tokenizers, parsers and models of other people's raise for what they were not made for. It costs the requests
+that were being worked on, and not everybody."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +189,10 @@ class Scheduler:
             try:
                 job.open(self._cache, reserve_tokens)
                 return True
+            except UNEXPECTED as error:
+                log.exception("a request could not be admitted")
+                self._fail(job, RequestError(f"this request failed: {type(error).__name__}: {error}"))
+                return False
             except BudgetError as error:
                 if self.live:
                     return False
@@ -198,12 +207,19 @@ class Scheduler:
     # -- prefill -------------------------------------------------------------------------------
 
     def _prefill(self) -> None:
+        """One chunk; or several that are short, of as many requests, and together no longer than the shortest chunk."""
         if not self.prefilling:
             return
-        job = self._next_to_prefill()
-        begun = time.perf_counter()
-        before = job.position
-        if self._guarded([job], lambda: self._run_chunk(job)) and job.position - before > 1:
+        done = self._prefill_some(self._next_to_prefill())
+        while self.prefilling:
+            job = self._least_to_do()
+            if done + len(job.tokens) - job.position > SHORT_REST:
+                return
+            done += max(1, self._prefill_some(job))
+
+    def _prefill_some(self, job: Job) -> int:
+        begun, before = time.perf_counter(), job.position
+        if self._guarded([job], lambda: self._run_chunk(job)) and job.chosen is None and job.position - before > 1:
             self._pace.note(job.position - before, time.perf_counter() - begun)
         if job in self.prefilling and job.position >= len(job.tokens) - 1:
             self.prefilling.remove(job)
@@ -211,14 +227,16 @@ class Scheduler:
         elif job in self.prefilling:
             job.progressed()
         job.tell()
+        return job.position - before
 
     def _next_to_prefill(self) -> Job:
         """The one with the least to do, and every other time the oldest: short ones need not wait for a long one,
         and the long one gets there."""
         self._odd = not self._odd
-        if self._odd:
-            return min(self.prefilling, key=lambda j: len(j.tokens) - j.position)
-        return min(self.prefilling, key=lambda j: j.number)
+        return self._least_to_do() if self._odd else min(self.prefilling, key=lambda j: j.number)
+
+    def _least_to_do(self) -> Job:
+        return min(self.prefilling, key=lambda j: len(j.tokens) - j.position)
 
     def _run_chunk(self, job: Job) -> None:
         lease = job.lease
@@ -292,6 +310,10 @@ class Scheduler:
             log.exception("the device failed in the middle of a forward")
             for job in list(jobs):
                 self._fail(job, DeviceError(f"the device failed: {error}"))
+        except UNEXPECTED as error:
+            log.exception("a request failed; the others go on")
+            for job in list(jobs):
+                self._fail(job, RequestError(f"this request failed: {type(error).__name__}: {error}"))
         return False
 
     def _give_way(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -507,6 +509,17 @@ def test_stopping_tells_everyone(loaded):
     assert not engine.alive
     with pytest.raises(EngineStopped):
         engine.check()
+
+
+def test_a_program_that_forgets_to_stop_it_ends_well(model):
+    code = (
+        "import onefold; from onefold.engine.engine import Engine; from asking import Pending, request; "
+        f"engine = Engine(*onefold.load({str(model)!r}), budget='64MB'); "
+        "Pending(engine, request([1, 2, 3], 100000)).wait_for_text(2)"
+    )
+    here = Path(__file__).parent
+    ended = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_a_thread_that_dies_of_a_bug_tells_everyone(engine, monkeypatch):

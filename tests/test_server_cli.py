@@ -178,7 +178,7 @@ def test_a_server_that_is_open_to_all_is_warned_about(capsys, host, keys, warns)
         port = sock.getsockname()[1]
     said = capsys.readouterr()
     assert ("--api-key" in said.err) == warns
-    for part in ("a/model", f":{port}/v1", "8.0 GB", "131.1 kB", "50,000 tokens"):
+    for part in ("a/model", f":{port}/v1", "8.0 GB", "131.1 kB", "50,000 of them in one conversation"):
         assert part in said.out
 
 

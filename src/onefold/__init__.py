@@ -2,28 +2,56 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from onefold import blas as _blas
 
 _blas.preload()
 
-from onefold.cache.batch import Batch  # noqa: E402
-from onefold.cache.lease import Lease  # noqa: E402
-from onefold.cache.prefix_cache import Pin, PrefixCache, Stats  # noqa: E402
-from onefold.engine.loading import load  # noqa: E402
-from onefold.errors import (  # noqa: E402
-    BudgetError,
-    CommitError,
-    ConfigError,
-    DeviceError,
-    IntegrityError,
-    LeaseClosed,
-    LeaseError,
-    OnefoldError,
-    TokenError,
-    WrongThread,
-)
+if TYPE_CHECKING:
+    from onefold.cache.batch import Batch
+    from onefold.cache.lease import Lease
+    from onefold.cache.prefix_cache import Pin, PrefixCache, Stats
+    from onefold.engine.loading import load
+    from onefold.errors import (
+        BudgetError,
+        CommitError,
+        ConfigError,
+        DeviceError,
+        IntegrityError,
+        LeaseClosed,
+        LeaseError,
+        OnefoldError,
+        TokenError,
+        WrongThread,
+    )
 
 __version__ = "0.3.0"
+
+_WHERE = {
+    "Batch": "cache.batch",
+    "Lease": "cache.lease",
+    "Pin": "cache.prefix_cache",
+    "PrefixCache": "cache.prefix_cache",
+    "Stats": "cache.prefix_cache",
+    "load": "engine.loading",
+}
+"""The others are exceptions."""
+
+
+def __getattr__(name: str) -> Any:
+    """Names are looked up when they are used: mlx-lm takes seconds to import, and a command's help does not need it."""
+    if name not in __all__:
+        raise AttributeError(f"module 'onefold' has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"onefold.{_WHERE.get(name, 'errors')}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "Batch",

@@ -19,7 +19,6 @@ from onefold.cli.command_line import INTERRUPTED, Parser, complain
 
 if TYPE_CHECKING:
     from onefold.cli.answering import Source
-    from onefold.engine.engine import Engine
 
 HELP = "talk with a model in the terminal"
 NAME = "onefold chat"
@@ -97,27 +96,4 @@ def _source(given: argparse.Namespace, note: Callable[[str], None]) -> Source:
         return There(Client(given.url, api_key=key), wishes, given.model or "")
     given.model = given.model or os.environ.get("ONEFOLD_MODEL", "").strip() or "demo"
     note(f"loading {given.model}")
-    return Here(_engine(given), wishes)
-
-
-def _engine(given: argparse.Namespace) -> Engine:
-    """Raises ConfigError."""
-    import onefold
-    from onefold.engine.engine import Engine
-    from onefold.engine.recommended import recommended
-
-    max_kv_size = given.max_kv_size
-    if max_kv_size is None:
-        max_kv_size = serve.MAX_KV_SIZE if given.kv == "16" else 0
-    keep = min(serve.KEEP, max_kv_size // 2) if given.keep is None else given.keep
-    model, tokenizer = onefold.load(given.model)
-    return Engine(
-        model,
-        tokenizer,
-        model_id=given.model,
-        budget=given.budget,
-        kv=given.kv,
-        max_kv_size=max_kv_size or None,
-        keep=keep,
-        defaults=recommended(tokenizer),
-    )
+    return Here(serve.make_engine(given), wishes)

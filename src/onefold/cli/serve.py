@@ -16,7 +16,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
+
+from onefold.cli.command_line import Parser, complain
 
 if TYPE_CHECKING:
     from onefold.engine.engine import Engine
@@ -139,12 +141,6 @@ FLAGS = (
 )  # fmt: skip
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line, without the usage of two dozen flags before it."""
-        raise SystemExit(_complain(message))
-
-
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         prog="onefold serve",
@@ -212,10 +208,19 @@ def _settings(given: argparse.Namespace) -> Settings:
 
 
 def _engine(given: argparse.Namespace) -> Engine:
+    from onefold.engine.scheduler import Limits
+
+    limits = Limits(
+        rows=given.max_batch, prefill_chunk=given.prefill_chunk, queue_timeout_seconds=given.queue_timeout
+    )
+    return make_engine(given, max_queue=given.max_queue, limits=limits)
+
+
+def make_engine(given: argparse.Namespace, **more: Any) -> Engine:
+    """The engine for the model and the memory that were given: `chat` has these flags too. Raises ConfigError."""
     import onefold
     from onefold.engine.engine import Engine
     from onefold.engine.recommended import recommended
-    from onefold.engine.scheduler import Limits
 
     max_kv_size = given.max_kv_size
     if max_kv_size is None:
@@ -231,12 +236,7 @@ def _engine(given: argparse.Namespace) -> Engine:
         max_kv_size=max_kv_size or None,
         keep=keep,
         defaults=recommended(tokenizer),
-        max_queue=given.max_queue,
-        limits=Limits(
-            rows=given.max_batch,
-            prefill_chunk=given.prefill_chunk,
-            queue_timeout_seconds=given.queue_timeout,
-        ),
+        **more,
     )
 
 
@@ -271,7 +271,7 @@ def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
         ("Anthropic", url),
         ("budget", show_size(engine.cache.budget_bytes)),
         ("one token", f"{show_size(engine.cache.token_bytes)} of KV"),
-        ("room for", f"{engine.most_tokens:,} tokens"),
+        ("room for", _room(engine)),
     ):
         table.add_row(name, Text(value))
     console = Console(highlight=False)
@@ -281,6 +281,14 @@ def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
         Console(stderr=True).print(Text(warning, "bold"), soft_wrap=True)
 
 
+def _room(engine: Engine) -> str:
+    """Of all conversations together, and of one."""
+    total = f"about {engine.cache.budget_bytes // max(1, engine.cache.token_bytes):,} tokens"
+    if engine.most_tokens >= sys.maxsize:
+        return f"{total}, and conversations of any length"
+    return f"{total}, {engine.most_tokens:,} of them in one conversation"
+
+
 def _loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -288,6 +296,4 @@ def _loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _complain(message: str) -> int:
-    print(f"onefold serve: {' '.join(message.split())}", file=sys.stderr)
-    return 2
+_complain = partial(complain, "onefold serve")

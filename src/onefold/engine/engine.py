@@ -11,6 +11,7 @@ import itertools
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +107,7 @@ class Engine:
             target=self._run, args=(begin, refused, ready), name="onefold-engine", daemon=True
         )
         self._thread.start()
+        weakref.finalize(self, _end, self._mailbox, self._thread)  # or what MLX leaves of it aborts Python's exit
         ready.wait()
         if refused:
             raise refused[0]
@@ -273,6 +275,12 @@ class Engine:
             letter = self._mailbox.get()
             if letter is not None:
                 letter(scheduler)
+
+
+def _end(mailbox: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+    mailbox.put(None)
+    if thread is not threading.current_thread():
+        thread.join(10)
 
 
 def _evaluate(model: nn.Module) -> None:

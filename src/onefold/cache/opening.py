@@ -180,7 +180,9 @@ def _needed(cache: PrefixCache, lease: Lease, rest: int) -> int:
     """Bytes of the rest beyond what its buffer has room for already, of the smallest forward, and of the copy of one
     layer that a larger buffer must always leave room for."""
     last = lease._track.pieces[-1] if lease._track.pieces else None
-    held, used = (last.slab.capacity, last.hi) if last is not None else (0, 0)
+    held = used = 0
+    if last is not None and last.slab.tracks == {lease._track} and all(s.hi <= last.hi for s in last.slab.spans):
+        held, used = last.slab.capacity, last.hi  # nothing lies behind: it goes on in place
     capacity = round_up(used + rest) if used + rest > held else held
     total = len(lease.tokens)
     scratch = max((b.anatomy.scratch_bytes(max(1, min(LEAST_CHUNK, rest)), total) for b in lease._beats), default=0)

@@ -80,6 +80,23 @@ def test_without_tools_a_call_is_text(engine):
     assert answer.calls == [] and answer.text == f"<tool_call>{json.dumps(CALL)}</tool_call>"
 
 
+@pytest.mark.parametrize("error", [OverflowError, RecursionError, KeyError])
+def test_whatever_a_parser_raises_the_call_is_text(engine, monkeypatch, error):
+    def parse(text: str, tools: Any) -> Any:
+        raise error("1e999")
+
+    monkeypatch.setattr(engine.tokenizer, "_tool_parser", parse)
+    answer = ask(engine, [USER], [TOOL])
+    assert answer.calls == [] and answer.text == f"<tool_call>{json.dumps(CALL)}</tool_call>"
+    assert engine.alive
+
+
+def test_a_call_that_was_cut_off_is_what_was_written(engine):
+    assert ask(engine, [USER], [TOOL], max_tokens=4).text == "<tool_call>"
+    answer = ask(engine, [USER], [TOOL], max_tokens=5)
+    assert answer.text == f"<tool_call>{json.dumps(CALL)}" and not answer.calls and answer.done.finish == "length"
+
+
 def test_an_answer_that_is_cut_short_in_its_reasoning(engine):
     answer = ask(engine, [USER], [TOOL], max_tokens=2)
     assert answer.reasoning == THOUGHT and answer.done.finish == "length"

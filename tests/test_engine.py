@@ -293,6 +293,11 @@ def test_filters_narrow_the_choice_to_the_likeliest(engine):
         assert ask(engine, words(90), 12, sampling=Sampling(temperature=1.0, **narrow)).tokens == greedy
 
 
+@pytest.mark.parametrize("tiny_one", [{"temperature": 1e-38}, {"temperature": 1.0, "top_p": 1e-300}])
+def test_what_is_next_to_nothing_is_greedy_and_not_noise(engine, tiny_one):
+    assert ask(engine, words(90), 12, sampling=Sampling(**tiny_one)).tokens == ask(engine, words(90), 12).tokens
+
+
 def test_filters_that_filter_nothing_are_fine(engine):
     wide = Sampling(temperature=0.5, top_k=10**9, top_p=1.0, min_p=0.0, seed=3)
     assert ask(engine, words(90), 5, sampling=wide).done.completion_tokens == 5
@@ -418,6 +423,39 @@ def test_a_preempted_request_with_a_seed_goes_on_as_it_would_have(loaded):
         answers = ask_all(engine, [request(words(400, seed=i), 500, sampling=s) for i, s in enumerate(seeded)])
         assert engine.stats().preemptions > 0
         assert [a.tokens for a in answers] == wide
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3])
+@pytest.mark.parametrize("first, second", [(0.7, 0.7), (0.9, 0.9), (0.5, 0.8)])
+def test_what_is_stored_never_keeps_out_a_prompt_that_fits(loaded, share, first, second):
+    with Engine(*loaded, budget=SMALL) as engine:
+        most = engine.most_tokens
+        kept = words(int(most * first), seed=1)
+        other = [*kept[: int(most * share)], *words(int(most * (second - share)), seed=2)]
+        ask(engine, kept, 4)
+        assert ask(engine, other, 4).tokens == cold(loaded[0], other, 4)
+        assert ask(engine, words(20, seed=3), 4).tokens == cold(loaded[0], words(20, seed=3), 4)
+        engine.check()
+
+
+@pytest.mark.parametrize("n", [600, 5000])
+def test_a_bounded_conversation_may_be_longer_than_the_budget(loaded, n):
+    bound = {"max_kv_size": 512, "keep": 16}
+    with Engine(*loaded, budget=SMALL, limits=Limits(prefill_chunk=64), **bound) as engine:
+        assert ask(engine, words(n), 5).done.completion_tokens == 5
+        engine.check()
+
+
+def test_a_common_slab_for_tails_under_memory_pressure(loaded, monkeypatch):
+    """As on a GPU, where rows that share a prefix have their tails side by side."""
+    monkeypatch.setattr("onefold.cache.device.on_gpu", lambda: True)
+    with Engine(*loaded, budget=SMALL) as engine:
+        system = words(200)
+        for round in range(3):
+            prompts = [[*system, *words(30 + 40 * i, seed=10 * round + i)] for i in range(5)]
+            answers = ask_all(engine, [request(p, 120) for p in prompts])
+            assert [a.tokens for a in answers] == [cold(loaded[0], p, 120) for p in prompts]
+            engine.check()
 
 
 def test_alone_and_out_of_memory_an_answer_ends_with_length(loaded):

@@ -95,6 +95,16 @@ def test_tokens_that_swallow_spaces_are_no_place_to_cut() -> None:
     assert set(Tokeniser(BYTES)._markers) == {"<|im_start|>", "<|im_end|>"}
 
 
+def test_tokens_that_can_overlap_are_no_place_to_cut() -> None:
+    tokenizer = trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    tokenizer.add_tokens([AddedToken("###", special=True, normalized=False)], special_tokens=True)
+    tokenizer.add_tokens([AddedToken("|>x", special=True, normalized=False)], special_tokens=True)
+    assert Tokeniser(tokenizer)._markers == {}
+    tokeniser = Tokeniser(tokenizer)
+    for text in ("x" * 5000 + "####b", "x" * 5000 + "####c"):
+        assert tokeniser.encode(text).tolist() == tokenizer.encode(text, add_special_tokens=False)
+
+
 def test_few_texts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     tokeniser = Tokeniser(BYTES)
     for i in range(tokenising.KEPT_TEXTS + 9):

@@ -89,7 +89,9 @@ class Beat:
         return len({leaf.offset for leaf in self.leaves}) <= 1
 
     def scratch_bytes(self, n_tokens: int) -> int:
-        return self.anatomy.scratch_bytes(n_tokens, self.position + n_tokens)
+        bound = self.anatomy.bound
+        seen = self.position if bound is None else min(self.position, bound.max_size)
+        return self.anatomy.scratch_bytes(n_tokens, seen + n_tokens)
 
     def begun(self, model: Any, inputs: mx.array | None) -> None:
         """Refuses another model, and other tokens than the lease was opened with: both would be stored as this

@@ -178,6 +178,7 @@ class Ledger:
             delta = n_bytes - account.bytes
             if delta > 0 and not force:
                 self._take(account.purpose, delta, account.purpose.value)
+                delta = n_bytes - account.bytes  # making room may have changed this very account
             account.bytes = n_bytes
             self._add(account.purpose, delta)
 

@@ -51,6 +51,8 @@ def open_lease(cache: PrefixCache, lease: Lease, reserve_tokens: int) -> None:
         _begin_again(cache, lease, checkpoint)
     if not lease._spanless:
         rest = len(lease.tokens) + reserve_tokens - lease._track.end
+        for bound in (a.bound for a in cache._anatomies if a.bound is not None):
+            rest = min(rest, max(1, bound.max_size - lease._track.end))  # from there on it rotates, and grows no more
         if not cache._ledger.elastic:
             _require_room(cache, lease, rest)
         writable = _make_writable(cache, lease, rest)
@@ -184,7 +186,7 @@ def _needed(cache: PrefixCache, lease: Lease, rest: int) -> int:
     if last is not None and last.slab.tracks == {lease._track} and all(s.hi <= last.hi for s in last.slab.spans):
         held, used = last.slab.capacity, last.hi  # nothing lies behind: it goes on in place
     capacity = round_up(used + rest) if used + rest > held else held
-    total = len(lease.tokens)
+    total = lease._track.end + rest
     scratch = max((b.anatomy.scratch_bytes(max(1, min(LEAST_CHUNK, rest)), total) for b in lease._beats), default=0)
     headroom = max(0, capacity * cache._store.layer_token_bytes - cache._ledger.headroom())
     return (capacity - held) * cache._store.token_bytes + max(0, scratch - cache._scratch_bytes()) + headroom

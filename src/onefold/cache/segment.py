@@ -96,7 +96,7 @@ class Store:
 
 
 class Slab:
-    __slots__ = ("account", "capacity", "home", "layers", "spans", "store", "tracks", "writers")
+    __slots__ = ("account", "capacity", "home", "layers", "rewriting", "spans", "store", "tracks", "writers")
 
     def __init__(self, store: Store, capacity: int, reserved: int) -> None:
         self.store = store
@@ -109,6 +109,7 @@ class Slab:
         """The thread whose request wrote it last."""
         self.writers: set[Track] = set()
         """One, or the rows of a batch that write to regions of their own: see `arena`."""
+        self.rewriting = False
         store.slabs.add(self)
 
     @property
@@ -117,7 +118,7 @@ class Slab:
 
     @property
     def idle(self) -> bool:
-        return not self.tracks
+        return not self.tracks and not self.rewriting
 
     @property
     def used(self) -> int:
@@ -155,18 +156,20 @@ class Slab:
         spans and pieces are for the caller to move.
         """
         ledger, per_token = self.store.ledger, self.store.token_bytes
-        grown = max(0, (capacity - self.capacity) * per_token)
-        transient = ledger.open(
-            Purpose.INFLIGHT, self.store.layer_token_bytes * min(capacity, self.capacity), "one layer's copy"
-        )
+        copied = self.store.layer_token_bytes * min(capacity, self.capacity)
+        self.rewriting = True  # making room for this must not compact, or evict from, the very slab
         try:
-            if grown:
-                self.account.resize(self.account.bytes + grown)
-            self._rewrite_layers(ranges, capacity)
-            self.capacity = capacity
-            self.account.resize(capacity * per_token)
+            transient = ledger.open(Purpose.INFLIGHT, copied, "one layer's copy")
+            try:
+                if capacity > self.capacity:
+                    self.account.resize(capacity * per_token)
+                self._rewrite_layers(ranges, capacity)
+                self.capacity = capacity
+                self.account.resize(capacity * per_token)
+            finally:
+                transient.close()
         finally:
-            transient.close()
+            self.rewriting = False
 
     def _rewrite_layers(self, ranges: list[tuple[int, int]], capacity: int) -> None:
         kept = sum(hi - lo for lo, hi in ranges)

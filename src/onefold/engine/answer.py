@@ -20,8 +20,17 @@ from onefold.engine.request import Event, Logprob, Reasoning, Request, Text, Too
 
 log = logging.getLogger("onefold.engine")
 
-_UNPARSED = (ValueError, TypeError, KeyError, IndexError, AttributeError, SyntaxError)
-"""What mlx-lm's parsers raise for text that is not a call."""
+_UNPARSED = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    SyntaxError,
+    RecursionError,
+    MemoryError,
+)
+"""What mlx-lm's parsers raise for text that is not a call, or is nested without end."""
 
 
 class StopStrings:
@@ -91,8 +100,8 @@ class Answer:
         events = self._split(self._detokenizer.last_segment)
         return events, self._stops.found is not None
 
-    def close(self) -> list[Event]:
-        """What was held back. To be called once, at the end."""
+    def close(self, *, ended: bool = True) -> list[Event]:
+        """What was held back. To be called once, at the end; `ended`: the model had no more to say."""
         if self._stops.found is not None:
             return []
         self._detokenizer.finalize()
@@ -100,8 +109,8 @@ class Answer:
         if self._machine is not None and self._state is not None:
             self._machine, rest, state = stock.TextStateMachine.flush(self._machine)
             events += self._in_state(state, rest)
-        if self._call is not None:
-            events += self._end_call()
+        if self._call is not None:  # a model may end without the marker, and some have none
+            events += self._end_call(whole=ended and not self._tokenizer.tool_call_end)
         return events + self._text(self._stops.flush(), flushed=True)
 
     def _split(self, text: str) -> list[Event]:
@@ -117,7 +126,7 @@ class Answer:
     def _in_state(self, state: str | None, text: str) -> list[Event]:
         events: list[Event] = []
         if self._call is not None and state != "tool":
-            events += self._end_call()
+            events += self._end_call(whole=True)
         self._state = state
         if state == "tool":
             self._call = (self._call or "") + text
@@ -135,10 +144,11 @@ class Answer:
         taken, self._logprobs = tuple(self._logprobs), []
         return taken
 
-    def _end_call(self) -> list[Event]:
+    def _end_call(self, *, whole: bool) -> list[Event]:
+        """`whole`: the model wrote the end of it. A call that was cut off is the text that was written, and no more."""
         text, self._call = self._call or "", None
-        raw = f"{self._tokenizer.tool_call_start}{text}{self._tokenizer.tool_call_end}"
-        if self._tools is None:  # nobody offered tools: it is only text
+        raw = f"{self._tokenizer.tool_call_start}{text}" + (self._tokenizer.tool_call_end if whole else "")
+        if self._tools is None or not whole:  # nobody offered tools, or it was cut off: it is only text
             return self._text(raw)
         try:
             parsed = self._tokenizer.tool_parser(text, self._tools)

@@ -49,6 +49,8 @@ class Job:
         self.over = False
         self.gave_way_at = -1
         """Where it stood when it last let go of its memory for want of more."""
+        self.last_resort = False
+        """Everything that nobody holds was given up for it once."""
         self._deliver = deliver
         self._tokenizer = tokenizer
         self._row = Row(request.sampling, vocab, request.top_logprobs)
@@ -126,10 +128,10 @@ class Job:
     # -- telling -----------------------------------------------------------------------------
 
     def progressed(self) -> None:
-        self._events.append(Progress(self.position, len(self.request.prompt)))
+        self._events.append(Progress(min(self.position, len(self.request.prompt)), len(self.request.prompt)))
 
     def finish(self, finish: Finish) -> None:
-        self._events += self._answer.close()
+        self._events += self._answer.close(ended=finish == "stop")
         if finish == "stop" and self._answer.calls:
             finish = "tool_calls"
         hit = self.hit or Hit(len(self.request.prompt), 0, 0)

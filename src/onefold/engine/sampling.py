@@ -23,6 +23,8 @@ from onefold.engine import stock
 from onefold.engine.request import Sampling
 from onefold.errors import PromptError
 
+LEAST = 1e-5
+"""Below this a temperature is greedy and top_p the likeliest token; 32 bits would make either of them noise."""
 _ALL = 1 << 30
 """A context size that takes in everything that was generated."""
 
@@ -40,7 +42,7 @@ class Row:
     def __post_init__(self) -> None:
         s = self.sampling
         _check(s)
-        self.greedy = s.temperature == 0
+        self.greedy = s.temperature < LEAST
         penalty = None if s.repetition_penalty == 1 else s.repetition_penalty
         context = max(1, s.repetition_context)
         self._over_all = stock.make_logits_processors(dict(s.logit_bias) or None, penalty, context)
@@ -54,7 +56,8 @@ class Row:
         # mlx-lm refuses a top_k that filters nothing
         top_k = s.top_k if 0 < s.top_k < self.vocab else 0
         self.alike: Hashable = (s.temperature, s.top_p, s.min_p, top_k)
-        self.sampler = stock.make_sampler(temp=s.temperature, top_p=s.top_p, min_p=s.min_p, top_k=top_k)
+        temperature, top_p = (0.0 if self.greedy else s.temperature), max(s.top_p, LEAST)
+        self.sampler = stock.make_sampler(temp=temperature, top_p=top_p, min_p=s.min_p, top_k=top_k)
 
     def process(self, logits: mx.array, tokens: Sequence[int], prompt_tokens: int, newest: mx.array | None) -> mx.array:
         """`newest` is a token that is chosen, but perhaps not computed yet."""

@@ -114,7 +114,11 @@ class Scheduler:
         self.counts["finished"] += 1
         self._lifetimes_seconds += time.monotonic() - job.arrived_at
         self._leave(job)  # first: whoever hears of the end can count on what is stored
-        job.finish(finish)
+        try:
+            job.finish(finish)
+        except UNEXPECTED as error:
+            log.exception("the end of an answer could not be read")
+            job.fail(RequestError(f"this request failed: {type(error).__name__}: {error}"))
         job.tell()
 
     def _fail(self, job: Job, error: OnefoldError) -> None:
@@ -138,7 +142,8 @@ class Scheduler:
         patience = self._limits.queue_timeout_seconds
         now = time.monotonic()
         for job in [j for j in self.waiting if j.hit is None and now - j.arrived_at > patience]:
-            self._fail(job, Busy(f"there was no memory for this request within {patience:.0f} s", retry_after=30))
+            message = f"this request waited {patience:.0f} s for its turn, and others are still running"
+            self._fail(job, Busy(message, retry_after=self.expected_wait_seconds()))
 
     def expected_wait_seconds(self) -> int:
         """About how long until a row is free, by what requests have taken so far."""
@@ -184,24 +189,30 @@ class Scheduler:
 
     def _open(self, job: Job) -> bool:
         """False if it has to wait for memory."""
-        room = max(0, self.most_tokens - len(job.tokens))
-        for reserve_tokens in (min(self._limits.reserve_tokens, room), 0):
-            try:
-                job.open(self._cache, reserve_tokens)
-                return True
-            except UNEXPECTED as error:
-                log.exception("a request could not be admitted")
-                self._fail(job, RequestError(f"this request failed: {type(error).__name__}: {error}"))
-                return False
-            except BudgetError as error:
-                if self.live:
-                    return False
-                short = error
+        room = min(self._limits.reserve_tokens, max(0, self.most_tokens - len(job.tokens)))
+        try:
+            return self._lease(job, room) or (not self.live and (self._lease(job, 0) or self._lease_alone(job)))
+        except UNEXPECTED as error:
+            log.exception("a request could not be admitted")
+            self._fail(job, RequestError(f"this request failed: {type(error).__name__}: {error}"))
+            return False
+
+    def _lease(self, job: Job, reserve_tokens: int) -> bool:
+        try:
+            job.open(self._cache, reserve_tokens)
+        except BudgetError:
+            return False
+        return True
+
+    def _lease_alone(self, job: Job) -> bool:
+        """It needs so much that not even what it shares with others can be left where it lies."""
+        self._cache.clear()
+        if self._lease(job, 0):
+            return True
         if job.n_chosen:
             self._finish(job, "length")
         else:
-            most = min(self.most_tokens, len(job.tokens) - 1)
-            self._fail(job, too_long(len(job.tokens), most, self._cache, short))
+            self._fail(job, too_long(len(job.tokens), min(self.most_tokens, len(job.tokens) - 1), self._cache))
         return False
 
     # -- prefill -------------------------------------------------------------------------------
@@ -325,6 +336,10 @@ class Scheduler:
         if len(self.live) > 1 or job.gave_way_at < job.position:
             job.gave_way_at = job.position
             self._suspend(job)
+        elif not job.last_resort:
+            job.last_resort = True
+            self._suspend(job)
+            self._cache.clear()
         elif job.n_chosen:
             log.warning("request %d ends at %d tokens: the budget has no room for more", job.number, job.position)
             self._finish(job, "length")
@@ -366,9 +381,7 @@ def _inputs(rows: list[Job]) -> mx.array:
     )
 
 
-def too_long(tokens: int, most: int, cache: PrefixCache, cause: BudgetError | None = None) -> TooLong:
+def too_long(tokens: int, most: int, cache: PrefixCache) -> TooLong:
     budget = show_size(cache.budget_bytes)
     message = f"this prompt has {tokens} tokens; the memory budget of {budget} has room for {most}"
-    error = TooLong(message, tokens=tokens, most=most)
-    error.__cause__ = cause
-    return error
+    return TooLong(message, tokens=tokens, most=most)

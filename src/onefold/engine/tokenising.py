@@ -85,8 +85,14 @@ def _markers(tokenizer: Any) -> dict[str, int]:
     return {m: t for m, t in found.items() if len(m) > 2 and _cuts(tokenizer, m, found)}
 
 
+def _overlap(a: str, b: str) -> bool:
+    """Whether the two can share characters of a text without being the same occurrence of the same string."""
+    ends = any(a.endswith(b[:n]) or b.endswith(a[:n]) for n in range(1, min(len(a), len(b))))
+    return ends or (a != b and (a in b or b in a))
+
+
 def _cuts(tokenizer: Any, marker: str, all_markers: dict[str, int]) -> bool:
-    if any(marker in other and marker != other for other in all_markers):
+    if any(_overlap(marker, other) for other in all_markers):
         return False
 
     def encode(text: str) -> list[int]:

@@ -19,7 +19,7 @@ from tiny import tiny
 from onefold.engine.engine import Engine
 from onefold.engine.request import Progress, Sampling, Started, Text
 from onefold.engine.scheduler import Limits
-from onefold.errors import Busy, DeviceError, EngineStopped, PromptError, TooLong
+from onefold.errors import Busy, ConfigError, DeviceError, EngineStopped, PromptError, TooLong
 
 
 def words(n: int, seed: int = 0) -> list[int]:
@@ -466,6 +466,13 @@ def test_alone_and_out_of_memory_an_answer_ends_with_length(loaded):
         assert 100 <= answer.done.completion_tokens < most
         assert ask(engine, words(50), 3).done.completion_tokens == 3
         engine.check()
+
+
+@pytest.mark.parametrize("wrong", [{"budget": "200kB"}, {"kv": "3"}, {"max_kv_size": 10, "keep": 20}])
+def test_what_cannot_be_used_is_said_and_leaves_no_thread(loaded, wrong):
+    with pytest.raises(ConfigError):
+        Engine(*loaded, **{"budget": "64MB", **wrong})
+    assert "onefold-engine" not in [t.name for t in threading.enumerate()]
 
 
 def test_the_queue_is_bounded(loaded):

@@ -103,6 +103,17 @@ def test_refusals_say_why(tokenizer, tmp_path):
         maker(tokenizer).chat([{"role": "user", "content": "\ud800"}])
 
 
+def test_a_template_that_leaves_tools_out_is_warned_about_once(tmp_path, caplog, tokenizer):
+    tool = {"type": "function", "function": {"name": "look"}}
+    prompts = maker(tokenizer)
+    for _ in range(2):
+        prompts.chat([USER], tools=[tool])
+    assert caplog.text.count("leaves tools out") == 1
+    write_talking_model(tmp_path / "talks")
+    maker(mlx_lm.load(str(tmp_path / "talks"))[1]).chat([USER], tools=[tool])
+    assert caplog.text.count("leaves tools out") == 1
+
+
 def test_template_options_reach_the_template(tmp_path):
     template = "{{ messages[0].content }}{% if shout %}!{% endif %}"
     prompts = maker(load(tmp_path / "m", template))

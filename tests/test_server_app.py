@@ -211,6 +211,22 @@ def test_the_log_has_one_line_for_each_request_and_of_what_was_said_only_where_i
     assert "SECRET" not in caplog.text and "diverged=\"token 7: known 'a', now" in answered
 
 
+def test_health_can_be_asked_for_its_headers_alone(client):
+    assert client.head("/health").status_code == 200
+
+
+def test_a_refusal_names_the_field_in_its_sentence(client):
+    body = {"messages": [{"role": "user", "content": "x"}], "n": 9}
+    assert client.post(CHAT[0], json=body).json()["error"]["message"].startswith("n: ")
+
+
+def test_a_connection_that_never_asks_is_dropped(client, monkeypatch):
+    monkeypatch.setattr("onefold.server.hang_up.FIRST_REQUEST_SECONDS", 0.2)
+    with socket.create_connection((client.base_url.host, client.base_url.port), timeout=20) as silent:
+        silent.sendall(b"POST /v1/chat")
+        assert silent.recv(100) == b""
+
+
 # -- what goes wrong -------------------------------------------------------------------------------
 
 

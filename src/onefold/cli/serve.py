@@ -158,7 +158,7 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: list[str]) -> int:
     given = parser().parse_args(arguments)
     if given.model is None:
-        return _complain("which model? Give a folder or a Hugging Face id, or set ONEFOLD_MODEL")
+        return _complain("which model? Give a folder, a Hugging Face id or demo, or set ONEFOLD_MODEL")
     from onefold.errors import OnefoldError
 
     try:
@@ -226,6 +226,7 @@ def make_engine(given: argparse.Namespace, **more: Any) -> Engine:
     if max_kv_size is None:
         max_kv_size = MAX_KV_SIZE if given.kv == "16" else 0
     keep = min(KEEP, max_kv_size // 2) if given.keep is None else given.keep
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of prompts that it thinks too long
     model, tokenizer = onefold.load(given.model)
     return Engine(
         model,

@@ -25,7 +25,8 @@ from onefold.engine.job import Deliver, Job
 from onefold.engine.prompt import PromptMaker
 from onefold.engine.request import Done, Event, Failed, Prompt, Request, Sampling
 from onefold.engine.scheduler import SHORT_REST, Limits, Scheduler, too_long
-from onefold.errors import Busy, EngineStopped, OnefoldError, PromptError
+from onefold.errors import Busy, ConfigError, EngineStopped, OnefoldError, PromptError
+from onefold.sizes import show_size
 
 log = logging.getLogger("onefold.engine")
 
@@ -46,6 +47,9 @@ class EngineStats:
     generated_tokens: int
     cache: Stats
 
+
+LEAST_TOKENS = 16
+"""Of a conversation that a budget must have room for."""
 
 COUNTED = (
     "finished",
@@ -110,7 +114,15 @@ class Engine:
         weakref.finalize(self, _end, self._mailbox, self._thread)  # or what MLX leaves of it aborts Python's exit
         ready.wait()
         if refused:
+            self._thread.join()
             raise refused[0]
+        if self.most_tokens < LEAST_TOKENS:
+            self.stop()
+            budget, each = show_size(self.cache.budget_bytes), show_size(self.cache.token_bytes)
+            raise ConfigError(
+                f"a budget of {budget} is too small: a token takes {each} of KV, and a forward its working memory; "
+                f"there is room for a conversation of {self.most_tokens} tokens"
+            )
         self._prompts = PromptMaker(tokenizer, vocab=self.vocab, checkpoints=not self.cache.resumes_anywhere)
 
     # -- prompts -------------------------------------------------------------------------------

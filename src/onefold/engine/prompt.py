@@ -10,6 +10,7 @@ Knows nothing of MLX or of the cache. One thread at a time: tokenizers are not s
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from jinja2 import TemplateError
 from onefold.engine.request import Prompt
 from onefold.engine.tokenising import Tokeniser
 from onefold.errors import PromptError
+
+log = logging.getLogger("onefold.engine")
 
 Message = Mapping[str, Any]
 
@@ -33,6 +36,8 @@ class PromptMaker:
         self._tokeniser = Tokeniser(tokenizer)
         self._vocab = vocab
         self._checkpoints = checkpoints
+        self._takes_tools = False
+        """Whether the template is known to do something with tools; or it was said that it does not."""
 
     def chat(
         self,
@@ -48,6 +53,8 @@ class PromptMaker:
         settings = {**(options or {}), "tools": list(tools) if tools else None}
         with _refusals("the chat template refuses this conversation"):
             text = self._render(messages, settings)
+        if tools and not self._takes_tools:
+            self._look_for_tools(messages, settings, text)
         tokens = self._encode(text)
         marks = self._marks(messages, settings, text, tokens) if self._checkpoints else ()
         return Prompt(tokens, marks, self._state(tokens), tuple(_parts(text, messages)))
@@ -75,6 +82,12 @@ class PromptMaker:
     def _encode(self, text: str) -> np.ndarray:
         with _refusals("the conversation cannot be tokenised"):
             return self._tokeniser.encode(text)
+
+    def _look_for_tools(self, messages: Sequence[Message], settings: Mapping[str, Any], text: str) -> None:
+        self._takes_tools = True
+        with contextlib.suppress(*_REFUSED):
+            if self._render(messages, {**settings, "tools": None}) == text:
+                log.warning("this model's chat template leaves tools out: the model will not see them")
 
     def _state(self, tokens: np.ndarray) -> str:
         """What the answer begins in."""
@@ -142,4 +155,4 @@ def describe_divergence(prompt: Prompt, matched: int, known: Sequence[int], toke
 
 
 def _short(text: str, most: int = 40) -> str:
-    return repr(text if len(text) <= most else text[:most] + "…")
+    return repr(text if len(text) <= most else text[:most] + "...")

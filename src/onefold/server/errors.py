@@ -83,7 +83,7 @@ def speaks_anthropic(path: str, header_names: set[bytes]) -> bool:
 
 
 def openai_shape(problem: Problem) -> dict[str, Any]:
-    message = problem.message
+    message = f"{problem.param}: {problem.message}" if problem.param else problem.message
     if problem.too_long:
         tokens, most = problem.too_long
         message = f"This model's maximum context length is {most} tokens, but the request has {tokens}: {message}."

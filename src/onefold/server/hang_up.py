@@ -13,6 +13,9 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+FIRST_REQUEST_SECONDS = 30.0
+"""For the headers of a connection's first request."""
+
 
 class Protocol(H11Protocol):
     """uvicorn's own. Beyond that it lets an application drop the connection with what was written and not yet sent:
@@ -21,6 +24,15 @@ class Protocol(H11Protocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.app_state = {**self.app_state, "drop_connection": self._drop}
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """uvicorn waits for ever for a connection's first request; between two it has a timeout of its own."""
+        super().connection_made(transport)
+        self.loop.call_later(FIRST_REQUEST_SECONDS, self._drop_if_silent)
+
+    def _drop_if_silent(self) -> None:
+        if self.cycle is None:
+            self._drop()
 
     def _drop(self) -> None:
         if self.transport is not None:

@@ -30,6 +30,7 @@ def routes(service: Service) -> APIRouter:
         service.check_model(name)
         return model_shape(service.model, since)
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", responses={503: {"description": "The engine has stopped."}})
     async def health() -> JSONResponse:
         alive = service.engine.alive

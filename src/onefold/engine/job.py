@@ -97,6 +97,11 @@ class Job:
         most = self.request.max_tokens
         return (1 << 30 if most is None else most) - self.n_chosen
 
+    @property
+    def n_read(self) -> int:
+        """Tokens that were chosen and are known."""
+        return len(self.tokens) - len(self.request.prompt)
+
     def turn(self) -> Turn:
         newest = None if self.chosen is None else self.chosen.tokens[self.seat : self.seat + 1]
         return Turn(self._row, self.tokens, len(self.request.prompt), self.n_chosen, newest)
@@ -135,8 +140,8 @@ class Job:
         if finish == "stop" and self._answer.calls:
             finish = "tool_calls"
         hit = self.hit or Hit(len(self.request.prompt), 0, 0)
-        n_tokens, stopped_by = len(self.tokens) - len(self.request.prompt), self._answer.stopped_by
-        self._events.append(Done(finish, n_tokens, hit, stopped_by, self._answer.reasoning_tokens))
+        answer = self._answer
+        self._events.append(Done(finish, self.n_read, hit, answer.stopped_by, answer.reasoning_tokens))
         self.over = True
 
     def fail(self, error: OnefoldError) -> None:

@@ -276,6 +276,10 @@ class Scheduler:
     # -- decode --------------------------------------------------------------------------------
 
     def _decode(self) -> None:
+        for job in list(self.decoding):
+            if job.chosen is not None and job.n_read == 0:  # its first token does not wait for the next step to begin
+                self._guarded([job], functools.partial(self._read, job, job.chosen, job.seat))
+                job.tell()
         under_way = [(job, job.chosen, job.seat) for job in self.decoding if job.chosen is not None]
         rows = [job for job in self.decoding if job.left > 0]
         short = rows and not self._guarded(rows, lambda: self._step(rows), preempt=False)

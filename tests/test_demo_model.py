@@ -61,6 +61,8 @@ if way != "nothing":
 """
 
 PROCESS = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has it ignored
 import sys
 from onefold.engine import demo_model
 demo_model.WHEEL_SHA256 = sys.argv[1]

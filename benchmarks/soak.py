@@ -19,7 +19,6 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from asking import cold as cold_tokens
+from listening import listening
 from local_model import write_model
 from traffic import Ask, longest, plan, unique_tokens
 
@@ -43,9 +43,6 @@ from onefold.cache.device import weight_bytes
 from onefold.engine.engine import Engine
 from onefold.engine.prompt import PromptMaker
 from onefold.engine.scheduler import Limits
-from onefold.server.app import make_app
-from onefold.server.running import Server, bind
-from onefold.server.settings import Settings
 from onefold.sizes import show_size
 
 PATIENCE_SECONDS = 600.0
@@ -147,27 +144,11 @@ class Client:
         self._result.cached += usage["prompt_tokens_details"]["cached_tokens"]
 
 
-@contextlib.contextmanager
-def serving(engine: Engine, settings: Settings = Settings()) -> Iterator[str]:  # noqa: B008  frozen
-    socket = bind("127.0.0.1", 0)
-    server = Server(make_app(engine, settings), engine, settings)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]}, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{socket.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(30)
-
-
 def run(model: Any, tokenizer: Any, asks: list[Ask], budget_bytes: int, needed_bytes: int, clients: int) -> Soak:
     result = Soak(budget_bytes, needed_bytes, len(asks))
     weights = weight_bytes(model)
     mx.clear_cache()
     beyond = mx.get_active_memory() - weights  # tables and the like that the model keeps beside its weights
-    engine = Engine(model, tokenizer, budget=budget_bytes, limits=Limits(rows=16))
     ended = threading.Event()
 
     def watch() -> None:
@@ -180,7 +161,7 @@ def run(model: Any, tokenizer: Any, asks: list[Ask], budget_bytes: int, needed_b
     for ask in asks:
         todo.put(ask)
     begun = time.perf_counter()
-    with serving(engine) as url:
+    with Engine(model, tokenizer, budget=budget_bytes, limits=Limits(rows=16)) as engine, listening(engine) as url:
 
         def work() -> None:
             with Client(url, result) as client:
@@ -226,16 +207,14 @@ def prepare(model: Any, tokenizer: Any, requests: int, seed: int) -> tuple[list[
     """The traffic with its cold answers, the tokens that all of it would hold, and the longest conversation."""
     prompts = PromptMaker(tokenizer, vocab=model.args.vocab_size, checkpoints=False)
     conversations = []
-    known: dict[str, list[int]] = {}
+    known: dict[bytes, list[int]] = {}
 
     def cold(messages: list[Any], n: int) -> str:
         tokens = prompts.chat(messages).tokens
         key = tokens.tobytes()
-        found = known.get(str(hash(key)), [])
-        if len(found) < n:
-            found = cold_tokens(model, tokens.tolist(), n)
-            known[str(hash(key))] = found
-        answer = found[:n]
+        if len(known.get(key, [])) < n:
+            known[key] = cold_tokens(model, tokens.tolist(), n)
+        answer = known[key][:n]
         ends = [i for i, t in enumerate(answer) if t in tokenizer.eos_token_ids]
         answer = answer[: ends[0]] if ends else answer
         conversations.append([*tokens.tolist(), *answer])

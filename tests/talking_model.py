@@ -14,7 +14,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from local_model import END, START, UNKNOWN, Shape, _tokens, write_model
+from local_model import END, Shape, write_model
 from tokenizers import AddedToken, Tokenizer
 
 THOUGHT = "The city is known; look it up."
@@ -96,6 +96,3 @@ def _bigrams(weights: dict[str, mx.array], tokenizer: Tokenizer) -> dict[str, mx
     found["model.embed_tokens.weight"] = mx.array(np.eye(SHAPE.vocab, size, dtype=np.float32))
     found["lm_head.weight"] = mx.array(follows)
     return found
-
-
-assert _tokens()[UNKNOWN] < _tokens()[START] < _tokens()[END]

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from driving import forward, turn
-from tiny import tiny
+from tiny import tiny, with_unknown_caches
 
 import onefold
 
@@ -258,16 +258,7 @@ def test_a_closed_cache(model):
 
 
 def test_an_unknown_cache_class_runs_uncached_with_its_reason(monkeypatch):
-    model = tiny("deepseek_v41")
-
-    class Listing(type(model.make_cache()[0])):  # type: ignore[misc]
-        """Keeps something that could change behind a snapshot's back."""
-
-        def __init__(self) -> None:
-            super().__init__(window_size=16)
-            self.seen: list[int] = []
-
-    monkeypatch.setattr(type(model), "make_cache", lambda self: [Listing() for _ in self.layers])
+    model = with_unknown_caches(monkeypatch)
     with onefold.PrefixCache(model, "16MB") as cache:
         with cache.lease(words(20)) as lease:
             mx.eval(model(mx.array([words(20)]), cache=lease.layers))

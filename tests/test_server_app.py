@@ -528,16 +528,23 @@ def test_hanging_up_cancels_every_choice(client, engine):
     never.set()
 
 
-def test_whoever_hangs_up_while_the_prompt_is_made_never_reaches_the_engine(client, engine):
-    making, go_on = threading.Event(), threading.Event()
-    chat = engine.chat
+def hold_up(engine: Any, method: str) -> tuple[threading.Event, threading.Event]:
+    """Calls of this method wait. The first event says that one does, the second lets them go on."""
+    called, go_on = threading.Event(), threading.Event()
+    original = getattr(engine, method)
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
-        making.set()
+        called.set()
         go_on.wait(30)
-        return chat(*args, **kwargs)
+        return original(*args, **kwargs)
 
-    engine.chat = slowly
+    setattr(engine, method, slowly)
+    return called, go_on
+
+
+def test_whoever_hangs_up_while_the_prompt_is_made_never_reaches_the_engine(client, engine):
+    chat = engine.chat
+    making, go_on = hold_up(engine, "chat")
     sock = raw_request(str(client.base_url), *CHAT)
     assert making.wait(30)
     sock.close()
@@ -549,15 +556,7 @@ def test_whoever_hangs_up_while_the_prompt_is_made_never_reaches_the_engine(clie
 
 
 def test_whoever_hangs_up_while_a_request_is_handed_over_is_cancelled(client, engine):
-    handing, go_on = threading.Event(), threading.Event()
-    submit = engine.submit
-
-    def slowly(*args: Any) -> int:
-        handing.set()
-        go_on.wait(30)
-        return submit(*args)
-
-    engine.submit = slowly
+    handing, go_on = hold_up(engine, "submit")
     sock = raw_request(str(client.base_url), CHAT[0], {**CHAT[1], "n": 3})
     assert handing.wait(30)
     sock.close()
@@ -569,15 +568,7 @@ def test_whoever_hangs_up_while_a_request_is_handed_over_is_cancelled(client, en
 
 def test_too_many_requests_that_wait_to_be_read(client, engine, monkeypatch):
     monkeypatch.setattr("onefold.server.service.MOST_PREPARING", 1)
-    making, go_on = threading.Event(), threading.Event()
-    chat = engine.chat
-
-    def slowly(*args: Any, **kwargs: Any) -> Any:
-        making.set()
-        go_on.wait(30)
-        return chat(*args, **kwargs)
-
-    engine.chat = slowly
+    making, go_on = hold_up(engine, "chat")
     with raw_request(str(client.base_url), *CHAT) as sock:
         assert making.wait(30)
         response = client.post(TALK[0], json=TALK[1])

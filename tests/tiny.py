@@ -519,6 +519,19 @@ def build(module: str, config: dict[str, Any], *, seed: int = 0) -> nn.Module:
     return model.eval()
 
 
+def with_unknown_caches(monkeypatch: Any) -> nn.Module:
+    """A model whose caches keep something that could change behind a snapshot's back."""
+    model = tiny("deepseek_v41")
+
+    class Listing(type(model.make_cache()[0])):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(window_size=WINDOW)
+            self.seen: list[int] = []
+
+    monkeypatch.setattr(type(model), "make_cache", lambda self: [Listing() for _ in self.layers])
+    return model
+
+
 def tiny(name: str, *, seed: int = 0) -> nn.Module:
     """The model of a family."""
     return build(FAMILIES[name].module, FAMILIES[name].config, seed=seed)

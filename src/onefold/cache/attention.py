@@ -233,6 +233,11 @@ def _softmax(scores: mx.array, sinks: mx.array | None) -> mx.array:
     return mx.softmax(both, axis=-1, precise=True)[..., :total]
 
 
+def _low(dtype: mx.Dtype) -> float:
+    """The score of what a row does not see: finite, as a row may see nothing of a block."""
+    return -6e4 if dtype == mx.float16 else -1e30
+
+
 def _cat(parts: list[mx.array], axis: int = -1) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
 
@@ -281,8 +286,7 @@ def _plan(rows: Rows | list[list[View]], dtype: mx.Dtype) -> _Plan:
     single = [(i, j) for i, js in enumerate(own) for j in js]
 
     def hide(seen: Any) -> mx.array:
-        low = -6e4 if dtype == mx.float16 else -1e30  # finite: a row may see nothing of a block
-        return mx.where(mx.array(seen), mx.array(0, dtype), mx.array(low, dtype))[None, :, None, :]
+        return mx.where(mx.array(seen), mx.array(0, dtype), mx.array(_low(dtype), dtype))[None, :, None, :]
 
     hidden: list[mx.array | None] = []
     for i, j in common:
@@ -346,9 +350,7 @@ def _attend_alone(q: mx.array, rows: Rows | list[list[View]], scale: float, sink
 def _attend_own(by_row: mx.array, rows: Rows | list[list[View]], plan: _Plan, codec: Codec) -> list[_Block]:
     """The pieces that belong to one row. Their scores are laid side by side, so that all rows have one softmax, unless
     one of them is so much longer than the others that most of it would be empty."""
-    own: list[list[View]] = [[] for _ in range(len(rows))]
-    for i, row in enumerate(rows):
-        own[i] = [row[j] for r, j in plan.single if r == i]
+    own = [[row[j] for r, j in plan.single if r == i] for i, row in enumerate(rows)]
     widths = [sum(v.hi - v.lo for v in views) for views in own]
     if max(widths) * len(widths) > 2 * sum(widths) + 4096:
         chosen = [i for i, views in enumerate(own) if views]
@@ -360,7 +362,7 @@ def _own_block(by_row: mx.array, own: list[list[View]], codec: Codec) -> _Block:
     """One block of all rows; a row that has no piece here sees nothing of it."""
     n_rows, n_kv, repeats, _ = by_row.shape
     widest = max(sum(v.hi - v.lo for v in views) for views in own)
-    low = -6e4 if by_row.dtype == mx.float16 else -1e30
+    low = _low(by_row.dtype)
     scores = []
     for i, views in enumerate(own):
         parts = [codec.scores(by_row[i : i + 1], v.arrays, v.lo, v.hi) for v in views]

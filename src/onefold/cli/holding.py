@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from onefold.cache.ledger import HELD
 from onefold.sizes import show_size
-
-HELD = ("live", "stored", "checkpoint")
-"""The purposes that are KV, or stand for it. The others are what computing takes."""
 
 
 def held_bytes(stats: Mapping[str, Any]) -> int:
-    return sum(int(stats["cache"]["bytes"].get(purpose, 0)) for purpose in HELD)
+    return sum(int(stats["cache"]["bytes"].get(purpose.value, 0)) for purpose in HELD)
 
 
 def show_held(stats: Mapping[str, Any]) -> str:

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import queue
 import threading
 import weakref
@@ -27,8 +26,6 @@ from onefold.engine.request import Done, Event, Failed, Prompt, Request, Samplin
 from onefold.engine.scheduler import SHORT_REST, Limits, Scheduler, too_long
 from onefold.errors import Busy, ConfigError, EngineStopped, OnefoldError, PromptError
 from onefold.sizes import show_size
-
-log = logging.getLogger("onefold.engine")
 
 
 @dataclass(frozen=True)
@@ -111,16 +108,17 @@ class Engine:
             target=self._run, args=(begin, refused, ready), name="onefold-engine", daemon=True
         )
         self._thread.start()
-        weakref.finalize(self, _end, self._mailbox, self._thread)  # or what MLX leaves of it aborts Python's exit
+        # or what MLX leaves of the thread aborts Python's exit
+        weakref.finalize(self, _end_thread, self._mailbox, self._thread)
         ready.wait()
         if refused:
             self._thread.join()
             raise refused[0]
         if self.most_tokens < LEAST_TOKENS:
             self.stop()
-            budget, each = show_size(self.cache.budget_bytes), show_size(self.cache.token_bytes)
+            given, each = show_size(self.cache.budget_bytes), show_size(self.cache.token_bytes)
             raise ConfigError(
-                f"a budget of {budget} is too small: a token takes {each} of KV, and a forward its working memory; "
+                f"a budget of {given} is too small: a token takes {each} of KV, and a forward its working memory; "
                 f"there is room for a conversation of {self.most_tokens} tokens"
             )
         self._prompts = PromptMaker(tokenizer, vocab=self.vocab, checkpoints=not self.cache.resumes_anywhere)
@@ -208,7 +206,7 @@ class Engine:
     def clear(self) -> int:
         """Drop everything that no running request holds; bytes freed."""
         before = self.cache.held_bytes
-        self._do(lambda: self.cache.clear())
+        self._do(self.cache.clear)
         return max(0, before - self.cache.held_bytes)
 
     def check(self) -> None:
@@ -239,8 +237,7 @@ class Engine:
 
     def stop(self, timeout_seconds: float = 30.0) -> None:
         """End the thread; requests that are still running fail, and what they computed is let go."""
-        self._mailbox.put(None)
-        self._thread.join(timeout_seconds)
+        _end_thread(self._mailbox, self._thread, timeout_seconds)
 
     def __enter__(self) -> Engine:
         return self
@@ -289,10 +286,10 @@ class Engine:
                 letter(scheduler)
 
 
-def _end(mailbox: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+def _end_thread(mailbox: queue.SimpleQueue[Any], thread: threading.Thread, timeout_seconds: float = 10.0) -> None:
     mailbox.put(None)
     if thread is not threading.current_thread():
-        thread.join(10)
+        thread.join(timeout_seconds)
 
 
 def _evaluate(model: nn.Module) -> None:

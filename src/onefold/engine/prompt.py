@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
+from onefold.cache.tree import common_length
 from onefold.engine.request import Prompt
 from onefold.engine.tokenising import Tokeniser
 from onefold.errors import PromptError
@@ -115,10 +116,7 @@ class PromptMaker:
                 other = self._render(conversation, settings)
                 if other.startswith(text):
                     continue
-                ids = self._encode(other)
-                n = min(len(ids), len(tokens))
-                differ = np.flatnonzero(ids[:n] != tokens[:n])
-                found.add(int(differ[0]) if len(differ) else n)
+                found.add(common_length(self._encode(other), tokens))
         return tuple(sorted(at for at in found if 0 < at < len(tokens)))
 
 

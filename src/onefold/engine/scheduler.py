@@ -118,7 +118,7 @@ class Scheduler:
             job.finish(finish)
         except UNEXPECTED as error:
             log.exception("the end of an answer could not be read")
-            job.fail(RequestError(f"this request failed: {type(error).__name__}: {error}"))
+            job.fail(_broken(error))
         job.tell()
 
     def _fail(self, job: Job, error: OnefoldError) -> None:
@@ -194,7 +194,7 @@ class Scheduler:
             return self._lease(job, room) or (not self.live and (self._lease(job, 0) or self._lease_alone(job)))
         except UNEXPECTED as error:
             log.exception("a request could not be admitted")
-            self._fail(job, RequestError(f"this request failed: {type(error).__name__}: {error}"))
+            self._fail(job, _broken(error))
             return False
 
     def _lease(self, job: Job, reserve_tokens: int) -> bool:
@@ -209,10 +209,7 @@ class Scheduler:
         self._cache.clear()
         if self._lease(job, 0):
             return True
-        if job.n_chosen:
-            self._finish(job, "length")
-        else:
-            self._fail(job, too_long(len(job.tokens), min(self.most_tokens, len(job.tokens) - 1), self._cache))
+        self._end_of_room(job, len(job.tokens) - 1)
         return False
 
     # -- prefill -------------------------------------------------------------------------------
@@ -328,7 +325,7 @@ class Scheduler:
         except UNEXPECTED as error:
             log.exception("a request failed; the others go on")
             for job in list(jobs):
-                self._fail(job, RequestError(f"this request failed: {type(error).__name__}: {error}"))
+                self._fail(job, _broken(error))
         return False
 
     def _give_way(self) -> None:
@@ -344,11 +341,16 @@ class Scheduler:
             job.last_resort = True
             self._suspend(job)
             self._cache.clear()
-        elif job.n_chosen:
-            log.warning("request %d ends at %d tokens: the budget has no room for more", job.number, job.position)
+        else:
+            self._end_of_room(job, job.position)
+
+    def _end_of_room(self, job: Job, reached: int) -> None:
+        """Alone, and without room for more than `reached` tokens: an answer ends here, a prompt is refused."""
+        if job.n_chosen:
+            log.warning("request %d ends at %d tokens: the budget has no room for more", job.number, reached)
             self._finish(job, "length")
         else:
-            self._fail(job, too_long(len(job.tokens), min(self.most_tokens, job.position), self._cache))
+            self._fail(job, too_long(len(job.tokens), min(self.most_tokens, reached), self._cache))
 
 
 class Pace:
@@ -383,6 +385,10 @@ def _inputs(rows: list[Job]) -> mx.array:
             for job in rows
         ]
     )
+
+
+def _broken(error: Exception) -> RequestError:
+    return RequestError(f"this request failed: {type(error).__name__}: {error}")
 
 
 def too_long(tokens: int, most: int, cache: PrefixCache) -> TooLong:

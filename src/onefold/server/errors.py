@@ -51,6 +51,11 @@ class Problem:
     too_long: tuple[int, int] | None = None
     """Tokens that there are, and that there may be: each API has a sentence for it that clients look for."""
 
+    @property
+    def sentence(self) -> str:
+        """With the field that it is about."""
+        return f"{self.param}: {self.message}" if self.param else self.message
+
 
 BROKEN = Problem(500, "The server failed on this request; its log has the reason.", code="internal_error")
 
@@ -83,7 +88,7 @@ def speaks_anthropic(path: str, header_names: set[bytes]) -> bool:
 
 
 def openai_shape(problem: Problem) -> dict[str, Any]:
-    message = f"{problem.param}: {problem.message}" if problem.param else problem.message
+    message = problem.sentence
     if problem.too_long:
         tokens, most = problem.too_long
         message = f"This model's maximum context length is {most} tokens, but the request has {tokens}: {message}."
@@ -92,7 +97,7 @@ def openai_shape(problem: Problem) -> dict[str, Any]:
 
 
 def anthropic_shape(problem: Problem) -> dict[str, Any]:
-    message = f"{problem.param}: {problem.message}" if problem.param else problem.message
+    message = problem.sentence
     if problem.too_long:
         tokens, most = problem.too_long
         message = f"prompt is too long: {tokens} tokens > {most} maximum"  # Claude Code looks for these words

@@ -15,6 +15,7 @@ MOST_TOKENS = 1 << 20
 """More than any answer; larger numbers are taken for "as many as you like"."""
 MOST_STOPS = 16
 LARGEST_TOKEN = (1 << 31) - 1
+TEXT_ONLY = "This model takes text only: {} cannot be read."
 
 # fmt: off
 NOT_TEMPLATE_OPTIONS = frozenset({

@@ -12,9 +12,7 @@ from typing import Any
 from onefold.errors import BadRequest
 from onefold.server import normalise
 from onefold.server.anthropic.schemas import Block, Conversation, Message, Tool
-from onefold.server.options import for_the_template
-
-TEXT_ONLY = "This model takes text only: {} cannot be read."
+from onefold.server.options import TEXT_ONLY, for_the_template
 
 
 def messages(asked: Conversation) -> list[dict[str, Any]]:

@@ -9,9 +9,7 @@ from onefold.errors import BadRequest
 from onefold.server import normalise
 from onefold.server.body import Fields, parse_arguments
 from onefold.server.openai.schemas import Call, ChatRequest, Message, Part
-from onefold.server.options import for_the_template
-
-TEXT_ONLY = "This model takes text only: {} cannot be read."
+from onefold.server.options import TEXT_ONLY, for_the_template
 
 
 def messages(given: Sequence[Message]) -> list[dict[str, Any]]:

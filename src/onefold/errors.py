@@ -2,6 +2,7 @@
 
     OnefoldError
     ├── ConfigError (ValueError)     a size, option or model that cannot be used as given
+    │   └── FolderInUse              ... a cache folder that another process writes to
     ├── TokenError (ValueError)      tokens that are empty, not integers, or out of range
     ├── BudgetError                  bytes were asked for that the budget (or the device) does not have
     ├── DeviceError                  the device failed in the middle of a copy that the budget had room for
@@ -15,6 +16,7 @@
     │   ├── PromptError (ValueError) ... because its messages cannot be made into a prompt
     │   ├── TooLong                  ... because its prompt can never fit; says how many tokens would
     │   └── Busy                     ... now: the queue is full, or it waited too long; says when to come again
+    ├── RecordError                  a record on disk that cannot be used; says why, and is a miss
     ├── EngineStopped                the engine has been stopped, or has failed
     ├── ServerError                  a server that was asked is not there, or answers with an error
     └── IntegrityError               check() found a broken invariant; always a bug
@@ -30,6 +32,10 @@ class OnefoldError(Exception):
 
 
 class ConfigError(OnefoldError, ValueError):
+    pass
+
+
+class FolderInUse(ConfigError):
     pass
 
 
@@ -102,6 +108,10 @@ class Busy(RequestError):
         super().__init__(message)
         self.retry_after = retry_after
         """Seconds."""
+
+
+class RecordError(OnefoldError):
+    pass
 
 
 class EngineStopped(OnefoldError):

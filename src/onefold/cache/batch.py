@@ -7,7 +7,6 @@ carry rows at different positions is stepped row by row, behind the same call.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ import mlx.nn as nn
 
 from onefold.cache.anatomy import Anatomy
 from onefold.cache.arena import Arena
+from onefold.cache.gate import Gate
 from onefold.cache.lease import Lease
 from onefold.cache.rows import RowsLayer
 from onefold.cache.tree import as_tokens
@@ -33,7 +33,7 @@ class Batch:
         anatomy: Anatomy,
         leases: list[Lease],
         arena: Arena | None,
-        lock: threading.RLock,
+        lock: Gate,
         scratch: Callable[[int], AbstractContextManager[None]],
     ) -> None:
         self._model = weakref.ref(model)

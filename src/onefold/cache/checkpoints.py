@@ -8,8 +8,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, NamedTuple
 
+import mlx.core as mx
+
+from onefold.cache.kinds.base import Snapshot
+from onefold.cache.kinds.own import OwnSnapshot
 from onefold.cache.ledger import Account
 
 PER_PATH = 4
@@ -41,6 +46,35 @@ class Checkpoint:
                 snapshot.close()
         self.snapshots = []
         self.account.close()
+
+    def arrays(self) -> dict[str, mx.array]:
+        """By name, in a fixed order: what it consists of, with `describe`."""
+        return {
+            f"state.{i}.{j}": a
+            for i, s in enumerate(self.snapshots)
+            if s is not None
+            for j, a in enumerate(s.arrays)
+            if a is not None
+        }
+
+    def describe(self) -> str:
+        """The rest of it, as JSON. Raises ValueError or TypeError for what JSON does not have."""
+        leaves = [None if s is None else s.describe() for s in self.snapshots]
+        return json.dumps({"position": self.position, "leaves": leaves}, separators=(",", ":"), allow_nan=False)
+
+
+def revive(described: str, arrays: dict[str, mx.array]) -> tuple[int, list[Any]]:
+    """The position and the snapshots of a checkpoint that was described. Raises ValueError, KeyError or TypeError on
+    nonsense."""
+    said = json.loads(described)
+    snapshots: list[Any] = []
+    for i, leaf in enumerate(said["leaves"]):
+        if leaf is None:
+            snapshots.append(None)
+            continue
+        slots = [arrays[f"state.{i}.{j}"] if used else None for j, used in enumerate(leaf["slots"])]
+        snapshots.append((OwnSnapshot if "names" in leaf else Snapshot).revive(leaf, slots))
+    return int(said["position"]), snapshots
 
 
 class Place(NamedTuple):

@@ -27,6 +27,11 @@ def on_gpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
+def on_cuda() -> bool:
+    """Whether MLX computes in a memory of the GPU's own here and now."""
+    return on_gpu() and _cuda()
+
+
 def _cuda() -> bool:
     return bool(hasattr(mx, "cuda") and mx.cuda.is_available())
 

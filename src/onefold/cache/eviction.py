@@ -1,8 +1,8 @@
 """Who goes first when bytes are short.
 
-Leaves of the tree that nobody leases or pins, least recently used first; among those used together the deeper
-goes first. A victim is ranked by what it would really free: a range whose buffer a lease still reads frees
-nothing. A long leaf is not thrown away whole where cutting its end is enough.
+Leaves of the tree (nodes below which nothing is in memory) that nobody leases or pins, least recently used first; among
+those used together the deeper goes first. A victim is ranked by what it would really free: a range whose buffer a lease
+still reads frees nothing. A long leaf is not thrown away whole where cutting its end is enough.
 
 No MLX in this file: what a node would free is asked of the caller.
 """
@@ -25,17 +25,29 @@ class Victim(NamedTuple):
 
 
 def leaves(nodes: Iterable[Node]) -> list[Node]:
-    found = [n for n in nodes if not n.children and n.idle]
-    return sorted(found, key=lambda n: (n.last_use, -n.end))
+    found = [n for n in nodes if n.in_memory]
+    inner = set[Node]()
+    for node in found:
+        above = node.parent
+        while above is not None and above not in inner:
+            inner.add(above)
+            above = above.parent
+    return sorted((n for n in found if n.idle and n not in inner), key=lambda n: (n.last_use, -n.end))
 
 
 def choose(
-    nodes: Iterable[Node], missing: int, frees: Callable[[Node], int], token_bytes: int, *, may_cut: bool
+    nodes: Iterable[Node],
+    missing: int,
+    frees: Callable[[Node], int],
+    token_bytes: int,
+    *,
+    may_cut: bool,
+    may: Callable[[Node], bool] = lambda node: True,
 ) -> Victim | None:
-    """The next leaf to give up, or None if none would free anything."""
+    """The next leaf to give up, or None if none would free anything. Leaves that may not go are passed over."""
     for node in leaves(nodes):
         freed = frees(node)
-        if freed <= 0:
+        if freed <= 0 or not may(node):
             continue
         length = node.end - node.start
         if may_cut and freed > missing and token_bytes and node.checkpoint is None:

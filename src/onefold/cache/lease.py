@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from types import TracebackType
@@ -31,6 +32,7 @@ from onefold.cache.anatomy import Anatomy
 from onefold.cache.checkpoints import GRID, Checkpoint, wanted
 from onefold.cache.kinds.full import SegmentedLayer
 from onefold.cache.ledger import Account, Purpose
+from onefold.cache.pace import Pace
 from onefold.cache.segment import LEAST_CHUNK, Track
 from onefold.cache.stock import SLICEABLE, Kind
 from onefold.cache.tree import Node, Tokens, as_tokens, common_length
@@ -153,6 +155,8 @@ class Lease:
         """How far the tree knows these tokens."""
         self.cached = 0
         """How far the state could be put back: prefill `tokens[cached:]`. At most len(tokens) - 1."""
+        self.restored = 0
+        """Of the cached tokens, those that were read from disk for this request."""
         self.reason = ""
         """Why `cached` is less than it might be; empty for a whole hit."""
         self.closed = False
@@ -168,6 +172,8 @@ class Lease:
         self._unreserved = 0
         """Tokens of the prompt that room is made for at the first forward, and not before."""
         self._asked = asked
+        self._chunk = (0, 0.0)
+        """The last forward's tokens, and when it began."""
         self._thread = threading.get_ident()
         first = 0
         for i, anatomy in enumerate(anatomies):
@@ -318,6 +324,8 @@ class Lease:
             start = beat.position
             beat.reached = start + n_tokens
             offsets = [leaf.offset for b in self._beats for leaf in b.leaves]
+            if cache._disk is not None:
+                self._time_prefill(cache._disk.prefill_pace, beat, n_tokens)
             cache._reserve_scratch(beat.scratch_bytes(n_tokens) + 2 * self._points.bytes)
             if not beat.rotated and any(isinstance(x, SegmentedLayer) and x.outgrows(n_tokens) for x in beat.leaves):
                 self._rotate(beat)
@@ -328,6 +336,14 @@ class Lease:
                     self._track.shorten(end)
                 self._track.ensure(start, n_tokens, keep=max(offsets, default=0))
             self._count_points(sum(self._point_bytes(b, n_tokens) for b in self._beats))
+
+    def _time_prefill(self, pace: Pace, beat: Beat, n_tokens: int) -> None:
+        """How long the chunk before this forward took, if it was one."""
+        n, began = self._chunk
+        if n >= LEAST_CHUNK:
+            mx.eval([leaf.live_arrays() for leaf in beat.leaves])  # done already, unless the caller never waits
+            pace.took(time.perf_counter() - began, n)
+        self._chunk = (n_tokens, time.perf_counter())
 
     @property
     def _spanless(self) -> bool:

@@ -2,7 +2,7 @@
 
 - Reserve before allocate. A reservation that does not fit is refused, and nothing changes.
 - Its figures come from its own accounts; MLX's counters are never read here.
-- used = live + stored + checkpoint + inflight + scratch + pool, and used <= budget, always.
+- used = live + stored + checkpoint + inflight + disk + scratch + pool, and used <= budget, always.
 - An account is closed exactly once. It knows its purpose, so bytes can move between purposes
   without being counted twice or not at all.
 - When bytes are short, `make_room` is asked to free some, and only if that can succeed.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from onefold.errors import BudgetError, ConfigError
 from onefold.sizes import show_size
@@ -26,6 +26,7 @@ class Purpose(enum.Enum):
     STORED = "stored"  # committed segments that no lease writes
     CHECKPOINT = "checkpoint"  # window and recurrent states kept at a point of the tree
     INFLIGHT = "inflight"  # one layer being copied: growth, compaction, a merge
+    DISK = "disk"  # encoded bytes on their way to the disk
     SCRATCH = "scratch"  # activations and attention scores of a running forward
     POOL = "pool"  # what MLX may keep in its own buffer pool
 
@@ -60,10 +61,11 @@ class Ledger:
     elastic = False
     """Never refuses."""
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, lock: threading.RLock | None = None) -> None:  # type: ignore[valid-type]
+        """`lock` is the one of whoever makes room, so that making room may wait."""
         if budget_bytes <= 0:
             raise ConfigError(f"the budget must be positive, got {budget_bytes} bytes")
-        self._lock = threading.RLock()
+        self._lock: Any = lock or threading.RLock()
         self._budget = budget_bytes
         self._accounts: set[Account] = set()
         self._by_purpose = dict.fromkeys(Purpose, 0)

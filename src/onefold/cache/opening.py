@@ -198,6 +198,8 @@ def _make_writable(cache: PrefixCache, lease: Lease, rest: int) -> bool:
     track = lease._track
     if not track.pieces:
         return True
+    if cache._disk is not None:
+        cache._disk.spiller.yield_slabs({p.slab for p in track.pieces})
     path = lease._node.path() if lease._node is not None else []
     room = round_up(max(rest, 1))
     home = track.pieces[-1].slab.home

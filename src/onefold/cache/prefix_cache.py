@@ -10,33 +10,42 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from onefold.cache import device, foreign, opening, settling, stock
+from onefold.cache import device, foreign, opening, restoring, settling, stock
 from onefold.cache.anatomy import Anatomy, KvFormat
 from onefold.cache.arena import Arena
 from onefold.cache.attention import attention
 from onefold.cache.batch import Batch
-from onefold.cache.fingerprint import model_digest
+from onefold.cache.disk import Disk, DiskSettings, DiskStats
+from onefold.cache.fingerprint import lasting_digest, model_digest
+from onefold.cache.gate import Gate
 from onefold.cache.kinds.full import Bound
 from onefold.cache.lease import Lease
 from onefold.cache.ledger import Account, ElasticLedger, Ledger, Purpose
+from onefold.cache.restoring import Restore
 from onefold.cache.segment import LEAST_CHUNK, Store, Track, round_up
 from onefold.cache.shelf import Shelf
-from onefold.cache.tree import Node, Tokens, as_tokens
-from onefold.errors import BudgetError, ConfigError, DeviceError, IntegrityError
+from onefold.cache.tiers.record import VERSION
+from onefold.cache.tree import Node, Tokens, Tree, as_tokens
+from onefold.errors import BudgetError, ConfigError, DeviceError, IntegrityError, OnefoldError
 from onefold.sizes import parse_size
 
 log = logging.getLogger("onefold")
+
+CLOSING_MOST = 600.0
+"""Seconds that `close` waits for what is being written."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,9 @@ class Stats:
     """What one more token of a conversation takes."""
     bytes: dict[str, int]
     reasons: dict[str, int]
+    tokens_from_disk: int = 0
+    """Of the cached tokens, those that were read from disk; the others were in memory."""
+    disk: DiskStats = field(default_factory=DiskStats)
 
 
 @dataclass(frozen=True)
@@ -96,8 +108,18 @@ class PrefixCache:
         low_water: float = 0.90,
         elastic: bool = False,
         logit_tokens: int | None = None,
+        disk: str | os.PathLike[str] | None = None,
+        disk_budget: int | float | str | None = None,
+        disk_mode: str = "back",
+        disk_daily_limit: int | float | str | None = None,
+        tokenizer: str = "",
+        label: str = "",
     ) -> None:
-        """`elastic` is for servers that can neither wait nor refuse: the budget is then for KV alone, stored KV makes
+        """`disk` is a folder where conversations survive a restart: written when they must make way in memory and on
+        `close` (`disk_mode="back"`), or as they are committed ("through"). Without it nothing is ever written.
+        `tokenizer` is a digest of whatever made the tokens, and `label` what people call the model.
+
+        `elastic` is for servers that can neither wait nor refuse: the budget is then for KV alone, stored KV makes
         way for live KV, and nothing is refused. `logit_tokens` is a promise: of a longer forward than that the logits
         are never evaluated, and no scratch is reserved for them. The model is not kept alive by the cache."""
         for given in (model, draft_model):
@@ -116,26 +138,40 @@ class PrefixCache:
         anatomies = [Anatomy.of(m, kv=form, bound=bound) for m in models]
         for anatomy in anatomies:
             anatomy.logit_tokens = logit_tokens
-        ledger = ElasticLedger(budget_bytes) if elastic else Ledger(budget_bytes)
-        self._set_up(models, anatomies, ledger, (model_digest(*models), adapter, form.bits, bound))
+        settings = None if disk is None else DiskSettings(disk, disk_budget, disk_mode, disk_daily_limit)
+        gate = Gate()
+        ledger = ElasticLedger(budget_bytes, gate.inner) if elastic else Ledger(budget_bytes, gate.inner)
+        self._set_up(models, anatomies, ledger, (model_digest(*models), adapter, form.bits, bound), gate)
         self.min_checkpoint_tokens = min_checkpoint_tokens
         self._water = (low_water, high_water)
+        if settings is not None and not self.uncached_reason:
+            about = {"label": label, "adapter": adapter, "tokenizer": tokenizer, "kv": form.bits, "bound": bound}
+            try:
+                self._open_disk(settings, models, about)
+            except (OnefoldError, ValueError):
+                self.close()
+                raise
 
     @classmethod
     def of_layers(cls, layers: list[Any], budget: int) -> PrefixCache:
         """A cache for a model that is not known but for the caches it uses, which hold something already. Its layers
         are contiguous, and it is elastic."""
         self = cls.__new__(cls)
-        self._set_up([], [Anatomy.of_layers(layers)], ElasticLedger(budget), ())
+        gate = Gate()
+        self._set_up([], [Anatomy.of_layers(layers)], ElasticLedger(budget, gate.inner), (), gate)
         return self
 
-    def _set_up(self, models: list[nn.Module], anatomies: list[Anatomy], ledger: Ledger, form: Hashable) -> None:
+    def _set_up(
+        self, models: list[nn.Module], anatomies: list[Anatomy], ledger: Ledger, form: Hashable, gate: Gate
+    ) -> None:
         # an elastic budget is for KV alone: the pool beside it has the machine's share
         pool_share = device.memory_bytes() if ledger.elastic else ledger.budget_bytes
         self._refs = [weakref.ref(m) for m in models]
         self.min_checkpoint_tokens = 1
         self._water = (1.0, 1.0)
-        self._lock = threading.RLock()
+        self._lock = gate
+        self._disk: Disk | None = None
+        self._restores: set[Restore] = set()
         self._anatomies = anatomies
         self._seam = [name for m in models for name in stock.install(m, attention)]
         self._watched = [stock.watch(m) for m in models]
@@ -196,11 +232,13 @@ class PrefixCache:
         namespace: Hashable = "",
         checkpoints: Iterable[int] = (),
         reserve_tokens: int = 0,
+        after: Restore | None = None,
     ) -> Lease:
         """Hold what is cached of `tokens`, with room for the rest and `reserve_tokens` more.
 
         `checkpoints` are positions where a later request will branch off, such as the end of the prompt as the next
-        turn will render it. Raises BudgetError if the rest can not be given room; then nothing stored was lost.
+        turn will render it. What is on disk of them is read first; `after` is a restore of these tokens that has been
+        taken in steps. Raises BudgetError if the rest can not be given room; then nothing stored was lost.
         """
         found = as_tokens(tokens).copy()  # the caller may go on with its buffer
         asked = _positions(checkpoints, reserve_tokens, namespace)
@@ -210,6 +248,7 @@ class PrefixCache:
             self._threads.add(threading.get_ident())
             self._totals["requests"] += 1
             self._totals["tokens_requested"] += len(found)
+            restored = self._restored(found, namespace, reserve_tokens, after)
             track = Track(self._store, contiguous=self._contiguous)
             lease = Lease(self, found, (namespace, self._format), track, self._anatomies, asked)
             if self.uncached_reason:
@@ -226,6 +265,8 @@ class PrefixCache:
             self._totals["hits"] += lease.cached > 0
             self._totals["tokens_matched"] += lease.matched
             self._totals["tokens_cached"] += lease.cached
+            lease.restored = min(restored, lease.cached)
+            self._totals["tokens_from_disk"] += lease.restored
             if lease.reason:
                 self._reasons[lease.reason] += 1
             return lease
@@ -245,7 +286,7 @@ class PrefixCache:
         found = as_tokens(tokens)
         with self._lock:
             self._open_for_use()
-            tree = self._shelf.tree((namespace, self._format))
+            tree = self._tree(namespace)
             node, matched = tree.reach(found)
             if matched == 0:
                 raise ConfigError(f"none of these {len(found)} tokens is cached; commit them once, then pin")
@@ -255,17 +296,64 @@ class PrefixCache:
             self._pins.add(id(pin))
             return pin
 
-    def clear(self) -> None:
-        """Drop everything that no lease holds; pins too."""
+    def restore(self, tokens: Any, *, namespace: Hashable = "", reserve_tokens: int = 0) -> Restore | None:
+        """Begin to read what is on disk of `tokens`, for a caller that has other things to do in between: `step()` it
+        until that returns False, then give it to `lease`. None if there is nothing that is worth reading."""
+        found = as_tokens(tokens)
         with self._lock:
+            self._open_for_use()
+            if self._disk is None:
+                return None
+            tree = self._tree(namespace)
+            room = max(0, len(found) + reserve_tokens - tree.match(found).matched)
+            return restoring.plan(self, self._disk, tree, found, room)
+
+    def _restored(self, tokens: Tokens, namespace: Hashable, reserve_tokens: int, after: Restore | None) -> int:
+        """Read what is on disk of these tokens; returns how many were."""
+        if after is None:
+            after = self.restore(tokens, namespace=namespace, reserve_tokens=reserve_tokens)
+        while after is not None and after.step():
+            pass
+        return 0 if after is None else after.tokens
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until what was committed so far is on disk, as the mode has it (with "back" nothing is owed before
+        `close`). Not from within a lease's forward. False if `timeout` seconds were not enough, or the disk failed."""
+        with self._lock:
+            if self._disk is None:
+                return True
+            until = time.monotonic() + (timeout if timeout is not None else 1e9)
+            return self._disk.spiller.flush(everything=False, until=until) and not self._disk.vault.failed
+
+    def durable(self, tokens: Any, *, namespace: Hashable = "") -> int:
+        """How many of these tokens, from the first on, would survive the end of this process. Touches nothing."""
+        with self._lock:
+            if self._disk is None:
+                return 0
+            path, matched = self._tree(namespace).match(as_tokens(tokens))
+            at = 0
+            for node in path:
+                at = node.start if node.disk is None else node.disk.readable
+                if at < node.end:
+                    break
+            return min(at, matched)
+
+    def clear(self, *, disk: bool = True) -> None:
+        """Drop everything that no lease holds; pins too. With `disk=False` what is on disk stays there."""
+        with self._lock:
+            for restore in list(self._restores):
+                restore.finish()
             for node in self._shelf.nodes():
                 node.pins = 0
             self._pins.clear()
             for tree in self._shelf.trees.values():
-                while gone := [n for n in tree.root.walk() if not n.children and n.idle]:
+                while gone := [n for n in tree.root.walk() if _is_leaf(n, disk) and n.idle]:
                     for node in gone:
-                        self._totals["discarded_tokens"] += node.end - node.start
-                        self._shelf.drop(tree, node)
+                        if disk:
+                            self._totals["discarded_tokens"] += node.end - node.start
+                            self._shelf.drop(tree, node)
+                        else:
+                            self._totals["discarded_tokens"] += self._shelf.unload(tree, node)
 
     def set_budget(self, budget: int | float | str) -> None:
         """Change the budget while running. Frees what no longer fits; refuses what cannot be freed now."""
@@ -291,6 +379,17 @@ class PrefixCache:
             for lease in [*self._leases, *self._dropped]:
                 settling.release(self, lease)
             self._dropped.clear()
+            for restore in list(self._restores):
+                restore.finish()
+            if self._disk is not None:
+                self._disk.spiller.flush(everything=True, until=time.monotonic() + CLOSING_MOST)
+            self._closed = True
+        if self._disk is not None:
+            self._disk.spiller.stop()
+        with self._lock:
+            if self._disk is not None:
+                self._disk.close()
+                self._shelf.disk = None
             self.clear()
             stock.uninstall(self._seam)
             for cls in self._watched:
@@ -300,7 +399,6 @@ class PrefixCache:
             for account in self._scratch.values():
                 account.close()
             self._scratch.clear()
-            self._closed = True
         mx.clear_cache()
 
     def __enter__(self) -> PrefixCache:
@@ -331,7 +429,7 @@ class PrefixCache:
                 checkpoints=sum(n.checkpoint is not None for n in nodes),
                 open_leases=len(self._leases),
                 evicted_tokens=counts["evicted_tokens"],
-                discarded_tokens=t["discarded_tokens"],
+                discarded_tokens=t["discarded_tokens"] + counts["discarded_tokens"],
                 merges=counts["merges"],
                 compactions=counts["compactions"],
                 budget_bytes=self._ledger.budget_bytes,
@@ -339,7 +437,9 @@ class PrefixCache:
                 peak_bytes=self._ledger.peak_bytes,
                 token_bytes=self._store.token_bytes,
                 bytes=self._ledger.by_purpose(),
-                reasons=dict(self._reasons),
+                reasons=dict(self._reasons + (Counter() if self._disk is None else self._disk.all_reasons())),
+                tokens_from_disk=t["tokens_from_disk"],
+                disk=DiskStats() if self._disk is None else self._disk.stats(),
             )
 
     def check(self) -> None:
@@ -360,10 +460,34 @@ class PrefixCache:
                     )
             for slab in self._store.slabs:
                 for track in slab.tracks:
-                    if not any(lease._track is track for lease in self._leases):
+                    held = any(lease._track is track for lease in self._leases)
+                    if not held and not any(restore.holds(track) for restore in self._restores):
                         found.append(f"a slab of {slab.capacity} is held by a lease that is not open")
             if found:
                 raise IntegrityError(found)
+
+    def _tree(self, namespace: Hashable) -> Tree:
+        """The tree of a caller's namespace; it knows what is on disk."""
+        tree = self._shelf.tree((namespace, self._format))
+        if self._disk is not None:
+            self._disk.attach(tree, namespace)
+        return tree
+
+    def _open_disk(self, settings: DiskSettings, models: list[nn.Module], about: dict[str, Any]) -> None:
+        """A folder that cannot be used is said, and the cache goes on without; one that another process writes to is
+        refused."""
+        layout = [[[a.heads, a.dim, str(a.dtype)] for a in s.arrays] for s in self._store.specs]
+        about |= {"format": VERSION, "model": lasting_digest(*models), "layout": layout}
+        try:
+            self._disk = Disk(
+                settings, self._store, self._shelf.trees, self._lock, self._ledger, about, high_water=self._water[1]
+            )
+        except OSError as error:
+            log.warning("the disk cache in %s cannot be used, and memory alone is: %s", settings.folder, error)
+            return
+        self._shelf.disk = self._disk
+        weakref.finalize(self, self._disk.spiller.stop)
+        self._tree("")
 
     def _open_for_use(self) -> None:
         if self._closed:
@@ -440,12 +564,12 @@ class PrefixCache:
     def matched(self, tokens: Any, *, namespace: Hashable = "") -> int:
         """How far these tokens are known; touches nothing."""
         with self._lock:
-            return self._shelf.tree((namespace, self._format)).match(as_tokens(tokens)).matched
+            return self._tree(namespace).match(as_tokens(tokens)).matched
 
     def continuation(self, tokens: Any, *, most: int = 32, namespace: Hashable = "") -> Tokens:
         """What is known to follow where these tokens stop being known: the conversation used last. Touches nothing."""
         with self._lock:
-            tree = self._shelf.tree((namespace, self._format))
+            tree = self._tree(namespace)
             path, matched = tree.match(as_tokens(tokens))
             node = path[-1] if path else tree.root
             if matched < node.end:
@@ -483,7 +607,7 @@ class PrefixCache:
     def forget(self, tokens: Any, keep: int, *, namespace: Hashable = "") -> None:
         """Give up what is known of `tokens` from position `keep` on, but for what others share or a lease holds."""
         with self._lock:
-            tree = self._shelf.tree((namespace, self._format))
+            tree = self._tree(namespace)
             path, matched = tree.match(as_tokens(tokens))
             for node in reversed(path):
                 if node.children or not node.idle or node.end > matched or node.end <= keep:
@@ -563,6 +687,13 @@ class PrefixCache:
                 self._pins.discard(id(pin))
                 for n in pin.node.path():
                     n.pins = max(0, n.pins - 1)
+
+
+def _is_leaf(node: Node, disk: bool) -> bool:
+    """Nothing hangs on it; or, with what is on disk to stay, nothing in memory does."""
+    if disk:
+        return not node.children
+    return node.in_memory and not any(n.in_memory for n in node.walk())
 
 
 def _positions(checkpoints: Iterable[int], reserve_tokens: int, namespace: Hashable) -> frozenset[int]:

@@ -96,7 +96,18 @@ class Store:
 
 
 class Slab:
-    __slots__ = ("account", "capacity", "home", "layers", "rewriting", "spans", "store", "tracks", "writers")
+    __slots__ = (
+        "account",
+        "capacity",
+        "copies",
+        "home",
+        "layers",
+        "rewriting",
+        "spans",
+        "store",
+        "tracks",
+        "writers",
+    )
 
     def __init__(self, store: Store, capacity: int, reserved: int) -> None:
         self.store = store
@@ -110,6 +121,8 @@ class Slab:
         self.writers: set[Track] = set()
         """One, or the rows of a batch that write to regions of their own: see `arena`."""
         self.rewriting = False
+        self.copies = 0
+        """Ranges of it that are being copied out by another thread at this moment."""
         store.slabs.add(self)
 
     @property
@@ -118,7 +131,7 @@ class Slab:
 
     @property
     def idle(self) -> bool:
-        return not self.tracks and not self.rewriting
+        return not self.tracks and not self.rewriting and not self.copies
 
     @property
     def used(self) -> int:
@@ -311,7 +324,7 @@ class Track:
         if not self.pieces:
             return False
         last = self.pieces[-1]
-        if last.slab.tracks != {self} or last.slab.used > last.hi:
+        if last.slab.tracks != {self} or last.slab.used > last.hi or last.slab.copies:
             return False
         last.slab.writers = {self}
         last.slab.settle()

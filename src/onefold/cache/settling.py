@@ -87,6 +87,8 @@ def _store_work(cache: PrefixCache, lease: Lease, tokens: Tokens) -> None:
             cache._reasons["checkpoint already there"] += 1
     shelf.touch(node)
     shelf.thin(node)
+    if cache._disk is not None:
+        cache._disk.spiller.committed(node)
 
 
 def _take_end(cache: PrefixCache, lease: Lease, position: int) -> None:
@@ -193,4 +195,4 @@ def _lower_water(cache: PrefixCache) -> None:
     held = cache._ledger.used_bytes
     if held > high * cache._ledger.budget_bytes:
         missing = int(held - low * cache._ledger.budget_bytes)
-        cache._shelf.make_room(min(missing, cache._shelf.reclaimable_bytes()))
+        cache._shelf.make_room(min(missing, cache._shelf.reclaimable_bytes()), patience=0)

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from typing import TYPE_CHECKING
 
 from onefold.cache import eviction
 from onefold.cache.checkpoints import Checkpoint, Place, surplus
@@ -23,8 +25,13 @@ from onefold.cache.segment import STEP, Piece, Slab, Span, Store, Track, round_u
 from onefold.cache.tree import Node, Tokens, Tree
 from onefold.errors import BudgetError, DeviceError
 
+if TYPE_CHECKING:
+    from onefold.cache.disk import Disk
+
 log = logging.getLogger("onefold")
 
+PATIENCE = 10.0
+"""Seconds that memory is waited for; what is not on disk by then is given up."""
 REMAINDER = 1024
 """Tokens of another branch that are moved out of the way, so that a conversation goes on in one buffer."""
 
@@ -36,7 +43,9 @@ class Shelf:
         self.pointwise = pointwise
         self.trees: dict[Hashable, Tree] = {}
         self.counts: Counter[str] = Counter()
-        self._clock = 0
+        self.disk: Disk | None = None
+        """Where what is given up here may lie on."""
+        self._clock = 0.0
         self._reclaiming = False
         ledger.make_room = self.make_room
         ledger.headroom = self._headroom
@@ -51,9 +60,12 @@ class Shelf:
             yield from tree.root.walk()
 
     def touch(self, node: Node) -> None:
-        self._clock += 1
-        for n in node.path():
+        self._clock = max(self._clock + 1e-6, time.time())
+        path = node.path()
+        for n in path:
             n.last_use = self._clock
+        if self.disk is not None:
+            self.disk.touch(path, self._clock)
 
     def hold(self, node: Node) -> None:
         for n in node.path():
@@ -69,7 +81,7 @@ class Shelf:
         """Make the tree hold `tokens`, with what `track` has of them. What the tree has already is left as it is,
         and the track's copy of it stays the track's. Returns the node that ends where the tokens end."""
         node, matched = tree.reach(tokens)
-        self._fill(node.path(), track)
+        self._fill(tree, node.path(), track)
         for start, stop, piece in _ranges(track, matched, len(tokens)):
             node = tree.add(node, tokens[start:stop])
             if piece is not None:
@@ -77,14 +89,18 @@ class Shelf:
                 node.span = Span(piece.slab, lo, lo + stop - start, node)
         return node
 
-    def _fill(self, path: list[Node], track: Track | None) -> None:
-        """Nodes that a conversation left without bytes when it rotated get them from one that has them."""
+    def _fill(self, tree: Tree, path: list[Node], track: Track | None) -> None:
+        """Nodes that have no bytes in memory (a conversation rotated, or they are on disk) get them from one that has
+        them."""
         for node in path:
-            if node.span is None and node.parent is not None:
-                for start, stop, piece in _ranges(track, node.start, node.end):
-                    if piece is not None and (start, stop) == (node.start, node.end):
-                        lo = piece.lo + start - piece.pos
-                        node.span = Span(piece.slab, lo, lo + stop - start, node)
+            if node.span is not None or node.parent is None:
+                continue
+            for start, stop, piece in _ranges(track, node.start, node.end):
+                if piece is None or start != node.start:
+                    break
+                at = tree.split(node, stop) if stop < node.end else node
+                lo = piece.lo + start - piece.pos
+                at.span = Span(piece.slab, lo, lo + stop - start, at)
 
     def place(self, tree: Tree, tokens: Tokens, checkpoint: Checkpoint) -> bool:
         """Attach a checkpoint where it belongs; it is closed if that place is gone or taken."""
@@ -102,12 +118,14 @@ class Shelf:
         return True
 
     def thin(self, node: Node) -> None:
-        """Keep the best few checkpoints of the path that ends at `node`."""
-        held = [n for n in node.path() if n.checkpoint is not None]
+        """Keep the best few checkpoints of the path that ends at `node`, on disk too."""
+        held = [n for n in node.path() if n.checkpoint is not None or (n.disk is not None and n.disk.point is not None)]
         gone = set(surplus([Place(n.end, len(n.children) > 1) for n in held]))
         for n in held:
             if n.end in gone:
                 self.drop_checkpoint(n)
+                if self.disk is not None:
+                    self.disk.leave_point(n)
 
     def drop_checkpoint(self, node: Node) -> None:
         if node.checkpoint is not None:
@@ -143,12 +161,35 @@ class Shelf:
     # -- giving up -----------------------------------------------------------------------
 
     def drop(self, tree: Tree, node: Node) -> None:
-        """Take a leaf out, with all it owns."""
+        """Take a leaf out, with all it owns, on disk too."""
         self.drop_checkpoint(node)
+        if self.disk is not None:
+            self.disk.leave(node)
         tree.remove(node)
         if node.span is not None:
             span, node.span = node.span, None
             span.drop()
+
+    def unload(self, tree: Tree, node: Node) -> int:
+        """Give up what a node has in memory. What is on disk of it stays; returns how many tokens are not."""
+        kept = node.start if node.disk is None else node.disk.readable
+        if kept == node.start:
+            lost = node.end - node.start
+            self.drop(tree, node)
+            return lost
+        if kept < node.end:
+            tree.split(node, kept)
+            upper, lost = node.parent, node.end - node.start
+            self.drop(tree, node)
+            assert upper is not None
+            node = upper
+        else:
+            lost = 0
+        self.drop_checkpoint(node)
+        if node.span is not None:
+            span, node.span = node.span, None
+            span.drop()
+        return lost
 
     def frees(self, node: Node) -> int:
         """Bytes that dropping this leaf would really free."""
@@ -172,24 +213,33 @@ class Shelf:
         points = sum(n.checkpoint.account.bytes for n in self.nodes() if n.checkpoint is not None and n.idle)
         return slabs + partly + points
 
-    def make_room(self, missing: int) -> None:
-        """Free at least `missing` bytes if that is possible, and as little more as can be."""
+    def make_room(self, missing: int, *, patience: float = PATIENCE) -> None:
+        """Free at least `missing` bytes if that is possible, and as little more as can be. What is not on disk yet and
+        should be is written first, for so many seconds at most; with none to spare it stays in memory."""
         if self._reclaiming or missing > self.reclaimable_bytes():
             return
         self._reclaiming = True
+        until = time.monotonic() + patience
+        goal = self.ledger.used_bytes - missing
         try:
-            self._reclaim(missing)
+            self._squeeze(goal)
+            if self.disk is not None:
+                self._evict_down_to(goal, self.disk.spiller.is_clean, 0.0)
+            if self.disk is None or patience:
+                self._evict_down_to(goal, lambda node: True, until)
         finally:
             self._reclaiming = False
 
-    def _reclaim(self, missing: int) -> None:
-        start = self.ledger.used_bytes
+    def _squeeze(self, goal: int) -> None:
+        """Give back room that no node owns, until no more than `goal` bytes are used."""
         for slab in sorted(self.store.slabs, key=lambda s: s.owned - s.capacity):
-            if start - self.ledger.used_bytes >= missing:
+            if self.ledger.used_bytes <= goal:
                 return
             if slab.idle and slab.capacity - slab.owned > 0:
                 self.compact(slab)
-        while (short := missing - (start - self.ledger.used_bytes)) > 0:
+
+    def _evict_down_to(self, goal: int, may: Callable[[Node], bool], until: float) -> None:
+        while (short := self.ledger.used_bytes - goal) > 0:
             victims, freed = list[Slab](), 0
             while freed < short:
                 victim = eviction.choose(
@@ -198,26 +248,29 @@ class Shelf:
                     self.frees,
                     self.store.token_bytes,
                     may_cut=not self.pointwise,
+                    may=may,
                 )
                 if victim is None:
                     break
-                freed += self._evict(victim, victims)
+                freed += self._evict(victim, victims, until)
             for slab in victims:
                 if slab in self.store.slabs and slab.idle:
                     self.compact(slab)
             if not freed:
                 return
 
-    def _evict(self, victim: eviction.Victim, touched: list[Slab]) -> int:
+    def _evict(self, victim: eviction.Victim, touched: list[Slab], until: float) -> int:
         node, tree = victim.node, self._tree_of(victim.node)
         if victim.keep_tokens:
             tree.split(node, node.start + victim.keep_tokens)
+        if self.disk is not None and until:
+            self.disk.spiller.save(node, until)
         freed = self.frees(node)
         self.counts["evicted_nodes"] += 1
         self.counts["evicted_tokens"] += node.end - node.start
         if node.span is not None:
             touched.append(node.span.slab)
-        self.drop(tree, node)
+        self.counts["discarded_tokens"] += self.unload(tree, node)
         return freed
 
     def _tree_of(self, node: Node) -> Tree:
@@ -255,7 +308,8 @@ class Shelf:
             if span.node.parent is not None:
                 tree = self._tree_of(span.node)
                 for node in [*list(span.node.walk())[::-1], span.node]:
-                    self.drop(tree, node)
+                    if node.in_memory:
+                        self.unload(tree, node)
 
     def trim_slack(self, slab: Slab) -> None:
         """After a request: leave room for the next turn, and no more."""
@@ -306,7 +360,7 @@ class Shelf:
     def unite(self, track: Track, path: list[Node], room: int) -> bool:
         """Merge a path of several slabs into one, where nobody else reads them and nothing else branches off."""
         slabs = {p.slab for p in track.pieces}
-        if len(track.pieces) < 2 or any(s.tracks != {track} for s in slabs):
+        if len(track.pieces) < 2 or any(s.tracks != {track} or s.copies for s in slabs):
             return False
         on_path = {id(n.span) for n in path}
         if any(id(s) not in on_path for slab in slabs for s in slab.spans):
@@ -345,7 +399,7 @@ class Shelf:
         for slab in self.store.slabs:
             found += _check_slab(slab)
             found += [f"a span [{s.lo}, {s.hi}) belongs to no node" for s in slab.spans if id(s) not in spans]
-        return found
+        return found + ([] if self.disk is None else self.disk.spiller.check())
 
 
 def _ranges(track: Track | None, start: int, stop: int) -> Iterator[tuple[int, int, Piece | None]]:
@@ -362,6 +416,8 @@ def _ranges(track: Track | None, start: int, stop: int) -> Iterator[tuple[int, i
 
 def _joinable(upper: Node, lower: Node) -> bool:
     if len(upper.children) != 1 or upper.checkpoint is not None:
+        return False
+    if upper.disk is not None and upper.disk.point is not None:
         return False
     if (upper.leases, upper.pins) != (lower.leases, lower.pins):
         return False

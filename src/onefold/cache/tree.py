@@ -2,8 +2,8 @@
 
 - A node is an edge: `tokens` spans exactly [start, end) of every sequence below it.
 - Children of a node differ in their first token; a root has no tokens.
-- What a node carries (`span`, `checkpoint`) is opaque here. A payload spans exactly its edge;
-  `cut` is told how to cut a span when an edge is split.
+- What a node carries (`span`, `checkpoint`, `disk`) is opaque here. A payload spans exactly its edge;
+  `cut` is told how to cut it when an edge is split.
 - Matching compares arrays; it never looks at tokens one by one, and touches no payload.
 
 No MLX in this file.
@@ -65,7 +65,7 @@ def common_length(a: Tokens, b: Tokens) -> int:
 
 
 class Cuttable(Protocol):
-    """What a node asks of its span."""
+    """What a node asks of its span, and of what it has on disk."""
 
     def cut(self, at: int, upper: Node, lower: Node) -> tuple[Any, Any]: ...
     def join(self, upper: Any) -> None: ...
@@ -75,6 +75,7 @@ class Node:
     __slots__ = (
         "checkpoint",
         "children",
+        "disk",
         "end",
         "last_use",
         "leases",
@@ -93,13 +94,20 @@ class Node:
         self.children: dict[int, Node] = {}
         self.span: Any = None
         self.checkpoint: Any = None
+        self.disk: Any = None
+        """What of it lies on disk; all of it may, and nothing in memory."""
         self.leases = 0  # open leases whose path goes through here
         self.pins = 0  # pin() calls that cover this node
-        self.last_use = 0
+        self.last_use = 0.0
 
     @property
     def is_root(self) -> bool:
         return self.parent is None
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it has something in memory, or nothing anywhere."""
+        return self.span is not None or self.checkpoint is not None or self.disk is None
 
     @property
     def idle(self) -> bool:
@@ -178,6 +186,8 @@ class Tree:
         upper.leases, upper.pins, upper.last_use = node.leases, node.pins, node.last_use
         if node.span is not None:
             upper.span, node.span = node.span.cut(k, upper, node)
+        if node.disk is not None:
+            upper.disk, node.disk = node.disk.cut(k, upper, node)
         return upper
 
     def join(self, upper: Node, lower: Node) -> None:
@@ -186,11 +196,15 @@ class Tree:
             raise ValueError(f"node [{upper.start}, {upper.end}) has more than one child")
         if lower.span is not None:
             lower.span.join(upper.span)
+        if lower.disk is not None:
+            lower.disk.join(upper.disk)
+        elif upper.disk is not None:
+            lower.disk = upper.disk.moved(lower)
         lower.tokens = np.concatenate([upper.tokens, lower.tokens])
         lower.start, lower.parent = upper.start, upper.parent
         lower.last_use = max(lower.last_use, upper.last_use)
         upper.parent.children[int(lower.tokens[0])] = lower
-        upper.parent, upper.span, upper.children = None, None, {}
+        upper.parent, upper.span, upper.disk, upper.children = None, None, None, {}
 
     def remove(self, node: Node) -> None:
         """Take a leaf out of the tree."""

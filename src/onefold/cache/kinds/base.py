@@ -100,6 +100,20 @@ class Snapshot:
         self.closed = True
         self.arrays = []
 
+    def describe(self) -> dict[str, Any]:
+        """All of it but the arrays, in values that JSON has."""
+        return {
+            "start": self.start,
+            "end": self.end,
+            "extra": list(self.extra),
+            "slots": [a is not None for a in self.arrays],
+        }
+
+    @classmethod
+    def revive(cls, said: dict[str, Any], arrays: list[mx.array | None]) -> Snapshot:
+        """The other way round; `arrays` by slot. Raises KeyError, TypeError or ValueError on nonsense."""
+        return Snapshot(arrays, int(said["start"]), int(said["end"]), tuple(int(x) for x in said["extra"]))
+
 
 class Layer(Protocol):
     """What leases and tests rely on, for every kind."""

@@ -38,6 +38,14 @@ class OwnSnapshot(Snapshot):
         arrays = zip(self.names, self.arrays, strict=True)
         return self.others | {n: own_bytes(a) for n, a in arrays if a is not None}
 
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | {"names": self.names, "others": self.others}
+
+    @classmethod
+    def revive(cls, said: dict[str, Any], arrays: list[mx.array | None]) -> OwnSnapshot:
+        named = dict(zip(said["names"], arrays, strict=True))
+        return cls(dict(said["others"]) | named, int(said["start"]), int(said["end"]))
+
 
 class _Opening:
     """Hears for a layer that a forward begins."""

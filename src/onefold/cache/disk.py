@@ -1,0 +1,313 @@
+"""The disk tier of a cache: its folder, its namespaces, and how records and nodes find each other.
+
+- A namespace's records are read into its tree when the namespace is first used: their names and tokens, not their KV.
+- A record that is given up, for whatever reason, is taken from its nodes, with every record that goes on from it.
+- Spilling and restoring are elsewhere; what they share is here. All methods are called with the cache's lock held.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onefold.cache.fingerprint import name_of, salt_of
+from onefold.cache.gate import Gate
+from onefold.cache.ledger import Ledger
+from onefold.cache.ondisk import OnDisk
+from onefold.cache.pace import Pace
+from onefold.cache.segment import Store
+from onefold.cache.spilling import Spiller
+from onefold.cache.tiers.folder import Folder
+from onefold.cache.tiers.record import What
+from onefold.cache.tiers.vault import Loaded, Record, Vault
+from onefold.cache.tree import Node, Tree
+from onefold.errors import ConfigError, OnefoldError
+from onefold.sizes import parse_size
+
+log = logging.getLogger("onefold")
+
+MODES = ("back", "through")
+DEFAULT_MOST = 100 * 1000**3
+
+
+@dataclass(frozen=True)
+class DiskSettings:
+    folder: str | os.PathLike[str]
+    budget: int | float | str | None = None
+    """By default half of what is free there, and at most 100 GB."""
+    mode: str = "back"
+    daily_limit: int | float | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(f"a disk mode is 'back' or 'through', not {self.mode!r}")
+        if not isinstance(self.folder, (str, os.PathLike)) or not os.fspath(self.folder):
+            raise ConfigError(f"disk is a folder, not {self.folder!r}")
+        for size in (self.budget, self.daily_limit):
+            if size is not None:
+                parse_size(size, total_bytes=1 << 60)
+
+
+@dataclass(frozen=True)
+class DiskStats:
+    """The disk tier at a moment. Counts are since the cache was made, unless they say otherwise."""
+
+    mode: str = "off"
+    """off, back or through."""
+    failed: str = ""
+    """Why nothing is written any more."""
+    budget_bytes: int = 0
+    used_bytes: int = 0
+    records: int = 0
+    written_bytes: int = 0
+    written_today_bytes: int = 0
+    written_ever_bytes: int = 0
+    pending: bool = False
+    """Something is being written, or waits for it."""
+    spilled_tokens: int = 0
+    restored_tokens: int = 0
+    restored_bytes: int = 0
+    skipped_tokens: int = 0
+    """On disk, and not read because computing them is quicker."""
+    rejected_records: int = 0
+    evicted_records: int = 0
+
+
+class Disk:
+    def __init__(
+        self,
+        settings: DiskSettings,
+        store: Store,
+        trees: dict[Hashable, Tree],
+        gate: Gate,
+        ledger: Ledger,
+        about: dict[str, Any],
+        *,
+        high_water: float,
+    ) -> None:
+        """Raises OSError if the folder cannot be used."""
+        self.mode = settings.mode
+        folder = Folder.make(settings.folder)
+        try:
+            self.vault = Vault(
+                folder,
+                _budget(settings.budget, folder.path),
+                daily_bytes=None if settings.daily_limit is None else parse_size(settings.daily_limit),
+            )
+            self.counts: Counter[str] = Counter()
+            self.reasons: Counter[str] = Counter()
+            self.read_pace = Pace()
+            """Seconds a byte takes to restore."""
+            self.prefill_pace = Pace()
+            """Seconds a token takes to compute."""
+            self._about = about
+            self._trees = trees
+            self._spaces: dict[Node, str | None] = {}
+            self.spiller = Spiller(
+                store, self._nodes, self.vault, gate, ledger, through=settings.mode == "through", high_water=high_water
+            )
+        except (OSError, OnefoldError):
+            folder.unlock()
+            raise
+        self.spiller.gone = self.take_from_nodes
+        self.spiller.space_of = self.space_of
+
+    def _nodes(self) -> Iterator[Node]:
+        for tree in self._trees.values():
+            yield from tree.root.walk()
+
+    # -- namespaces ------------------------------------------------------------------------------------
+
+    def attach(self, tree: Tree, namespace: Hashable) -> None:
+        """The tree of a caller's namespace is used: it learns what is on disk of it."""
+        if tree.root in self._spaces:
+            return
+        salt = salt_of(namespace)
+        if salt is None:
+            log.warning("the namespace %r stays in memory: it has no name that another process would know", namespace)
+            self._spaces[tree.root] = None
+            return
+        space = name_of(self._about, salt)
+        self._spaces[tree.root] = space
+        loaded = self.vault.load(space)
+        _grow(tree, loaded, self._overlapping)
+        salted = namespace not in ("", None)
+        try:
+            self.vault.folder.describe(space, self._about | {"salted": salted})
+        except OSError as error:
+            self.vault.fail(error)
+
+    def _overlapping(self, record: Record) -> None:
+        self.vault.reasons["overlaps another"] += 1
+        self.forget([record])
+
+    def space_of(self, node: Node) -> str | None:
+        while node.parent is not None:
+            node = node.parent
+        return self._spaces.get(node)
+
+    # -- records and nodes --------------------------------------------------------------------------------
+
+    def forget(self, records: Iterable[Record]) -> None:
+        """Give up these records, and all that go on from them."""
+        gone = set(records)
+        found = [r for r in self.vault.records() if r.parent is not None]
+        more = True
+        while more and gone:
+            below = {r for r in found if r.parent in gone} - gone
+            gone |= below
+            more = bool(below)
+        for record in sorted(gone, key=lambda r: -r.start):
+            self.take_from_nodes(record)
+            if record.ready:
+                self.vault.drop(record)
+
+    def take_from_nodes(self, record: Record) -> None:
+        for node in list(record.nodes):
+            disk: OnDisk = node.disk
+            disk.lose(record)
+            if not disk.all:
+                node.disk = None
+            self.prune(node)
+
+    def prune(self, node: Node) -> None:
+        """A node that has nothing anywhere, and nothing below it, goes."""
+        if (
+            node.span is None
+            and node.checkpoint is None
+            and not node.children
+            and node.idle
+            and node.parent is not None
+        ):
+            if node.disk is not None and node.disk.readable >= node.end:
+                return
+            above = node.parent
+            if node.disk is not None and node.disk.covered > node.start:
+                tree = self._tree_of(node)
+                above = tree.split(node, node.disk.covered)
+            for record in [] if node.disk is None else node.disk.all:
+                record.nodes.discard(node)
+            node.disk = None
+            self._tree_of(node).remove(node)
+            if above.span is None and above.checkpoint is None and above.disk is None and above.parent is not None:
+                self.prune(above)
+
+    def _tree_of(self, node: Node) -> Tree:
+        while node.parent is not None:
+            node = node.parent
+        return next(t for t in self._trees.values() if t.root is node)
+
+    def leave(self, node: Node) -> None:
+        """The node is going from the tree: nobody relies on its records through it."""
+        if node.disk is not None:
+            disk, node.disk = node.disk, None
+            for record in reversed(disk.all):
+                record.nodes.discard(node)
+                self.spiller.let_go(record)
+
+    def leave_point(self, node: Node) -> None:
+        if node.disk is not None and node.disk.point is not None:
+            record = node.disk.point
+            node.disk.lose(record)
+            self.spiller.let_go(record)
+
+    def touch(self, path: list[Node], used: float) -> None:
+        for node in path:
+            if node.disk is not None:
+                self.vault.touch(node.disk.all, used)
+
+    # -- the whole of it ------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """After `spiller.stop`, and not before."""
+        self.vault.empty_bin()
+        self.vault.note(self.vault.take_touched(force=True), force=True)
+        self.vault.folder.unlock()
+
+    def stats(self) -> DiskStats:
+        vault, spiller = self.vault, self.spiller
+        return DiskStats(
+            mode=self.mode,
+            failed=vault.failed,
+            budget_bytes=vault.budget_bytes,
+            used_bytes=vault.total_bytes,
+            records=vault.n_records,
+            written_bytes=vault.counts["written_bytes"],
+            written_today_bytes=vault.written_today,
+            written_ever_bytes=vault.written_ever,
+            pending=spiller.pending,
+            spilled_tokens=spiller.counts["spilled_tokens"],
+            restored_tokens=self.counts["restored_tokens"],
+            restored_bytes=self.counts["restored_bytes"],
+            skipped_tokens=self.counts["skipped_tokens"],
+            rejected_records=vault.counts["rejected_records"],
+            evicted_records=vault.counts["evicted_records"],
+        )
+
+    def all_reasons(self) -> Counter[str]:
+        found = self.vault.reasons + self.spiller.reasons + self.reasons
+        return Counter({f"disk: {reason}": n for reason, n in found.items()})
+
+
+def _budget(given: int | float | str | None, path: Path) -> int:
+    usage = shutil.disk_usage(path)
+    if given is not None:
+        return parse_size(given, total_bytes=usage.total)
+    return max(1, min(DEFAULT_MOST, usage.free // 2))
+
+
+def _grow(tree: Tree, loaded: list[Loaded], overlapping: Callable[[Record], None]) -> None:
+    """Give an empty tree the nodes that these records are of."""
+    below: dict[Record | None, list[Loaded]] = {}
+    for found in loaded:
+        below.setdefault(found.record.parent, []).append(found)
+    ends: dict[Record, Node] = {}
+    points: list[Record] = []
+    todo = list(below.get(None, ()))
+    while todo:
+        found = todo.pop()
+        if found.record.what is What.POINT:
+            points.append(found.record)
+            continue
+        chain = [found]
+        while (following := below.get(chain[-1].record, [])) and _continues(chain[-1].record, following):
+            chain.append(following[0])
+        attach = _node_at(tree, ends, found.record)
+        tokens = np.concatenate([c.tokens for c in chain]) if len(chain) > 1 else found.tokens
+        if int(tokens[0]) in attach.children:
+            overlapping(found.record)
+            continue
+        node = tree.add(attach, tokens)
+        node.last_use = max(c.record.used for c in chain)
+        node.disk = OnDisk(node)
+        for member in chain:
+            node.disk.add(member.record)
+            ends[member.record] = node
+        todo += below.get(chain[-1].record, ())
+    for record in points:
+        node = _node_at(tree, ends, record)
+        if node.parent is not None and node.disk is not None:
+            node.disk.set_point(record)
+
+
+def _continues(record: Record, following: list[Loaded]) -> bool:
+    only = following[0].record
+    return len(following) == 1 and only.what is What.RANGE and only.start == record.end
+
+
+def _node_at(tree: Tree, ends: dict[Record, Node], record: Record) -> Node:
+    """The node that ends where this record begins."""
+    if record.parent is None:
+        return tree.root
+    node = ends[record.parent]
+    while node.start >= record.start and node.parent is not None:
+        node = node.parent
+    return tree.split(node, record.start) if record.start < node.end else node

@@ -1,0 +1,177 @@
+"""The bytes of MLX arrays, as the processor sees them: how KV leaves for the disk, and comes back into its place.
+
+- Where MLX computes in memory that the processor can address (its CPU, and Apple's GPU), the bytes are read and written
+  where they lie: no copy of an array, no operation of MLX's, any thread.
+- Elsewhere (CUDA) they go through a slice on the way out, and a slice update on the way in. The same bytes, by MLX's
+  portable operations.
+- Only evaluated arrays that nobody is writing may be given here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from onefold.cache import device
+from onefold.cache.segment import LayerSpec, Slab
+from onefold.cache.tiers.record import Tensor
+
+Bytes = npt.NDArray[np.uint8]
+
+_CODES = {
+    mx.bool_: "BOOL", mx.uint8: "U8", mx.int8: "I8", mx.uint16: "U16", mx.int16: "I16", mx.uint32: "U32",
+    mx.int32: "I32", mx.uint64: "U64", mx.int64: "I64", mx.float16: "F16", mx.bfloat16: "BF16", mx.float32: "F32",
+    mx.complex64: "C64",
+}  # fmt: skip
+_TYPES = {code: dtype for dtype, code in _CODES.items()}
+
+
+def tensor(name: str, array: mx.array) -> Tensor:
+    return Tensor(name, _CODES[array.dtype], tuple(array.shape))
+
+
+def range_tensors(specs: Iterable[LayerSpec], n_tokens: int) -> tuple[Tensor, ...]:
+    """What a range of so many tokens is made of: for every layer its arrays, heads first."""
+    return tuple(
+        Tensor(f"kv.{i}.{j}", _CODES[a.dtype], (a.heads, n_tokens, a.dim))
+        for i, spec in enumerate(specs)
+        for j, a in enumerate(spec.arrays)
+    )
+
+
+def addressable() -> bool:
+    """Whether the processor can read and write MLX's memory where it lies."""
+    return not device.on_cuda()
+
+
+def bytes_of(array: mx.array) -> Bytes:
+    """An array's own memory. What is written there is written into the array; the array must outlive its use."""
+    if not _in_order(array):
+        raise ValueError("an array whose bytes do not lie in order")
+    return np.frombuffer(array, np.uint8)  # type: ignore[call-overload, no-any-return]
+
+
+def _in_order(array: Any) -> bool:
+    return memoryview(array).c_contiguous
+
+
+def rows(array: mx.array) -> Bytes:
+    """Its memory as [heads, tokens, bytes of a token]."""
+    _, heads, capacity, dim = array.shape
+    return bytes_of(array).reshape(heads, capacity, dim * array.dtype.size)
+
+
+def copy_out(slab: Slab, lo: int, hi: int, into: Bytes, *, direct: bool) -> None:
+    """The tokens [lo, hi) of every layer, in the order of `range_tensors`."""
+    at = 0
+    for layer in slab.layers:
+        for array in layer or ():
+            _, heads, _, dim = array.shape
+            width = dim * array.dtype.size
+            n = heads * (hi - lo) * width
+            found = rows(array)[:, lo:hi] if direct else _as_bytes(array[..., lo:hi, :]).reshape(heads, hi - lo, width)
+            into[at : at + n].reshape(heads, hi - lo, width)[:] = found
+            at += n
+
+
+def array_out(array: mx.array, *, direct: bool) -> Bytes:
+    """All of an array; where it is not read in place, a copy."""
+    return bytes_of(array) if direct and _in_order(array) else _as_bytes(array)
+
+
+def places(slab: Slab, lo: int, hi: int) -> list[Any]:
+    """Where the bytes of the tokens [lo, hi) belong, in the order of `range_tensors`: to be read into."""
+    return [
+        head[lo:hi].reshape(-1)
+        for layer in slab.layers
+        for array in layer or ()
+        for head in rows(array)
+    ]  # fmt: skip
+
+
+def clear(slab: Slab, lo: int, hi: int) -> None:
+    """Zeros where nothing is read into."""
+    for layer in slab.layers:
+        for array in layer or ():
+            rows(array)[:, lo:hi] = 0
+
+
+def copy_in(slab: Slab, lo: int, hi: int, data: Bytes) -> None:
+    """The same by slice updates, from bytes in that order."""
+    at = 0
+    for layer in slab.layers:
+        for array in layer or ():
+            _, heads, _, dim = array.shape
+            n = heads * (hi - lo) * dim * array.dtype.size
+            array[..., lo:hi, :] = array_in(data[at : at + n], (1, heads, hi - lo, dim), array.dtype)
+            mx.eval(array)
+            at += n
+
+
+def array_in(data: Bytes, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """An array of its own with these bytes."""
+    if dtype == mx.bool_:
+        return mx.array(data.view(np.bool_)).reshape(shape)
+    return mx.view(mx.array(data), dtype).reshape(shape)
+
+
+def dtype_of(tensor: Tensor) -> mx.Dtype | None:
+    return _TYPES.get(tensor.dtype)
+
+
+def _as_bytes(array: mx.array) -> Bytes:
+    flat = mx.contiguous(array).reshape(-1)
+    if flat.dtype == mx.bool_:
+        return np.array(flat).view(np.uint8)
+    found: Bytes = np.array(mx.view(flat, mx.uint8))
+    return found
+
+
+class _Untouched:
+    """A file of zeros that nobody reads: `mx.load` allocates for it, and is left with what the memory held."""
+
+    closed = False
+
+    def __init__(self, head: bytes, n_bytes: int) -> None:
+        self._head, self._size, self._at = head, len(head) + n_bytes, 0
+
+    def readinto(self, view: memoryview) -> int:
+        n = min(len(view), self._size - self._at)
+        known = self._head[self._at : self._at + n]
+        view[: len(known)] = known
+        self._at += n
+        return n
+
+    def read(self, n: int) -> bytes:
+        found = self._head[self._at : self._at + n]
+        self._at += len(found)
+        return found
+
+    def seek(self, at: int, whence: int = 0) -> int:
+        self._at = at + (0, self._at, self._size)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+def uninitialised(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """Memory that is about to be written, without writing zeros there first. Evaluated by the caller."""
+    found = Tensor("a", _CODES[dtype], shape)
+    text = f'{{"a":{{"dtype":"{found.dtype}","shape":{list(shape)},"data_offsets":[0,{found.nbytes}]}}}}'.encode()
+    loaded: Any = mx.load(_Untouched(struct.pack("<Q", len(text)) + text, found.nbytes), format="safetensors")  # type: ignore[arg-type, unused-ignore]
+    return loaded["a"]

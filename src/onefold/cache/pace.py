@@ -1,0 +1,33 @@
+"""How long something takes, measured while it is done. Knows nothing of what it is."""
+
+from __future__ import annotations
+
+_WEIGHT = 0.3
+TRY_AGAIN = 16
+"""After so many times of being thought too slow it is tried once more: it may have become quicker."""
+
+
+class Pace:
+    """Seconds per unit, of the last few times."""
+
+    def __init__(self) -> None:
+        self._per_unit: float | None = None
+        self._passed_over = 0
+
+    def took(self, seconds: float, units: int) -> None:
+        if units > 0 and seconds > 0:
+            new = seconds / units
+            self._per_unit = new if self._per_unit is None else (1 - _WEIGHT) * self._per_unit + _WEIGHT * new
+            self._passed_over = 0
+
+    def estimate(self, units: int) -> float | None:
+        """Seconds; None if it was never done."""
+        return None if self._per_unit is None else self._per_unit * units
+
+    def passed_over(self) -> bool:
+        """It is thought too slow this time. False if it should be tried all the same."""
+        self._passed_over += 1
+        if self._passed_over < TRY_AGAIN:
+            return True
+        self._passed_over = 0
+        return False

@@ -1,0 +1,336 @@
+"""Restoring: a path that goes on on disk comes back into memory, record by record, each into its place.
+
+- What a request can use of it is known from the tree; nothing is read to find out.
+- One buffer is reserved for all of it, with room for the request to go on in. A record is read straight into its place
+  there, and believed only when its checksum agrees; the first that does not ends the restore, and is a miss from there.
+- Where computing the tokens would be quicker than reading them, they are not read: both are measured as they happen.
+- What was restored is a hit in memory from then on, and is on disk still.
+
+A restore can be taken in steps, between the steps of other requests. Called with the cache's lock held.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from onefold.cache import host, opening
+from onefold.cache.checkpoints import Checkpoint, revive
+from onefold.cache.ledger import Purpose
+from onefold.cache.segment import Slab, Span, Track, round_up
+from onefold.cache.tiers.folder import read_all
+from onefold.cache.tiers.record import Content, Named, content_of, parse_head
+from onefold.cache.tiers.vault import Record
+from onefold.cache.tree import Node, Tokens, Tree
+from onefold.errors import BudgetError, RecordError
+
+if TYPE_CHECKING:
+    from onefold.cache.disk import Disk
+    from onefold.cache.prefix_cache import PrefixCache
+
+log = logging.getLogger("onefold")
+
+_BEGIN = 16 << 10
+AHEAD = 2
+"""Records that the operating system is asked to fetch while one is read."""
+
+
+class Wanted(NamedTuple):
+    path: list[Node]
+    """Down to the node in which the target lies."""
+    target: int
+    """How far the path is to be had in memory."""
+    records: list[Record]
+    point: Record | None
+    saves: int
+    """Tokens that need not be computed then."""
+
+
+def wanted(cache: PrefixCache, tree: Tree, tokens: Tokens) -> Wanted | None:
+    """What of the disk would let a request of these tokens begin further on than memory alone."""
+    path, matched = tree.match(tokens)
+    usable = min(matched, len(tokens) - 1)
+    if usable <= 0 or all(n.disk is None for n in path):
+        return None
+    in_memory, _ = opening.readable_length(cache, path, matched)
+    have, _, _ = opening.resume_point(cache, path, min(usable, in_memory), usable)
+    reach = _kv_reach(cache, path, matched)
+    target, point = min(reach, matched), None
+    node = next((n for n in reversed(path) if n.end <= usable and _resumable(n)), None)
+    if node is not None and (cache._pointwise or node.end > reach):
+        target, point = node.end, None if node.checkpoint is not None else node.disk.point
+        path = path[: path.index(node) + 1]
+    elif cache._pointwise:
+        return None
+    if min(target, usable) <= have:
+        return None
+    path = [n for n in path if n.start < target]
+    records = _records(path, target) if cache._store.specs and target <= reach else []
+    return Wanted(path, target, records, point, min(target, usable) - have)
+
+
+def _resumable(node: Node) -> bool:
+    if node.checkpoint is not None:
+        return True
+    return node.disk is not None and node.disk.point is not None and bool(node.disk.point.ready)
+
+
+def _kv_reach(cache: PrefixCache, path: list[Node], matched: int) -> int:
+    """How far the path's KV can be had, from memory and then from disk."""
+    if not cache._store.specs:
+        return matched
+    at = 0
+    for node in path:
+        if node.span is not None:
+            at = node.end
+            continue
+        for record in [] if node.disk is None else node.disk.records:
+            if not record.ready or record.hollow:
+                return min(at, matched)
+            at = min(node.end, record.end)
+        if at < node.end:
+            break
+    return min(at, matched)
+
+
+def _records(path: list[Node], target: int) -> list[Record]:
+    """Of the first run of nodes that are not in memory, up to the target; each once."""
+    first = next((i for i, n in enumerate(path) if n.span is None), len(path))
+    found: dict[Record, None] = {}
+    for node in path[first:]:
+        if node.span is not None:
+            break
+        found |= dict.fromkeys(r for r in node.disk.records if r.start < target)
+    return list(found)
+
+
+def plan(cache: PrefixCache, disk: Disk, tree: Tree, tokens: Tokens, room: int) -> Restore | None:
+    """A restore that has begun, if one is worth it and there is room."""
+    found = wanted(cache, tree, tokens)
+    if found is None or not (found.records or found.point):
+        return None
+    size = sum(r.size for r in found.records) + (0 if found.point is None else found.point.size)
+    reading, computing = disk.read_pace.estimate(size), disk.prefill_pace.estimate(found.saves)
+    if reading is not None and computing is not None and reading >= computing and disk.read_pace.passed_over():
+        disk.counts["skipped_tokens"] += found.saves
+        disk.reasons["slower than prefill"] += 1
+        return None
+    restore = Restore(cache, disk, tree, found, room)
+    return restore if restore.begin() else None
+
+
+class Restore:
+    """Made by `plan`. Call `step` until it returns False, or `finish` to leave it at that."""
+
+    def __init__(self, cache: PrefixCache, disk: Disk, tree: Tree, found: Wanted, room: int) -> None:
+        self._cache, self._disk, self._tree = cache, disk, tree
+        self._wanted = found
+        self._left = [*found.records, *([] if found.point is None else [found.point])]
+        self._held = list(self._left)
+        self._end = found.path[-1]
+        self._room = room
+        self._base = found.records[0].start if found.records else 0
+        self._reached = self._base
+        self._slab: Slab | None = None
+        self._holder = Track(cache._store)
+        self._read_bytes = 0
+        self._seconds = 0.0
+        self._direct = host.addressable()
+        self.done = False
+        self.tokens = 0
+        """Of the path, that came from disk."""
+
+    def holds(self, track: Track) -> bool:
+        return track is self._holder
+
+    def begin(self) -> bool:
+        """Reserve the buffer, and hold on to the path; False if there is no room."""
+        for node in self._end.path():
+            node.pins += 1
+        for record in self._held:
+            record.pins += 1
+        records = self._wanted.records
+        if records:
+            stop = max(records[-1].end, self._wanted.target + self._room)
+            try:
+                self._slab = self._cache._store.slab(round_up(stop - self._base))
+            except BudgetError:
+                self._disk.reasons["no room to restore"] += 1
+                self._let_go()
+                return False
+            self._slab.tracks.add(self._holder)
+        self._cache._restores.add(self)
+        return True
+
+    def step(self) -> bool:
+        """Read one record; False when there is nothing more to do."""
+        with self._cache._lock:
+            return self._step()
+
+    def _step(self) -> bool:
+        if self.done:
+            return False
+        began = time.perf_counter()
+        record = self._left.pop(0)
+        try:
+            for following in self._left[:AHEAD]:
+                self._disk.vault.folder.fetch_ahead(following.namespace, following.name)
+            if record is self._wanted.point:
+                self._read_point(record)
+            else:
+                self._read_range(record)
+            self._read_bytes += record.size
+        except (OSError, RecordError) as error:
+            self._left.clear()
+            self._disk.vault.reject(record, "unreadable" if isinstance(error, OSError) else str(error))
+            self._disk.forget([record])
+        except BudgetError:
+            self._left.clear()
+            self._disk.reasons["no room to restore"] += 1
+        self._seconds += time.perf_counter() - began
+        if not self._left:
+            self.finish()
+        return not self.done
+
+    def finish(self) -> None:
+        """What was read is memory's from here on."""
+        with self._cache._lock:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self.done:
+            return
+        self.done = True
+        if self._slab is not None:
+            self._attach(self._slab)
+            self._slab.tracks.discard(self._holder)
+            self._slab.settle()
+        self._let_go()
+        self._disk.read_pace.took(self._seconds, self._read_bytes)
+        self._disk.counts["restored_tokens"] += self.tokens
+        self._disk.counts["restored_bytes"] += self._read_bytes
+
+    def _let_go(self) -> None:
+        self._cache._restores.discard(self)
+        for record in self._held:
+            record.pins -= 1
+        for node in self._end.path():
+            node.pins = max(0, node.pins - 1)
+        self._disk.prune(self._end)
+
+    # -- ranges ------------------------------------------------------------------------------------------
+
+    def _read_range(self, record: Record) -> None:
+        slab = self._slab
+        assert slab is not None
+        if slab.layers and slab.layers[0] is None:
+            self._allocate(slab)
+        lo = record.start - self._base
+        hi = lo + record.end - record.start
+        with self._disk.vault.folder.reading(record.namespace, record.name) as file:
+            content, data_at, checksum = self._content(file, record)
+            if content.tensors != host.range_tensors(self._cache._store.specs, hi - lo):
+                raise RecordError("of another layout")
+            if self._direct:
+                places = host.places(slab, lo, hi)
+                _fill(file, places, data_at)
+                if content.checksum(places) != checksum:
+                    raise RecordError("checksum")
+            else:
+                data = np.empty(content.payload_bytes - content.tokens.nbytes, np.uint8)
+                _fill(file, [data], data_at)
+                if content.checksum([data]) != checksum:
+                    raise RecordError("checksum")
+                host.copy_in(slab, lo, hi, data)
+        self._reached = record.end
+
+    def _allocate(self, slab: Slab) -> None:
+        """The buffer's arrays: memory that nobody wrote before, but for what no record will fill."""
+        for index, spec in enumerate(slab.store.specs):
+            if self._direct:
+                slab.layers[index] = [
+                    host.uninitialised((1, a.heads, slab.capacity, a.dim), a.dtype) for a in spec.arrays
+                ]
+            else:
+                slab.arrays(index)
+        slab.evaluate()
+        if self._direct:
+            host.clear(slab, self._wanted.records[-1].end - self._base, slab.capacity)
+
+    def _attach(self, slab: Slab) -> None:
+        """The nodes of what was read and found right own it."""
+        stop = min(self._reached, self._wanted.target)
+        for node in self._end.path():
+            if node.span is None and node.start < stop and node.start >= self._base:
+                at = self._tree.split(node, stop) if node.end > stop else node
+                at.span = Span(slab, at.start - self._base, at.end - self._base, at)
+                self.tokens += at.end - at.start
+
+    # -- points -------------------------------------------------------------------------------------------
+
+    def _read_point(self, record: Record) -> None:
+        node, cache = self._end, self._cache
+        with self._disk.vault.folder.reading(record.namespace, record.name) as file:
+            content, data_at, checksum = self._content(file, record)
+            size = content.payload_bytes
+            if node.end != record.start or node.checkpoint is not None:
+                return
+            if not cache._shelf.admit_checkpoint(size):
+                raise BudgetError("a checkpoint", needed_bytes=size, available_bytes=0)
+            account = cache._ledger.open(Purpose.CHECKPOINT, size, "a checkpoint from disk")
+            try:
+                node.checkpoint = self._revive(file, content, data_at, checksum, account)
+            except (OSError, RecordError):
+                account.close()
+                raise
+        if not self._wanted.records:
+            self.tokens += self._wanted.saves
+
+    def _revive(self, file: int, content: Content, data_at: int, checksum: str, account: object) -> Checkpoint:
+        read, arrays = list[np.ndarray](), dict[str, mx.array]()  # type: ignore[type-arg]
+        for tensor in content.tensors:
+            dtype = host.dtype_of(tensor)
+            if dtype is None:
+                raise RecordError("of another layout")
+            data = np.empty(tensor.nbytes, np.uint8)
+            _fill(file, [data], data_at)
+            data_at += tensor.nbytes
+            read.append(data)
+            arrays[tensor.name] = host.array_in(data, tensor.shape, dtype)
+            mx.eval(arrays[tensor.name])
+        if content.checksum(read) != checksum:
+            raise RecordError("checksum")
+        try:
+            position, snapshots = revive(content.state, arrays)
+        except (ValueError, KeyError, TypeError) as error:
+            raise RecordError("its header says what cannot be") from error
+        leaves = sum(len(a.leaves) for a in self._cache._anatomies)
+        if position != content.start or len(snapshots) > leaves:
+            raise RecordError("of another layout")
+        spanless = all(s is not None for s in snapshots)
+        return Checkpoint(position, snapshots, account, spanless=spanless)  # type: ignore[arg-type]
+
+    def _content(self, file: int, record: Record) -> tuple[Content, int, str]:
+        """What the file holds, where its tensors begin, and the checksum that all of it must have."""
+        size = os.fstat(file).st_size
+        head = parse_head(os.pread(file, _BEGIN, 0))
+        while isinstance(head, int):
+            if head > size:
+                raise RecordError("truncated")
+            head = parse_head(os.pread(file, head, 0))
+        content = content_of(head, record.namespace, Named(record.what, record.start, record.address))
+        if content.size != size:
+            raise RecordError("truncated" if size < content.size else "longer than it says")
+        if content.parent != (b"" if record.parent is None else record.parent.address):
+            raise RecordError("misnamed")
+        return content, head.data_at + content.tokens.nbytes, head.checksum
+
+
+def _fill(file: int, places: list[np.ndarray], at: int) -> None:  # type: ignore[type-arg]
+    if read_all(file, places, at) != sum(p.nbytes for p in places):
+        raise RecordError("truncated")

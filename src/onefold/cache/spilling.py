@@ -1,0 +1,418 @@
+"""Spilling: how what is in memory comes to lie on disk too.
+
+- A node is written prefix first, a record at a time: whatever is on disk can be gone on from.
+- One thread writes. It asks for the next record when it is done with the last, so nothing queues but nodes; the bytes
+  of one record are copied out (the ledger counts that buffer), and from then on nothing in memory is held up.
+- A buffer that a request writes to is not copied; it is, when the request has ended. A request that wants to go on in a
+  buffer that is being copied waits for that: two milliseconds, not a write.
+- Written through: at commit. Written back: the least recently used, when memory is nearly full; then what must make way
+  and is not on disk yet, and that is waited for; and everything, when the cache is closed.
+
+    node     committed -> wanted -> a record expected -> copied out -> written, renamed -> there
+                                          (lock)         (no lock)       (no lock)        (lock)
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from onefold.cache import host
+from onefold.cache.eviction import leaves
+from onefold.cache.gate import Gate
+from onefold.cache.ledger import Ledger, Purpose
+from onefold.cache.ondisk import OnDisk
+from onefold.cache.segment import Slab, Store
+from onefold.cache.tiers.record import Content, Tensor, What
+from onefold.cache.tiers.vault import NO_TOKENS, Record, Vault
+from onefold.cache.tree import Node
+
+log = logging.getLogger("onefold")
+
+RECORD_BYTES = 8 << 20
+"""The most KV of a range record."""
+HOLLOW_TOKENS = 1 << 16
+"""The most tokens of a range that has no KV."""
+CLEAN_FROM = 0.15
+"""Of the budget, below the mark where reclaiming begins: from there on the oldest are written ahead."""
+_LOOK_AGAIN = 0.5
+_MISPLACED = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP)
+"""Something else lies where this record belongs: that is its trouble alone."""
+
+
+class Job(NamedTuple):
+    record: Record
+    content: Content
+    slab: Slab | None
+    lo: int
+    arrays: list[Any]
+    """Of a checkpoint."""
+
+
+class Spiller:
+    def __init__(
+        self,
+        store: Store,
+        nodes: Callable[[], Iterator[Node]],
+        vault: Vault,
+        gate: Gate,
+        ledger: Ledger,
+        *,
+        through: bool,
+        high_water: float,
+    ) -> None:
+        self.vault = vault
+        self.through = through
+        self.counts: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.gone: Callable[[Record], None] = lambda record: None
+        """Told of a record that is given up, with the lock held."""
+        self.space_of: Callable[[Node], str | None] = lambda node: None
+        """The folder that a node's records belong to; None if they have none."""
+        self._store, self._nodes, self._gate, self._ledger = store, nodes, gate, ledger
+        self._direct = host.addressable()
+        self._mark = max(0.0, high_water - CLEAN_FROM)
+        self._wanted: deque[Node] = deque()
+        self._urgent: deque[Node] = deque()
+        self._refused: set[Node] = set()
+        self._all = False
+        self._stop = False
+        self._busy = False
+        self.record_bytes = min(RECORD_BYTES, max(1 << 16, ledger.budget_bytes // 64))
+        per_token = store.token_bytes + 4
+        self.record_tokens = max(1, self.record_bytes // per_token) if store.token_bytes else HOLLOW_TOKENS
+        self._buffer = np.empty(self.record_tokens * store.token_bytes, np.uint8)
+        self._account = ledger.open(Purpose.DISK, self._buffer.nbytes, "a record on its way to the disk")
+        self._thread = threading.Thread(target=self._run, name="onefold-disk", daemon=True)
+        self._thread.start()
+
+    # -- asked by the cache, with its lock held ----------------------------------------------------
+
+    def committed(self, node: Node) -> None:
+        self._refused.clear()
+        if self.through:
+            self._wanted.append(node)
+        self._gate.tell()
+
+    def is_clean(self, node: Node) -> bool:
+        """Whether all that the node has in memory is on disk too."""
+        disk: OnDisk | None = node.disk
+        if disk is None or disk.readable < node.end:
+            return False
+        return node.checkpoint is None or (disk.point is not None and disk.point.ready)
+
+    def save(self, node: Node, until: float) -> bool:
+        """Write a node that must make way, and wait for it until then. False if it is not on disk."""
+        while not self.is_clean(node):
+            if self._stop or not (self._writable(node) or self._on_its_way(node)):
+                return False
+            left = until - time.monotonic()
+            if left <= 0:
+                self.reasons["disk too slow"] += 1
+                return False
+            if node not in self._urgent:
+                self._urgent.append(node)
+            self._gate.tell()
+            self._gate.wait(min(left, _LOOK_AGAIN))
+        return True
+
+    def yield_slabs(self, slabs: set[Slab]) -> None:
+        """A request wants to go on in these: wait until none of them is being copied."""
+        until = time.monotonic() + 0.2
+        while any(s.copies for s in slabs) and time.monotonic() < until:
+            self._gate.wait(0.05)
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything is being written, or waits for it."""
+        return self._busy or bool(self._urgent or self._wanted) or self.vault.has_bin
+
+    def flush(self, *, everything: bool, until: float) -> bool:
+        """Write what is wanted (or everything that memory has), and wait for it. False if that took too long."""
+        self._refused.clear()
+        self._all = everything
+        self._gate.tell()
+        try:
+            while self._busy or self._next_node() is not None or self.vault.has_bin:
+                if self._stop or not self._thread.is_alive() or time.monotonic() > until:
+                    return False
+                self._gate.wait(_LOOK_AGAIN)
+        finally:
+            self._all = False
+        return True
+
+    def stop(self) -> None:
+        """End the thread. Not with the lock held: it may need it to end."""
+        with self._gate.inner:
+            self._stop = True
+            self._gate.tell()
+        self._thread.join()
+        with self._gate.inner:
+            if not self._account.closed:
+                self._account.close()
+
+    # -- choosing, with the lock held ------------------------------------------------------------------
+
+    def _next(self) -> Job | None:
+        """The next record to write, its place in the books and on the disk reserved."""
+        while (node := self._next_node()) is not None:
+            job = self._job(node)
+            if job is not None:
+                return job
+            for queue in (self._urgent, self._wanted):
+                if node in queue:
+                    queue.remove(node)
+            self._refused.add(node)
+            self._gate.tell()
+        return None
+
+    def _next_node(self) -> Node | None:
+        for queue in (self._urgent, self._wanted):
+            while queue:
+                if self._writable(queue[0]):
+                    return queue[0]
+                if not self._waits(queue[0]):
+                    queue.popleft()
+                    continue
+                found = next((n for n in queue if self._writable(n)), None)
+                if found is None:
+                    break
+                return found
+        if self.vault.failed:
+            return None
+        if self._all:
+            newest_first = sorted(self._nodes(), key=lambda n: -n.last_use)
+            return next((n for n in newest_first if self._writable(n)), None)
+        if self._ledger.used_bytes > self._mark * self._ledger.budget_bytes:
+            return next((n for n in leaves(self._nodes()) if self._writable(n)), None)
+        return None
+
+    def _writable(self, node: Node) -> bool:
+        """Whether some of it, or of what goes before it, can be written now."""
+        if node in self._refused or node.parent is None or self.space_of(node) is None or self.vault.failed:
+            return False
+        first = self._first_dirty(node)
+        return first is not None and (first.span is None or _quiet(first.span.slab) or self._covered(first))
+
+    def _waits(self, node: Node) -> bool:
+        """Whether it will be writable when a request has ended."""
+        return (
+            node.parent is not None
+            and node not in self._refused
+            and not self.vault.failed
+            and self.space_of(node) is not None
+            and self._first_dirty(node) is not None
+        )
+
+    @staticmethod
+    def _on_its_way(node: Node) -> bool:
+        return any(not r.ready for n in node.path() if n.disk is not None for r in n.disk.all)
+
+    def _first_dirty(self, node: Node) -> Node | None:
+        """The first node of its path that is not wholly on disk, if it has something that could be."""
+        path = node.path()
+        deepest = max((i for i, n in enumerate(path) if n.checkpoint is not None), default=-1)
+        for i, n in enumerate(path):
+            if not self._covered(n):
+                if n.span is None and self._store.specs and i > deepest:
+                    return None  # what a rotation left without bytes, and nothing to be resumed behind it
+                return n
+            if n.checkpoint is not None and n.disk.point is None:
+                return n
+        return None
+
+    @staticmethod
+    def _covered(node: Node) -> bool:
+        return node.disk is not None and node.disk.covered >= node.end
+
+    def _job(self, node: Node) -> Job | None:
+        first = self._first_dirty(node)
+        space = self.space_of(node)
+        if first is None or space is None:
+            return None
+        if self._covered(first):
+            return self._point_job(first, space)
+        start = first.start if first.disk is None else first.disk.covered
+        span = first.span
+        stop = min(first.end, start + (HOLLOW_TOKENS if span is None else self.record_tokens))
+        tokens = first.tokens[start - first.start : stop - first.start]
+        tensors = () if span is None else host.range_tensors(self._store.specs, stop - start)
+        above = self._above(first)
+        content = Content(What.RANGE, space, b"" if above is None else above.address, start, tokens, tensors)
+        record = self._expect(first, content, stop, above)
+        if record is None:
+            return None
+        if first.disk is None:
+            first.disk = OnDisk(first)
+        first.disk.add(record)
+        if span is None:
+            return Job(record, content, None, 0, [])
+        span.slab.copies += 1
+        return Job(record, content, span.slab, span.lo + start - first.start, [])
+
+    def _point_job(self, node: Node, space: str) -> Job | None:
+        above = node.disk.records[-1]
+        arrays = node.checkpoint.arrays()
+        try:
+            tensors: tuple[Tensor, ...] = tuple(host.tensor(n, a) for n, a in arrays.items())
+            state = node.checkpoint.describe()
+        except (KeyError, TypeError, ValueError) as error:
+            self.reasons["checkpoint that cannot be written"] += 1
+            log.debug("a checkpoint at %d stays in memory: %s", node.end, error)
+            return None
+        content = Content(What.POINT, space, above.address, node.end, NO_TOKENS, tensors, state)
+        record = self._expect(node, content, node.end, above)
+        if record is None:
+            return None
+        node.disk.set_point(record)
+        return Job(record, content, None, 0, list(arrays.values()))
+
+    @staticmethod
+    def _above(node: Node) -> Record | None:
+        """The record that the node's next one goes on from."""
+        at: Node | None = node
+        while at is not None:
+            if at.disk is not None and at.disk.records:
+                found: Record = at.disk.records[-1]
+                return found
+            at = at.parent
+        return None
+
+    def _expect(self, node: Node, content: Content, end: int, above: Record | None) -> Record | None:
+        """Reserve a record's place on the disk; None if it has none, for a reason."""
+        vault = self.vault
+        reason = vault.refuses(content.size)
+        victims: list[Record] | None = []
+        if not reason and vault.find(content.namespace, content.address) is not None:
+            reason = "record already there"
+        if not reason:
+            if above is not None:
+                above.pins += 1
+            try:
+                victims = vault.make_room(content.size, node.last_use)
+            finally:
+                if above is not None:
+                    above.pins -= 1
+            reason = "" if victims is not None else "no room on disk"
+        for victim in victims or ():
+            self.gone(victim)
+        if reason:
+            self.reasons[reason] += 1
+            return None
+        record = Record(
+            content.namespace, content.what, content.address, content.start, end, content.size, node.last_use
+        )
+        record.parent = above
+        record.hollow = content.what is What.RANGE and not content.tensors
+        vault.expect(record)
+        return record
+
+    # -- writing, on a thread of its own ---------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._gate.inner:
+                job = None
+                while not self._stop and not self.vault.has_bin and (job := self._next()) is None:
+                    self._busy = False
+                    self._gate.tell()
+                    self._gate.wait(_LOOK_AGAIN if self._urgent or self._wanted else 30.0)
+                if self._stop and job is None:
+                    self._busy = False
+                    self._gate.tell()
+                    return
+                self._busy = True
+            self.vault.empty_bin()
+            if job is not None:
+                self._write(job)
+
+    def _write(self, job: Job) -> None:
+        error: Exception | None = None
+        try:
+            payload = self._copy_out(job)
+            header = job.content.header(job.content.checksum(payload))
+            tokens = np.ascontiguousarray(job.content.tokens, "<i4")
+            self.vault.folder.write(job.record.namespace, job.record.name, [header, tokens, *payload])
+        except (OSError, RuntimeError, MemoryError) as caught:
+            error = caught
+        with self._gate.inner:
+            self._settle(job, error)
+            self._gate.tell()
+            touched = self.vault.take_touched()
+        self.vault.note(touched)
+
+    def _copy_out(self, job: Job) -> list[Any]:
+        if job.slab is None:
+            return [host.array_out(a, direct=self._direct) for a in job.arrays]
+        n = len(job.content.tokens)
+        into = self._buffer[: n * self._store.token_bytes]
+        try:
+            host.copy_out(job.slab, job.lo, job.lo + n, into, direct=self._direct)
+        finally:
+            with self._gate.inner:
+                job.slab.copies -= 1
+                job.slab.settle()
+                self._gate.tell()
+        return [into]
+
+    def _settle(self, job: Job, error: Exception | None) -> None:
+        record, vault = job.record, self.vault
+        if error is None:
+            vault.arrived(record)
+            self.counts["spilled_tokens"] += record.end - record.start
+            if not record.nodes:  # nobody wants it any more
+                vault.drop(record)
+            return
+        for node in list(record.nodes):
+            self._refused.add(node)
+        vault.drop(record)
+        self.gone(record)
+        if not isinstance(error, OSError):
+            self.reasons["not yet computed"] += 1
+            log.debug("a record could not be copied out: %s", error)
+        elif error.errno in _MISPLACED:
+            self.reasons["something else in its place"] += 1
+            log.warning("%s/%s cannot be written: %s", record.namespace, record.name, error)
+        else:
+            vault.fail(error)
+
+    def let_go(self, record: Record) -> None:
+        """Nobody relies on it any more."""
+        if record.ready and not record.nodes:
+            self.vault.drop(record)  # else it is, when it has been written
+
+    def check(self) -> list[str]:
+        found = self.vault.check()
+        for node in self._nodes():
+            if node.disk is not None:
+                found += _check_node(node)
+        return found
+
+
+def _quiet(slab: Slab) -> bool:
+    """Whether nobody is writing there."""
+    return not slab.writers and not slab.rewriting
+
+
+def _check_node(node: Node) -> list[str]:
+    disk, where = node.disk, f"node [{node.start}, {node.end})"
+    found = [f"{where} has a record that does not know it" for r in disk.all if node not in r.nodes]
+    if disk.node is not node:
+        found.append(f"{where} has what another node has on disk")
+    at = node.start
+    for record in disk.records:
+        if not record.start <= at < record.end:
+            found.append(f"{where}: {record} does not follow at {at}")
+        at = record.end
+    parent = node.parent
+    inner = parent is not None and parent.parent is not None
+    if inner and disk.records and (parent.disk is None or parent.disk.covered < parent.end):  # type: ignore[union-attr]
+        found.append(f"{where} is on disk, but not what goes before it")
+    return found

@@ -1,0 +1,305 @@
+"""The folder: where records lie, and how a file comes and goes there.
+
+    DIR/onefold.json              says that this folder is ours, and in which layout
+    DIR/lock                      held by the one process that writes here; names it
+    DIR/written.json              bytes written, today and ever
+    DIR/<namespace>/about.json    what the namespace is of, for people
+    DIR/<namespace>/*.safetensors records
+    DIR/<namespace>/*.tmp         a record on its way; swept when found
+
+- A file is written under a temporary name, flushed, and renamed: what has a record's name is whole, or was damaged
+  afterwards.
+- Folders are 0700, files 0600. A folder that holds something else is refused, and links are not followed.
+- The file cache of the operating system is told to let go of what was written or read.
+
+Knows nothing of what records mean, but for their names. No MLX in this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from onefold.cache.tiers.record import Named, parse_name
+from onefold.errors import ConfigError, FolderInUse
+
+MARKER, LOCK, WRITTEN, ABOUT = "onefold.json", "lock", "written.json", "about.json"
+LAYOUT = 1
+TEMPORARY = ".tmp"
+NAMESPACE_DIGITS = 32
+_NOFOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC
+_F_RDADVISE, _F_NOCACHE = 44, 48  # macOS
+IOV_MOST = 512
+
+
+class Filed(NamedTuple):
+    """A record's file, as the folder lists it."""
+
+    named: Named
+    size: int
+    used: float
+    """When it was written or last used: its modification time."""
+
+
+class Folder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: int | None = None
+
+    # -- opening ---------------------------------------------------------------------------------
+
+    @classmethod
+    def make(cls, path: str | os.PathLike[str]) -> Folder:
+        """The folder, made if need be, and locked. Raises OSError, ConfigError if it is not one of ours, and
+        FolderInUse."""
+        self = cls(Path(path).expanduser().absolute())
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        marker = self.path / MARKER
+        if not marker.exists():
+            others = sorted(p.name for p in self.path.iterdir() if p.name not in (LOCK, MARKER + TEMPORARY))
+            if others:
+                raise ConfigError(
+                    f"{self.path} holds other things ({others[0]}); give a folder of its own to the cache"
+                )
+        self.lock()
+        try:
+            if not marker.exists():
+                self.path.chmod(0o700)
+                self._write_json(marker, {"is": "a Onefold cache", "layout": LAYOUT})
+            self._require_layout()
+        except (OSError, ConfigError):
+            self.unlock()
+            raise
+        return self
+
+    @classmethod
+    def look(cls, path: str | os.PathLike[str]) -> Folder:
+        """The folder, for reading only: whoever writes there may go on. Raises ConfigError if it is not one of ours."""
+        self = cls(Path(path).expanduser().absolute())
+        if not (self.path / MARKER).is_file():
+            raise ConfigError(f"{self.path} is not a cache of Onefold's")
+        self._require_layout()
+        return self
+
+    def _require_layout(self) -> None:
+        said = read_json(self.path / MARKER)
+        if said.get("layout") != LAYOUT:
+            raise ConfigError(
+                f"{self.path} is of layout {said.get('layout')}, and this version writes {LAYOUT}: "
+                "use another folder, or remove this one"
+            )
+
+    def lock(self) -> None:
+        """One process writes at a time; it ends with the process, however that ends."""
+        held = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | _NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            who = os.pread(held, 64, 0).decode(errors="replace").strip() or "another process"
+            os.close(held)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            raise FolderInUse(
+                f"{self.path} is in use by {who}: one process writes a cache folder at a time; "
+                "give this one a folder of its own, or stop the other"
+            ) from error
+        os.ftruncate(held, 0)
+        os.pwrite(held, f"process {os.getpid()}\n".encode(), 0)
+        self._lock = held
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._lock, 0)
+            os.close(self._lock)
+            self._lock = None
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    def namespaces(self) -> list[str]:
+        with os.scandir(self.path) as entries:
+            return sorted(e.name for e in entries if _is_namespace(e.name) and e.is_dir(follow_symlinks=False))
+
+    def records(self, namespace: str) -> list[Filed]:
+        """The records of a namespace, by their names alone."""
+        found = []
+        with _absent_is_empty(), os.scandir(self.path / namespace) as entries:
+            for entry in entries:
+                named = parse_name(entry.name)
+                if named is not None and entry.is_file(follow_symlinks=False):
+                    with contextlib.suppress(FileNotFoundError):
+                        held = entry.stat(follow_symlinks=False)
+                        found.append(Filed(named, held.st_size, held.st_mtime))
+        return found
+
+    def strangers(self, namespace: str) -> list[str]:
+        """What lies among the records and is none: leftovers of a crash, and whatever was put there."""
+        with _absent_is_empty(), os.scandir(self.path / namespace) as entries:
+            return sorted(
+                e.name
+                for e in entries
+                if e.name != ABOUT and (parse_name(e.name) is None or not e.is_file(follow_symlinks=False))
+            )
+        return []
+
+    def sweep(self, namespace: str) -> int:
+        """Remove what writing left behind when it was cut off; returns the bytes."""
+        freed = 0
+        for name in self.strangers(namespace):
+            if name.endswith(TEMPORARY):
+                path = self.path / namespace / name
+                with contextlib.suppress(OSError):
+                    freed += path.lstat().st_size
+                    path.unlink()
+        return freed
+
+    def about(self, namespace: str) -> dict[str, Any]:
+        return read_json(self.path / namespace / ABOUT)
+
+    # -- files -----------------------------------------------------------------------------------------
+
+    def describe(self, namespace: str, about: dict[str, Any]) -> None:
+        """Make a namespace's folder, and say in it what it is of."""
+        inside = self.path / namespace
+        inside.mkdir(mode=0o700, exist_ok=True)
+        if not (inside / ABOUT).exists():
+            self._write_json(inside / ABOUT, about)
+
+    def write(self, namespace: str, name: str, parts: Sequence[Any]) -> None:
+        self._write(self.path / namespace / name, parts)
+
+    def remove(self, namespace: str, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path / namespace / name)
+
+    def remove_namespace(self, namespace: str) -> None:
+        """An empty one."""
+        with contextlib.suppress(OSError):
+            (self.path / namespace / ABOUT).unlink()
+        with contextlib.suppress(OSError):
+            (self.path / namespace).rmdir()
+
+    def touch(self, namespace: str, name: str, used: float) -> None:
+        with contextlib.suppress(OSError):
+            os.utime(self.path / namespace / name, (used, used), follow_symlinks=False)
+
+    @contextlib.contextmanager
+    def reading(self, namespace: str, name: str) -> Iterator[int]:
+        """A record's file, open; afterwards the file cache lets go of it. Raises OSError."""
+        held = os.open(self.path / namespace / name, os.O_RDONLY | _NOFOLLOW)
+        try:
+            if not stat.S_ISREG(os.fstat(held).st_mode):
+                raise OSError(errno.EINVAL, "not a file")
+            if sys.platform == "darwin":
+                fcntl.fcntl(held, _F_NOCACHE, 1)
+            yield held
+        finally:
+            _let_go(held)
+            os.close(held)
+
+    def fetch_ahead(self, namespace: str, name: str) -> None:
+        """Have the operating system begin to read a file that will be wanted soon."""
+        with contextlib.suppress(OSError):
+            held = os.open(self.path / namespace / name, os.O_RDONLY | _NOFOLLOW)
+            try:
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(held, 0, 0, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(held)
+
+    def written(self) -> dict[str, Any]:
+        return read_json(self.path / WRITTEN)
+
+    def note_written(self, counts: dict[str, Any]) -> None:
+        self._write_json(self.path / WRITTEN, counts)
+
+    def _write_json(self, path: Path, value: dict[str, Any]) -> None:
+        self._write(path, [json.dumps(value, indent=1).encode() + b"\n"])
+
+    def _write(self, path: Path, parts: Sequence[Any]) -> None:
+        temporary = path.with_name(path.name + TEMPORARY)
+        held = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NOFOLLOW, 0o600)
+        try:
+            try:
+                write_all(held, parts)
+                os.fsync(held)
+                _let_go(held)
+            finally:
+                os.close(held)
+            os.rename(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        _flush_folder(path.parent)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What a small file says; nothing if it is not there or not to be understood."""
+    try:
+        found = json.loads(path.read_bytes()[: 1 << 20])
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_all(held: int, parts: Sequence[Any]) -> None:
+    left = [memoryview(p).cast("B") for p in parts if memoryview(p).nbytes]
+    while left:
+        done = os.writev(held, left[:IOV_MOST])
+        while left and done >= len(left[0]):
+            done -= len(left.pop(0))
+        if done:
+            left[0] = left[0][done:]
+
+
+def read_all(held: int, parts: Sequence[Any], at: int) -> int:
+    """Fill `parts` from position `at` of a file; returns how many bytes there were."""
+    left = [memoryview(p).cast("B") for p in parts if memoryview(p).nbytes]
+    left.reverse()
+    total = 0
+    while left:
+        done = os.preadv(held, left[: -IOV_MOST - 1 : -1], at + total)
+        if done == 0:
+            break
+        total += done
+        while left and done >= len(left[-1]):
+            done -= len(left.pop())
+        if done:
+            left[-1] = left[-1][done:]
+    return total
+
+
+def _let_go(held: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(held, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _flush_folder(path: Path) -> None:
+    held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(held)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that cannot
+            raise
+    finally:
+        os.close(held)
+
+
+def _is_namespace(name: str) -> bool:
+    return len(name) == NAMESPACE_DIGITS and all(c in "0123456789abcdef" for c in name)
+
+
+@contextlib.contextmanager
+def _absent_is_empty() -> Iterator[None]:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        yield

@@ -1,0 +1,229 @@
+"""The record: one safetensors file that holds a range of a segment, or a checkpoint (in words: `docs/disk-format.md`).
+
+- An address is a hash chain: over the namespace, the parent's address, where the record begins in its path, and its
+  tokens. So a record's name says what it must hold, and two paths never meet by accident.
+- The header is a function of what the record holds and of one checksum, over the header itself (without it) and all
+  that follows. Whoever reads a record makes the header again from what it says, and compares: no byte goes unchecked.
+- What the bytes mean is not known here: they are tensors with a name, a type and a shape.
+
+No MLX in this file, and no file is touched.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from onefold.cache.tree import Tokens
+from onefold.errors import RecordError
+
+VERSION = 1
+ADDRESS_BYTES = 20
+SUFFIX = ".safetensors"
+HEAD_MOST = 1 << 24
+"""No header is longer: a length beyond it is not one of ours."""
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+
+
+class What(enum.Enum):
+    RANGE = "range"  # the KV of some tokens
+    POINT = "point"  # the state of window and recurrent layers after a token
+
+
+class Tensor(NamedTuple):
+    name: str
+    dtype: str
+    """As safetensors calls it: F32, BF16, U32, ..."""
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Content:
+    """Everything about a record but its bytes."""
+
+    what: What
+    namespace: str
+    parent: bytes
+    """The address of the record that it goes on from; empty at the start of a path."""
+    start: int
+    """A range begins at this position, a point lies at it."""
+    tokens: Tokens
+    """A range's own; a point has none."""
+    tensors: tuple[Tensor, ...]
+    state: str = ""
+    """Of a point: what the tensors are the state of, as JSON."""
+
+    @functools.cached_property
+    def address(self) -> bytes:
+        return address(self.what, self.namespace, self.parent, self.start, self.tokens)
+
+    @property
+    def name(self) -> str:
+        return file_name(self.what, self.start, self.address)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.tokens.nbytes + sum(t.nbytes for t in self.tensors)
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Of the file."""
+        return len(self.header()) + self.payload_bytes
+
+    def checksum(self, payload: Iterable[Any]) -> str:
+        """Over the header without it, the tokens, and the bytes of the tensors, in order."""
+        digest = xxhash.xxh3_128(self.header())
+        digest.update(np.ascontiguousarray(self.tokens, "<i4").data)
+        for part in payload:
+            digest.update(part)
+        return digest.hexdigest()
+
+    def header(self, checksum: str = "0" * 32) -> bytes:
+        described: dict[str, object] = {
+            "__metadata__": {
+                "onefold": str(VERSION),
+                "what": self.what.value,
+                "namespace": self.namespace,
+                "parent": self.parent.hex(),
+                "start": str(self.start),
+                "tokens": str(len(self.tokens)),
+                "tensors": str(len(self.tensors)),
+                "checksum": checksum,
+                "state": self.state,
+            }
+        }
+        at = 0
+        for tensor in (Tensor("tokens", "I32", (len(self.tokens),)), *self.tensors):
+            offsets = [at, at := at + tensor.nbytes]
+            described[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
+        text = json.dumps(described, separators=(",", ":"), allow_nan=False).encode()
+        text += b" " * (-(8 + len(text)) % 64)
+        return struct.pack("<Q", len(text)) + text
+
+
+class Head(NamedTuple):
+    """What the first bytes of a file say, before any of it is believed."""
+
+    what: What
+    parent: bytes
+    start: int
+    tokens: Tokens
+    checksum: str
+    data_at: int
+    """Where the header ends."""
+    n_tensors: int
+    """Beside the tokens."""
+    state: str
+    header: bytes
+    """All of it, as it is."""
+    rest: str
+    """Of the header: the tensors."""
+
+
+def address(what: What, namespace: str, parent: bytes, start: int, tokens: Tokens) -> bytes:
+    digest = hashlib.blake2b(digest_size=ADDRESS_BYTES, person=b"onefold " + what.value.encode())
+    digest.update(struct.pack("<I", VERSION) + namespace.encode() + b"\0")
+    digest.update(struct.pack("<B", len(parent)) + parent + struct.pack("<q", start))
+    digest.update(np.ascontiguousarray(tokens, "<i4").data)
+    return digest.digest()
+
+
+def file_name(what: What, start: int, at: bytes) -> str:
+    return f"{start:08d}-{at.hex()}.{what.value}{SUFFIX}"
+
+
+class Named(NamedTuple):
+    """What a file's name says."""
+
+    what: What
+    start: int
+    address: bytes
+
+
+def parse_name(name: str) -> Named | None:
+    """None if it is not the name of a record."""
+    parts = name.removesuffix(SUFFIX).split(".")
+    if not name.endswith(SUFFIX) or len(parts) != 2:
+        return None
+    start, _, at = parts[0].partition("-")
+    try:
+        found = Named(What(parts[1]), int(start), bytes.fromhex(at))
+    except ValueError:
+        return None
+    return found if file_name(*found) == name and len(found.address) == ADDRESS_BYTES else None
+
+
+_DECODER = json.JSONDecoder()
+_OPENING = '{"__metadata__":'
+
+
+def parse_head(begin: bytes) -> Head | int:
+    """Read a file's first bytes; an integer says how many of them are needed."""
+    if len(begin) < 8:
+        raise RecordError("shorter than a header")
+    (length,) = struct.unpack_from("<Q", begin)
+    if not 2 <= length <= HEAD_MOST:
+        raise RecordError(f"a header of {length} bytes is none of ours")
+    data_at = 8 + length
+    if len(begin) < data_at:
+        return data_at
+    try:
+        text = begin[8:data_at].decode()
+        if not text.startswith(_OPENING):
+            raise RecordError("its header is not one of ours")
+        said, end = _DECODER.raw_decode(text, len(_OPENING))
+        if said["onefold"] != str(VERSION):
+            raise RecordError(f"it is of format {said['onefold']}, and this is format {VERSION}")
+        what, parent = What(said["what"]), bytes.fromhex(said["parent"])
+        start, n_tokens, n_tensors = int(said["start"]), int(said["tokens"]), int(said["tensors"])
+        found, state = str(said["checksum"]), str(said["state"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RecordError(f"its header cannot be read: {type(error).__name__}") from error
+    if start < 0 or not 0 <= n_tokens <= 1 << 31:
+        raise RecordError("its header says what cannot be")
+    if len(begin) < data_at + 4 * n_tokens:
+        return data_at + 4 * n_tokens
+    tokens = np.frombuffer(begin, "<i4", n_tokens, data_at).astype(np.int32)
+    return Head(what, parent, start, tokens, found, data_at, n_tensors, state, begin[:data_at], text[end:])
+
+
+def content_of(head: Head, namespace: str, named: Named) -> Content:
+    """What a file says that it holds, if that agrees with its name; its checksum is still to be compared."""
+    content = Content(head.what, namespace, head.parent, head.start, head.tokens, _tensors(head), head.state)
+    if (content.what, content.start, content.address) != named:
+        raise RecordError("misnamed")
+    if content.header(head.checksum) != head.header:
+        raise RecordError("its header is not one of ours")
+    return content
+
+
+def _tensors(head: Head) -> tuple[Tensor, ...]:
+    try:
+        described = json.loads("{" + head.rest.lstrip().removeprefix(","))
+        found = [(n, str(d["dtype"]), tuple(int(x) for x in d["shape"])) for n, d in described.items()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise RecordError(f"its header cannot be read: {type(error).__name__}") from error
+    if any(d not in ITEM_BYTES or min(shape, default=0) < 0 for _, d, shape in found):
+        raise RecordError("its header says what cannot be")
+    return tuple(Tensor(*t) for t in found if t[0] != "tokens")

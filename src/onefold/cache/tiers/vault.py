@@ -1,0 +1,386 @@
+"""The vault: which records there are, what they take, and which goes first.
+
+- One hard budget for the folder, other models' records included; it holds from the moment the folder is opened.
+- Least recently used first, and never a record that another goes on from: so tails go first, and no orphan is left.
+  A record makes way only for one that was used later than itself.
+- Bytes written are counted, today's and all; a daily limit pauses writing until tomorrow.
+- What cannot be written any more (the disk is full, the folder read-only or gone) is said once, and `failed` says why;
+  records that are there can still be read.
+
+Not thread safe: the cache's lock guards it. Only `Folder` touches files. No MLX in this file.
+"""
+
+from __future__ import annotations
+
+import datetime
+import heapq
+import logging
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from onefold.cache.tiers.folder import Filed, Folder
+from onefold.cache.tiers.record import Head, What, address, file_name, parse_head
+from onefold.cache.tree import Tokens
+from onefold.errors import RecordError
+from onefold.sizes import show_size
+
+log = logging.getLogger("onefold")
+
+BLOCK = 4096
+"""What a file takes on a disk is a multiple of this."""
+_BEGIN = 16 << 10
+_NOTE_EVERY = 64 << 20
+_TOUCH_EVERY = 60.0
+
+
+def on_disk(size: int) -> int:
+    return -(-size // BLOCK) * BLOCK
+
+
+class Record:
+    """One file: there, or on its way."""
+
+    __slots__ = (
+        "address",
+        "children",
+        "end",
+        "hollow",
+        "namespace",
+        "nodes",
+        "parent",
+        "pins",
+        "ready",
+        "size",
+        "start",
+        "used",
+        "what",
+    )
+
+    def __init__(self, namespace: str, what: What, at: bytes, start: int, end: int, size: int, used: float) -> None:
+        self.namespace = namespace
+        self.what = what
+        self.address = at
+        self.start = start
+        self.end = end
+        self.size = size
+        self.used = used
+        self.hollow = False
+        """A range that has tokens and no KV."""
+        self.parent: Record | None = None
+        self.children = 0
+        """Records that go on from this one."""
+        self.nodes: set[Any] = set()
+        """Whoever relies on it."""
+        self.pins = 0
+        """It is being read."""
+        self.ready = True
+        """The file is there, under its name."""
+
+    @property
+    def name(self) -> str:
+        return file_name(self.what, self.start, self.address)
+
+    def __repr__(self) -> str:
+        return f"<{self.what.value} record [{self.start}, {self.end}) of {self.size} bytes>"
+
+
+class Loaded(NamedTuple):
+    record: Record
+    tokens: Tokens
+
+
+class Vault:
+    def __init__(
+        self,
+        folder: Folder,
+        budget_bytes: int,
+        *,
+        daily_bytes: int | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.folder = folder
+        self.budget_bytes = budget_bytes
+        self.daily_bytes = daily_bytes
+        self.failed = ""
+        """Why nothing is written any more."""
+        self.counts: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.total_bytes = 0
+        self._clock = clock
+        self._records: dict[str, dict[bytes, Record]] = {}
+        self._doomed: deque[Record] = deque()
+        self._touched: set[Record] = set()
+        self._touched_at = clock()
+        self._said_limit = ""
+        noted = folder.written()
+        self._day = str(noted.get("day", ""))
+        self.written_today = _count(noted.get("today"))
+        self.written_ever = _count(noted.get("ever"))
+        self._noted = self.written_ever
+        self._scan()
+
+    def _scan(self) -> None:
+        """Count what is there, sweep what a crash left, and be within the budget."""
+        for namespace in self.folder.namespaces():
+            swept = self.folder.sweep(namespace)
+            self.counts["swept_bytes"] += swept
+            for filed in self.folder.records(namespace):
+                self._add(_record(namespace, filed))
+        victims = self.make_room(0, float("inf"))
+        if victims:
+            freed = sum(r.size for r in victims)
+            log.info(
+                "%d records (%s) were removed from %s to be within its budget of %s",
+                len(victims),
+                show_size(freed),
+                self.folder.path,
+                show_size(self.budget_bytes),
+            )
+        self.empty_bin()
+
+    # -- what there is -----------------------------------------------------------------------------
+
+    def records(self) -> list[Record]:
+        return [r for held in self._records.values() for r in held.values()]
+
+    def find(self, namespace: str, at: bytes) -> Record | None:
+        return self._records.get(namespace, {}).get(at)
+
+    @property
+    def n_records(self) -> int:
+        return sum(len(held) for held in self._records.values())
+
+    def load(self, namespace: str) -> list[Loaded]:
+        """The records of a namespace with their tokens, each after the one that it goes on from. What cannot be
+        understood, or goes on from nothing, is removed."""
+        held = self._records.get(namespace, {})
+        heads: list[tuple[Record, Head]] = []
+        for record in sorted(held.values(), key=lambda r: r.start):
+            try:
+                heads.append((record, self._read_head(record)))
+            except (OSError, RecordError) as error:
+                self.reject(record, _reason(error))
+        loaded: list[Loaded] = []
+        known: set[Record | None] = set()
+        for record, head in heads:  # by start: parents come first
+            parent = held.get(head.parent) if head.parent else None
+            if not _goes_on(parent, record) if parent in known else head.parent or record.start:
+                self.reject(record, "orphan")
+                continue
+            record.end = record.start + len(head.tokens)
+            record.hollow = record.what is What.RANGE and head.n_tensors == 0
+            record.parent = parent
+            if parent is not None:
+                parent.children += 1
+            if record.what is What.RANGE:
+                known.add(record)
+            loaded.append(Loaded(record, head.tokens))
+        return loaded
+
+    def _read_head(self, record: Record) -> Head:
+        held = os.open(self.folder.path / record.namespace / record.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            found = parse_head(os.pread(held, _BEGIN, 0))
+            while isinstance(found, int):
+                if found > record.size:
+                    raise RecordError("truncated")
+                found = parse_head(os.pread(held, found, 0))
+        finally:
+            os.close(held)
+        if found.what is not record.what or found.start != record.start:
+            raise RecordError("misnamed")
+        if address(found.what, record.namespace, found.parent, found.start, found.tokens) != record.address:
+            raise RecordError("misnamed")
+        if (found.what is What.RANGE) != bool(len(found.tokens)):
+            raise RecordError("its header says what cannot be")
+        return found
+
+    # -- coming --------------------------------------------------------------------------------------
+
+    def refuses(self, n_bytes: int) -> str:
+        """Why so many bytes may not be written now; empty if they may."""
+        if self.failed:
+            return self.failed
+        if self.daily_bytes is not None and self._today() + n_bytes > self.daily_bytes:
+            if self._said_limit != self._day:
+                self._said_limit = self._day
+                log.warning(
+                    "%s were written to disk today, which is the limit: no more until tomorrow",
+                    show_size(self.written_today),
+                )
+            return "daily limit"
+        return ""
+
+    def make_room(self, size: int, used: float) -> list[Record] | None:
+        """Give up records until one of `size`, last used at `used`, fits; returns those given up, which are off the
+        books already. None if that cannot be, and then nothing was given up."""
+        missing = self.total_bytes + on_disk(size) - self.budget_bytes
+        if missing <= 0:
+            return []
+        goal = missing if size == 0 else max(missing, min(self.budget_bytes // 128, 1 << 30))
+        left = Counter[Record]()
+        queue = [(r.used, -r.start, i, r) for i, r in enumerate(self.records()) if not r.children and _free(r)]
+        heapq.heapify(queue)
+        victims, freed = list[Record](), 0
+        while queue and freed < goal:
+            when, _, _, record = heapq.heappop(queue)
+            if when >= used and size:
+                break
+            victims.append(record)
+            freed += on_disk(record.size)
+            parent = record.parent
+            if parent is not None:
+                left[parent] += 1
+                if left[parent] == parent.children and _free(parent):
+                    heapq.heappush(queue, (parent.used, -parent.start, -len(victims), parent))
+        if freed < missing:
+            return None
+        for record in victims:
+            self.counts["evicted_records"] += 1
+            self.drop(record)
+        return victims
+
+    def expect(self, record: Record) -> None:
+        """It is about to be written: its bytes are taken from the budget now."""
+        record.ready = False
+        self._add(record)
+        if record.parent is not None:
+            record.parent.children += 1
+
+    def arrived(self, record: Record) -> None:
+        record.ready = True
+        self._today()
+        self.written_today += record.size
+        self.written_ever += record.size
+        self.counts["written_bytes"] += record.size
+        self.counts["written_records"] += 1
+
+    def fail(self, error: OSError) -> None:
+        """The folder takes no more."""
+        if not self.failed:
+            self.failed = f"{os.strerror(error.errno) if error.errno else error}"
+            log.warning(
+                "the disk cache in %s is switched off: %s. Serving goes on from memory; restart to try again",
+                self.folder.path,
+                self.failed,
+            )
+
+    # -- going ---------------------------------------------------------------------------------------
+
+    def drop(self, record: Record) -> None:
+        """Off the books; its file is removed when the bin is emptied. Whoever relies on it is to be told."""
+        held = self._records[record.namespace]
+        if held.get(record.address) is not record:
+            return
+        del held[record.address]
+        self.total_bytes -= on_disk(record.size)
+        if record.parent is not None:
+            record.parent.children -= 1
+        self._touched.discard(record)
+        self._doomed.append(record)
+
+    def reject(self, record: Record, reason: str) -> None:
+        """It is not what its name says."""
+        self.reasons[reason] += 1
+        self.counts["rejected_records"] += 1
+        log.warning("a record on disk is not used and removed: %s (%s/%s)", reason, record.namespace, record.name)
+        self.drop(record)
+
+    def empty_bin(self) -> None:
+        """Remove the files of what was given up; the one method that may run beside the others."""
+        while self._doomed:
+            record = self._doomed.popleft()
+            try:
+                self.folder.remove(record.namespace, record.name)
+            except OSError as error:
+                log.debug("%s could not be removed: %s", record.name, error)
+
+    @property
+    def has_bin(self) -> bool:
+        return bool(self._doomed)
+
+    # -- use ---------------------------------------------------------------------------------------------
+
+    def touch(self, records: Iterable[Record], used: float) -> None:
+        for record in records:
+            record.used = used
+            self._touched.add(record)
+
+    def take_touched(self, *, force: bool = False) -> list[Record]:
+        """Those whose use is to be written down now: not more often than once a minute."""
+        if not force and self._clock() - self._touched_at < _TOUCH_EVERY:
+            return []
+        self._touched_at = self._clock()
+        touched, self._touched = self._touched, set()
+        return list(touched)
+
+    def note(self, touched: list[Record], *, force: bool = False) -> None:
+        """Write down what a restart should know: when records were used, and how much was written."""
+        if self.failed:
+            return
+        for record in touched:
+            if record.ready:
+                self.folder.touch(record.namespace, record.name, record.used)
+        if force or self.written_ever - self._noted >= _NOTE_EVERY:
+            self._noted = self.written_ever
+            try:
+                self.folder.note_written({"day": self._day, "today": self.written_today, "ever": self.written_ever})
+            except OSError as error:
+                self.fail(error)
+
+    # -- details -----------------------------------------------------------------------------------------
+
+    def _add(self, record: Record) -> None:
+        self._records.setdefault(record.namespace, {})[record.address] = record
+        self.total_bytes += on_disk(record.size)
+
+    def _today(self) -> int:
+        day = datetime.datetime.fromtimestamp(self._clock()).date().isoformat()
+        if day != self._day:
+            self._day, self.written_today = day, 0
+        return self.written_today
+
+    def check(self) -> list[str]:
+        """Recount; says what is not as it should be."""
+        found = []
+        total = sum(on_disk(r.size) for r in self.records())
+        if total != self.total_bytes:
+            found.append(f"the vault says {self.total_bytes} bytes, its records sum to {total}")
+        if total > self.budget_bytes:
+            found.append(f"{total} bytes on disk of a budget of {self.budget_bytes}")
+        children = Counter(r.parent for r in self.records() if r.parent is not None)
+        found += [f"{r} counts {r.children} children" for r in self.records() if r.children != children[r]]
+        known = set(self.records())
+        found += [
+            f"{r} goes on from a record that is gone" for r in known if r.parent is not None and r.parent not in known
+        ]
+        return found
+
+
+def _record(namespace: str, filed: Filed) -> Record:
+    start = filed.named.start
+    return Record(namespace, filed.named.what, filed.named.address, start, start, filed.size, filed.used)
+
+
+def _free(record: Record) -> bool:
+    return record.ready and not record.pins
+
+
+def _goes_on(parent: Record | None, record: Record) -> bool:
+    return parent is not None and parent.start < record.start <= parent.end
+
+
+def _reason(error: Exception) -> str:
+    return "unreadable" if isinstance(error, OSError) else str(error)
+
+
+def _count(found: Any) -> int:
+    return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else 0
+
+
+NO_TOKENS: Tokens = np.empty(0, np.int32)

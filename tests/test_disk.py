@@ -6,14 +6,22 @@ every call's logits and every layer's tokens with a stock run beside it.
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 import pytest
-from fake import FakeModel, Session, settled, text
+from fake import FakeModel, Session, assert_holds, settled, text
 from test_scenarios_fake import CASES, Case
 
-from onefold import PrefixCache
+from onefold import ConfigError, PrefixCache
+from onefold.cache import fingerprint
+from onefold.cache.disk import DiskStats
+from onefold.errors import FolderInUse
 
 BUDGET = 40_000_000
 MODES = ("back", "through")
@@ -53,3 +61,479 @@ def test_a_conversation_goes_on_after_a_restart(name: str, mode: str, tmp_path: 
         assert stats.tokens_from_disk == len(first) == stats.disk.restored_tokens
         assert stats.disk.rejected_records == 0
         settled(cache)
+
+
+def turn(model: FakeModel, cache: PrefixCache, prompt: list[int], new: int = 3, **options: Any) -> list[int]:
+    return Session(model, cache, prompt, **options).prefill(31).decode(new).commit()
+
+
+def small_records(cache: PrefixCache, tokens: int = 50) -> None:
+    assert cache._disk is not None
+    cache._disk.spiller.record_tokens = tokens
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/*.safetensors"))
+
+
+def disk_bytes(folder: Path) -> int:
+    return sum(p.stat().st_size for p in files(folder))
+
+
+@pytest.fixture
+def model() -> FakeModel:
+    return FakeModel(("full", "full"))
+
+
+HYBRID = ("full", "recurrent", "rotating")
+
+
+@pytest.mark.parametrize("kinds", [("full", "full"), HYBRID, ("recurrent",)], ids=["full", "hybrid", "recurrent"])
+@pytest.mark.parametrize("mode", MODES)
+def test_what_made_way_in_memory_comes_back_from_disk(kinds: tuple[str, ...], mode: str, tmp_path: Path) -> None:
+    """Twenty conversations under a budget that has room for a few; each goes on where it was."""
+    model = FakeModel(kinds, dim=64)
+    with opened(model, tmp_path, budget="3MB", disk_mode=mode) as cache:
+        said = [turn(model, cache, [i, *text(120, i)]) for i in range(20)]
+        assert cache.stats().evicted_tokens > 0 or kinds == ("recurrent",)
+        assert cache.stats().discarded_tokens == 0
+        for i, tokens in enumerate(said):
+            again = Session(model, cache, [*tokens, *text(9, 100 + i)])
+            assert again.cached == len(tokens), (i, again.lease.reason)
+            again.prefill().decode(2).commit()
+        stats = cache.stats()
+        assert stats.disk.restored_tokens == stats.tokens_from_disk
+        assert stats.tokens_from_disk > 0 or kinds == ("recurrent",)
+        assert stats.tokens_cached == sum(len(t) for t in said)
+        settled(cache)
+
+
+def test_what_conversations_share_is_on_disk_once(model: FakeModel, tmp_path: Path) -> None:
+    common = text(200)
+    with opened(model, tmp_path) as cache:
+        said = [turn(model, cache, [*common, i, *text(30, i)]) for i in range(6)]
+        token_bytes = cache.token_bytes
+    kv_bytes = (200 + sum(len(t) - 200 for t in said)) * (token_bytes + 4)
+    heads = sum(int.from_bytes(p.read_bytes()[:8], "little") + 8 for p in files(tmp_path))
+    assert disk_bytes(tmp_path) - heads == kv_bytes
+    with opened(model, tmp_path) as cache:
+        for tokens in said:
+            again = Session(model, cache, [*tokens, 1])
+            assert again.cached == len(tokens)
+            again.prefill().commit()
+        assert cache.stats().disk.restored_tokens == kv_bytes // (token_bytes + 4), "the prefix was read more than once"
+        settled(cache)
+
+
+def test_what_was_restored_is_not_written_again(model: FakeModel, tmp_path: Path) -> None:
+    with opened(model, tmp_path) as cache:
+        tokens = turn(model, cache, text(300))
+    before = {p: p.stat().st_ino for p in files(tmp_path)}
+    with opened(model, tmp_path) as cache:
+        again = Session(model, cache, [*tokens, 5])
+        assert again.lease.restored == len(tokens)
+        again.lease.discard()
+        for _ in range(3):
+            hit = Session(model, cache, [*tokens, 5])
+            assert (hit.cached, hit.lease.restored) == (len(tokens), 0), "a hit in memory from then on"
+            hit.lease.discard()
+        assert cache.stats().disk.restored_tokens == len(tokens)
+    assert {p: p.stat().st_ino for p in files(tmp_path)} == before
+
+
+def test_a_branch_goes_off_inside_a_record(model: FakeModel, tmp_path: Path) -> None:
+    whole = text(300)
+    with opened(model, tmp_path) as cache:
+        turn(model, cache, whole)
+    with opened(model, tmp_path) as cache:
+        other = turn(model, cache, [*whole[:150], 63, *text(40, 7)])
+        settled(cache)
+    with opened(model, tmp_path) as cache:
+        for tokens in (whole, other):
+            again = Session(model, cache, [*tokens, 5])
+            assert again.cached == len(tokens)
+            again.prefill().commit()
+        settled(cache)
+
+
+def test_a_request_that_knows_only_the_beginning_gets_just_that(model: FakeModel, tmp_path: Path) -> None:
+    whole = text(400)
+    with opened(model, tmp_path) as cache:
+        small_records(cache)
+        turn(model, cache, whole)
+    with opened(model, tmp_path) as cache:
+        again = Session(model, cache, [*whole[:160], 63, 62])
+        assert again.cached == 160 == again.lease.restored
+        again.prefill().decode(2).commit()
+        assert cache.stats().moves == 1, "it went on in the buffer that was read into"
+        settled(cache)
+
+
+def test_without_a_disk_nothing_is_written_and_evicted_is_gone(model: FakeModel, tmp_path: Path) -> None:
+    threads = threading.active_count()
+    with PrefixCache(model, "1MB", min_checkpoint_tokens=1) as cache:
+        first = turn(model, cache, text(300))
+        for i in range(30):
+            turn(model, cache, [i, *text(200, i)])
+        stats = cache.stats()
+        assert stats.disk == DiskStats() and stats.disk.mode == "off"
+        assert stats.discarded_tokens == stats.evicted_tokens > 0
+        assert stats.bytes["disk"] == 0
+        assert Session(model, cache, [*first, 1]).cached < len(first)
+        assert cache.flush() and cache.durable(first) == 0 and cache.restore(first) is None
+        assert threading.active_count() == threads
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_namespaces_are_apart_on_disk_too(model: FakeModel, tmp_path: Path) -> None:
+    tokens = text(80)
+    for namespace in ("", "a", "b", ("a", 1), b"a"):
+        with opened(model, tmp_path) as cache:
+            first = Session(model, cache, tokens, namespace=namespace)
+            assert first.matched == 0, f"{namespace!r} sees another's"
+            first.prefill().commit()
+    assert len([p for p in tmp_path.iterdir() if p.is_dir()]) == 5
+    with opened(model, tmp_path) as cache:
+        assert Session(model, cache, [*tokens, 1], namespace="a").cached == len(tokens)
+    assert not any(b'"a"' in p.read_bytes() for p in tmp_path.glob("*/about.json"))
+
+
+def test_a_namespace_without_a_lasting_name_stays_in_memory(
+    model: FakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tenant = object()
+    with opened(model, tmp_path, disk_mode="through") as cache:
+        Session(model, cache, text(80), namespace=tenant).prefill().commit()
+        assert cache.flush()
+    assert files(tmp_path) == []
+    assert "stays in memory" in caplog.text
+
+
+@pytest.mark.parametrize("other", ["weights", "adapter", "tokenizer", "kv", "bound", "code"])
+def test_what_changes_the_bytes_changes_the_namespace(
+    other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, options = FakeModel(("full",), dim=64), dict[str, Any]()
+    tokens = text(80)
+    with opened(model, tmp_path) as cache:
+        turn(model, cache, tokens)
+    if other == "weights":
+        weight = np.array(model.lm_head.weight)
+        weight[1, 2] += 1  # one number, which no sample would see
+        model.lm_head.weight = mx.array(weight)
+    elif other == "code":
+        monkeypatch.setattr(fingerprint, "_source", lambda module: b"changed")
+    else:
+        options = {
+            "adapter": {"adapter": "lora"},
+            "tokenizer": {"tokenizer": "another"},
+            "kv": {"kv": "8"},
+            "bound": {"max_kv_size": 4096},
+        }[other]
+    with opened(model, tmp_path, **options) as cache:
+        assert cache.lease([*tokens, 1]).matched == 0
+
+
+def test_the_name_of_a_model_does_not_matter(model: FakeModel, tmp_path: Path) -> None:
+    tokens = text(80)
+    with opened(model, tmp_path, label="one") as cache:
+        said = turn(model, cache, tokens)
+    with opened(FakeModel(("full", "full")), tmp_path, label="two") as cache:
+        assert cache.lease([*said, 1]).cached == len(said)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_disk_budget_is_hard(mode: str, tmp_path: Path) -> None:
+    """Never exceeded, not even in between; what goes is the least recently used, and never something that another
+    record goes on from."""
+    model = FakeModel(("full",), dim=64)
+    most = 300_000
+    with opened(model, tmp_path, budget="4MB", disk_budget=most, disk_mode=mode) as cache:
+        assert cache._disk is not None
+        seen, write = [], cache._disk.vault.folder.write
+
+        def measured(*what: Any) -> None:
+            write(*what)
+            seen.append(disk_bytes(tmp_path))
+
+        cache._disk.vault.folder.write = measured  # type: ignore[method-assign]
+        for i in range(12):
+            last = turn(model, cache, [i, *text(60, i)])
+            cache.flush()
+            settled(cache)
+    assert max(seen) <= most
+    with opened(model, tmp_path, budget="4MB", disk_budget=most) as cache:
+        assert cache.stats().disk.evicted_records == 0
+        assert Session(model, cache, [*last, 1]).cached == len(last), "the newest is there"
+        assert cache.stats().disk.rejected_records == 0
+
+
+def test_the_disk_budget_holds_at_the_start_too(model: FakeModel, tmp_path: Path) -> None:
+    with opened(model, tmp_path) as cache:
+        said = []
+        for i in range(10):
+            said.append(turn(model, cache, [i, *text(200, i)]))
+    whole = disk_bytes(tmp_path)
+    with opened(model, tmp_path, disk_budget=whole // 2) as cache:
+        assert disk_bytes(tmp_path) <= whole // 2
+        assert cache.stats().disk.evicted_records > 0
+        assert Session(model, cache, [*said[-1], 1]).cached == len(said[-1])
+        assert Session(model, cache, [*said[0], 1]).cached == 0
+        settled(cache)
+
+
+def test_a_daily_limit_pauses_writing(model: FakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(model, tmp_path, disk_mode="through", disk_daily_limit="100kB") as cache:
+        for i in range(12):
+            turn(model, cache, [i, *text(200, i)])
+            cache.flush()
+        stats = cache.stats()
+        assert 0 < stats.disk.written_today_bytes <= 100_000
+        assert stats.disk.written_today_bytes == stats.disk.written_bytes == disk_bytes(tmp_path)
+        assert stats.reasons["disk: daily limit"] > 0
+    assert caplog.text.count("which is the limit") == 1
+    with opened(model, tmp_path, disk_mode="through", disk_daily_limit="100kB") as cache:
+        again = cache.stats().disk
+        assert again.written_today_bytes == again.written_ever_bytes == stats.disk.written_today_bytes
+        assert cache._disk is not None
+        cache._disk.vault._clock = lambda: time.time() + 86_400
+        turn(model, cache, text(90, 99))
+        assert cache.flush()
+        assert 0 < cache.stats().disk.written_today_bytes < cache.stats().disk.written_ever_bytes
+
+
+def test_a_second_cache_on_the_folder_is_told_plainly(model: FakeModel, tmp_path: Path) -> None:
+    with opened(model, tmp_path), pytest.raises(FolderInUse, match=f"in use by process {os.getpid()}"):
+        opened(model, tmp_path)
+    opened(model, tmp_path).close()
+
+
+def test_what_is_quicker_to_compute_is_not_read(model: FakeModel, tmp_path: Path) -> None:
+    with opened(model, tmp_path) as cache:
+        tokens = turn(model, cache, text(300))
+    with opened(model, tmp_path) as cache:
+        disk = cache._disk
+        assert disk is not None
+        disk.read_pace.took(10.0, 1)
+        disk.prefill_pace.took(1e-9, 1)
+        again = Session(model, cache, [*tokens, 5])
+        assert (again.cached, again.matched) == (0, len(tokens))
+        again.prefill(50).decode(2).commit()
+        stats = cache.stats()
+        assert stats.disk.skipped_tokens == len(tokens) and stats.reasons["disk: slower than prefill"] == 1
+        written = stats.disk.written_bytes
+        assert cache.flush() and cache.stats().disk.written_bytes == written, "it is on disk already"
+        assert Session(model, cache, [*tokens, 5]).cached == len(tokens), "from memory"
+        settled(cache)
+    with opened(model, tmp_path) as cache:
+        assert cache._disk is not None
+        cache._disk.read_pace.took(1e-12, 1)
+        cache._disk.prefill_pace.took(10.0, 1)
+        assert Session(model, cache, [*tokens, 5]).lease.restored == len(tokens)
+
+
+def test_both_paces_are_measured(model: FakeModel, tmp_path: Path) -> None:
+    with opened(model, tmp_path) as cache:
+        assert cache._disk is not None
+        tokens = turn(model, cache, text(300))
+        assert cache._disk.prefill_pace.estimate(1) is not None
+        assert cache._disk.read_pace.estimate(1) is None
+    with opened(model, tmp_path) as cache:
+        Session(model, cache, [*tokens, 5])
+        assert cache._disk is not None and cache._disk.read_pace.estimate(1) is not None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_conversation_that_rotated_survives_too(mode: str, tmp_path: Path) -> None:
+    model, bound = FakeModel(("full", "full")), (64, 4)
+    options = {"max_kv_size": 64, "keep": 4, "disk_mode": mode}
+    with opened(model, tmp_path, **options) as cache:
+        said = turn(model, cache, text(100), 5, bound=bound)
+    with opened(model, tmp_path, **options) as cache:
+        again = Session(model, cache, [*said, *text(5, 1)], bound=bound)
+        assert again.cached == len(said), again.lease.reason
+        again.prefill().decode(3).commit()
+        settled(cache)
+
+
+def test_a_draft_model_comes_back_with_its_target(tmp_path: Path) -> None:
+    model, draft = FakeModel(("full", "full")), FakeModel(("full",), seed=1)
+    tokens = text(90)
+
+    def run(cache: PrefixCache, prompt: list[int]) -> int:
+        with cache.lease(prompt) as lease:
+            own, drafts = lease.layers[:2], lease.layers[2:]
+            for m, layers in ((model, own), (draft, drafts)):
+                mx.eval(m(mx.array(prompt[lease.cached :])[None], cache=layers))
+                assert_holds(m, layers, prompt)
+            lease.commit(prompt)
+            return lease.cached
+
+    for cached in (0, len(tokens)):
+        with opened(model, tmp_path, draft_model=draft) as cache:
+            assert run(cache, [*tokens, 1][: len(tokens) + bool(cached)]) == cached
+
+
+def test_writing_through_keeps_up_with_turns_that_follow_at_once(tmp_path: Path) -> None:
+    """Each turn begins the moment the last one was committed: what was committed is on its way to the disk all the
+    same, and the conversation stays in few buffers."""
+    model = FakeModel(("full", "full"), dim=64)
+    with opened(model, tmp_path, disk_mode="through") as cache:
+        tokens = text(200)
+        for i in range(12):
+            before = list(tokens)
+            session = Session(model, cache, tokens)
+            session.prefill().decode(3)
+            if i:
+                deadline = time.monotonic() + 20
+                while cache.durable(before) < len(before) - 10 and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                assert cache.durable(before) >= len(before) - 10, "nothing is written while requests run"
+            tokens = [*session.commit(), *text(7, i)]
+        assert cache.stats().moves >= 6
+        settled(cache)
+
+
+def test_a_restore_is_taken_in_steps_beside_other_requests(model: FakeModel, tmp_path: Path) -> None:
+    with opened(model, tmp_path) as cache:
+        small_records(cache)
+        tokens = turn(model, cache, text(300))
+    with opened(model, tmp_path) as cache:
+        other = Session(model, cache, [9, *text(40, 5)]).prefill()
+        restore = cache.restore([*tokens, 5])
+        assert restore is not None
+        steps = 0
+        while restore.step():
+            other.decode(1)
+            cache.check()
+            steps += 1
+        assert steps >= 2
+        again = cache.lease([*tokens, 5], after=restore, read_disk=False)
+        assert (again.cached, again.restored) == (len(tokens), len(tokens))
+        again.discard()
+        other.commit()
+        assert cache.stats().tokens_from_disk == len(tokens)
+
+
+def test_a_restore_that_is_left_half_way_keeps_what_it_read(model: FakeModel, tmp_path: Path) -> None:
+    with opened(model, tmp_path) as cache:
+        small_records(cache)
+        tokens = turn(model, cache, text(300))
+    with opened(model, tmp_path) as cache:
+        restore = cache.restore([*tokens, 5])
+        assert restore is not None and restore.step()
+        restore.finish()
+        settled(cache)
+        assert 0 < restore.tokens < len(tokens)
+        again = Session(model, cache, [*tokens, 5])
+        assert again.cached == len(tokens) and again.lease.restored == len(tokens) - restore.tokens
+        again.prefill().commit()
+        settled(cache)
+
+
+def test_memory_during_a_restore_is_the_entry_and_no_more(tmp_path: Path) -> None:
+    model = FakeModel(("full",) * 4, dim=256)
+    with opened(model, tmp_path, budget="600MB") as cache:
+        tokens = text(4000)
+        with cache.lease(tokens) as lease:
+            for chunk in [*lease.chunks(500), tokens[-1:]]:
+                mx.eval(model(mx.array(chunk)[None], cache=lease.layers))
+            lease.commit(tokens)
+    with opened(model, tmp_path, budget="600MB") as cache:
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        lease = cache.lease([*tokens, 5])
+        assert lease.restored == len(tokens)
+        entry = cache.stats().bytes["live"] + cache.stats().bytes["stored"]
+        assert mx.get_peak_memory() - before <= 1.02 * entry
+        assert mx.get_active_memory() - before == pytest.approx(entry, rel=0.01)
+        lease.discard()
+
+
+def test_requests_on_several_threads(tmp_path: Path) -> None:
+    model = FakeModel(("full", "full"), dim=64)
+    failed: list[BaseException] = []
+    with opened(model, tmp_path, budget="6MB", disk_mode="back") as cache:
+
+        def work(seed: int) -> None:
+            try:
+                said = [turn_alone(cache, [seed, i, *text(60, i)]) for i in range(8)]
+                for tokens in said:
+                    turn_alone(cache, [*tokens, 3])
+            except BaseException as error:
+                failed.append(error)
+            finally:
+                mx.clear_streams()
+
+        def turn_alone(cache: PrefixCache, prompt: list[int]) -> list[int]:
+            with cache.lease(prompt) as lease:
+                mx.eval(model(mx.array(prompt[lease.cached :])[None], cache=lease.layers))
+                assert_holds(model, lease.layers, prompt)
+                lease.commit(prompt)
+            return prompt
+
+        threads = [threading.Thread(target=work, args=(s,)) for s in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed, failed
+        settled(cache)
+
+
+def test_closing_writes_what_is_in_memory_newest_first(tmp_path: Path) -> None:
+    model = FakeModel(("full",), dim=64)
+    with opened(model, tmp_path, disk_budget=300_000) as cache:
+        said = [turn(model, cache, [i, *text(60, i)]) for i in range(30)]
+        assert files(tmp_path) == [], "nothing had to make way"
+    with opened(model, tmp_path) as cache:
+        kept = [cache.matched(t) > 0 for t in said]
+        assert any(kept) and not all(kept)
+        assert kept == sorted(kept), "the newest"
+
+
+def test_clearing_the_cache_clears_the_disk(model: FakeModel, tmp_path: Path) -> None:
+    with opened(model, tmp_path, disk_mode="through") as cache:
+        tokens = turn(model, cache, text(300))
+        assert cache.flush()
+        cache.clear(disk=False)
+        assert cache.stats().stored_tokens == 0 and files(tmp_path)
+        with cache.lease([*tokens, 1]) as lease:
+            assert lease.restored == len(tokens)
+        cache.clear()
+        assert cache.flush()
+        assert cache.matched(tokens) == 0 and files(tmp_path) == []
+        settled(cache)
+
+
+def test_files_are_private(model: FakeModel, tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "cache"
+    with opened(model, folder) as cache:
+        turn(model, cache, text(50))
+    for path in [folder, *folder.rglob("*")]:
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"disk_mode": "sideways"},
+        {"disk_budget": "much"},
+        {"disk_budget": 0},
+        {"disk_budget": -5},
+        {"disk_daily_limit": "x"},
+        {"disk": ""},
+        {"disk": 7},
+    ],
+)
+def test_nonsense_is_refused(options: dict[str, Any], model: FakeModel, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        opened(model, tmp_path, **options)
+
+
+def test_a_folder_that_holds_other_things_is_refused(model: FakeModel, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match="holds other things"):
+        opened(model, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]

@@ -91,9 +91,11 @@ class Disk:
         ledger: Ledger,
         about: dict[str, Any],
         *,
+        label: str,
         high_water: float,
     ) -> None:
-        """Raises OSError if the folder cannot be used."""
+        """`about` is everything that changes the bytes; `label` is for people. Raises OSError if the folder cannot be
+        used."""
         self.mode = settings.mode
         folder = Folder.make(settings.folder)
         try:
@@ -108,7 +110,7 @@ class Disk:
             """Seconds a byte takes to restore."""
             self.prefill_pace = Pace()
             """Seconds a token takes to compute."""
-            self._about = about
+            self._about, self._label = about, label
             self._trees = trees
             self._spaces: dict[Node, str | None] = {}
             self.spiller = Spiller(
@@ -141,7 +143,7 @@ class Disk:
         _grow(tree, loaded, self._overlapping)
         salted = namespace not in ("", None)
         try:
-            self.vault.folder.describe(space, self._about | {"salted": salted})
+            self.vault.folder.describe(space, {"label": self._label} | self._about | {"salted": salted})
         except OSError as error:
             self.vault.fail(error)
 

@@ -198,16 +198,16 @@ def _make_writable(cache: PrefixCache, lease: Lease, rest: int) -> bool:
     track = lease._track
     if not track.pieces:
         return True
-    if cache._disk is not None:
-        cache._disk.spiller.yield_slabs({p.slab for p in track.pieces})
     path = lease._node.path() if lease._node is not None else []
+    free = cache._disk is None or cache._disk.spiller.make_way(path, {p.slab for p in track.pieces})
+    free = free or cache._contiguous  # going on elsewhere would be a copy of it all
     room = round_up(max(rest, 1))
     home = track.pieces[-1].slab.home
-    if len(cache._threads) == 1 or home == lease._thread:
+    if free and (len(cache._threads) == 1 or home == lease._thread):
         united = cache._shelf.unite(track, path, room)
         if not united and not track.take() and cache._shelf.clear_behind(track):
             track.take()
-    # else other threads could not read it while this one writes: it is left to all of them
+    # else other threads, or the disk writer, could not read it while this one writes: it is left to all of them
     moved = track.writable(track.pieces[-1])
     cache._totals["moves" if moved else "borrows"] += 1
     if cache._contiguous and not (moved and track.whole):

@@ -108,7 +108,7 @@ class PrefixCache:
         low_water: float = 0.90,
         elastic: bool = False,
         logit_tokens: int | None = None,
-        disk: str | os.PathLike[str] | None = None,
+        disk: str | os.PathLike[str] | DiskSettings | None = None,
         disk_budget: int | float | str | None = None,
         disk_mode: str = "back",
         disk_daily_limit: int | float | str | None = None,
@@ -138,16 +138,18 @@ class PrefixCache:
         anatomies = [Anatomy.of(m, kv=form, bound=bound) for m in models]
         for anatomy in anatomies:
             anatomy.logit_tokens = logit_tokens
-        settings = None if disk is None else DiskSettings(disk, disk_budget, disk_mode, disk_daily_limit)
+        settings = disk
+        if disk is not None and not isinstance(disk, DiskSettings):
+            settings = DiskSettings(disk, disk_budget, disk_mode, disk_daily_limit)
         gate = Gate()
         ledger = ElasticLedger(budget_bytes, gate.inner) if elastic else Ledger(budget_bytes, gate.inner)
         self._set_up(models, anatomies, ledger, (model_digest(*models), adapter, form.bits, bound), gate)
         self.min_checkpoint_tokens = min_checkpoint_tokens
         self._water = (low_water, high_water)
-        if settings is not None and not self.uncached_reason:
-            about = {"label": label, "adapter": adapter, "tokenizer": tokenizer, "kv": form.bits, "bound": bound}
+        if isinstance(settings, DiskSettings) and not self.uncached_reason:
+            about = {"adapter": adapter, "tokenizer": tokenizer, "kv": form.bits, "bound": bound}
             try:
-                self._open_disk(settings, models, about)
+                self._open_disk(settings, models, about, label)
             except (OnefoldError, ValueError):
                 self.close()
                 raise
@@ -233,12 +235,13 @@ class PrefixCache:
         checkpoints: Iterable[int] = (),
         reserve_tokens: int = 0,
         after: Restore | None = None,
+        read_disk: bool = True,
     ) -> Lease:
         """Hold what is cached of `tokens`, with room for the rest and `reserve_tokens` more.
 
         `checkpoints` are positions where a later request will branch off, such as the end of the prompt as the next
-        turn will render it. What is on disk of them is read first; `after` is a restore of these tokens that has been
-        taken in steps. Raises BudgetError if the rest can not be given room; then nothing stored was lost.
+        turn will render it. What is on disk of them is read first (`read_disk`), unless it was read in steps: `after`
+        is that `restore`. Raises BudgetError if the rest can not be given room; then nothing stored was lost.
         """
         found = as_tokens(tokens).copy()  # the caller may go on with its buffer
         asked = _positions(checkpoints, reserve_tokens, namespace)
@@ -248,7 +251,10 @@ class PrefixCache:
             self._threads.add(threading.get_ident())
             self._totals["requests"] += 1
             self._totals["tokens_requested"] += len(found)
-            restored = self._restored(found, namespace, reserve_tokens, after)
+            if after is None and read_disk:
+                after = self.restore(found, namespace=namespace, reserve_tokens=reserve_tokens)
+            while after is not None and after.step():
+                pass
             track = Track(self._store, contiguous=self._contiguous)
             lease = Lease(self, found, (namespace, self._format), track, self._anatomies, asked)
             if self.uncached_reason:
@@ -265,7 +271,7 @@ class PrefixCache:
             self._totals["hits"] += lease.cached > 0
             self._totals["tokens_matched"] += lease.matched
             self._totals["tokens_cached"] += lease.cached
-            lease.restored = min(restored, lease.cached)
+            lease.restored = 0 if after is None else min(after.tokens, lease.cached)
             self._totals["tokens_from_disk"] += lease.restored
             if lease.reason:
                 self._reasons[lease.reason] += 1
@@ -307,14 +313,6 @@ class PrefixCache:
             tree = self._tree(namespace)
             room = max(0, len(found) + reserve_tokens - tree.match(found).matched)
             return restoring.plan(self, self._disk, tree, found, room)
-
-    def _restored(self, tokens: Tokens, namespace: Hashable, reserve_tokens: int, after: Restore | None) -> int:
-        """Read what is on disk of these tokens; returns how many were."""
-        if after is None:
-            after = self.restore(tokens, namespace=namespace, reserve_tokens=reserve_tokens)
-        while after is not None and after.step():
-            pass
-        return 0 if after is None else after.tokens
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until what was committed so far is on disk, as the mode has it (with "back" nothing is owed before
@@ -473,14 +471,21 @@ class PrefixCache:
             self._disk.attach(tree, namespace)
         return tree
 
-    def _open_disk(self, settings: DiskSettings, models: list[nn.Module], about: dict[str, Any]) -> None:
+    def _open_disk(self, settings: DiskSettings, models: list[nn.Module], about: dict[str, Any], label: str) -> None:
         """A folder that cannot be used is said, and the cache goes on without; one that another process writes to is
         refused."""
         layout = [[[a.heads, a.dim, str(a.dtype)] for a in s.arrays] for s in self._store.specs]
         about |= {"format": VERSION, "model": lasting_digest(*models), "layout": layout}
         try:
             self._disk = Disk(
-                settings, self._store, self._shelf.trees, self._lock, self._ledger, about, high_water=self._water[1]
+                settings,
+                self._store,
+                self._shelf.trees,
+                self._lock,
+                self._ledger,
+                about,
+                label=label,
+                high_water=self._water[1],
             )
         except OSError as error:
             log.warning("the disk cache in %s cannot be used, and memory alone is: %s", settings.folder, error)
@@ -520,6 +525,11 @@ class PrefixCache:
         return lease
 
     # -- for a server's own notion of entries ------------------------------------------------
+
+    @property
+    def closing_seconds(self) -> float:
+        """How long `close` may take."""
+        return 0.0 if self._disk is None else CLOSING_MOST
 
     @property
     def held_bytes(self) -> int:

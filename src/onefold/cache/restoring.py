@@ -308,7 +308,7 @@ class Restore:
         try:
             position, snapshots = revive(content.state, arrays)
         except (ValueError, KeyError, TypeError) as error:
-            raise RecordError("its header says what cannot be") from error
+            raise RecordError("no header of ours") from error
         leaves = sum(len(a.leaves) for a in self._cache._anatomies)
         if position != content.start or len(snapshots) > leaves:
             raise RecordError("of another layout")
@@ -325,7 +325,7 @@ class Restore:
             head = parse_head(os.pread(file, head, 0))
         content = content_of(head, record.namespace, Named(record.what, record.start, record.address))
         if content.size != size:
-            raise RecordError("truncated" if size < content.size else "longer than it says")
+            raise RecordError("truncated" if size < content.size else "too long")
         if content.parent != (b"" if record.parent is None else record.parent.address):
             raise RecordError("misnamed")
         return content, head.data_at + content.tokens.nbytes, head.checksum

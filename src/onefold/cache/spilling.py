@@ -1,26 +1,24 @@
-"""Spilling: how what is in memory comes to lie on disk too.
+"""Spilling: what of memory is to lie on disk too, and in which order.
 
 - A node is written prefix first, a record at a time: whatever is on disk can be gone on from.
-- One thread writes. It asks for the next record when it is done with the last, so nothing queues but nodes; the bytes
-  of one record are copied out (the ledger counts that buffer), and from then on nothing in memory is held up.
 - A buffer that a request writes to is not copied; it is, when the request has ended. A request that wants to go on in a
-  buffer that is being copied waits for that: two milliseconds, not a write.
+  buffer that is owed to the disk has it copied first, or goes on in another one.
 - Written through: at commit. Written back: the least recently used, when memory is nearly full; then what must make way
   and is not on disk yet, and that is waited for; and everything, when the cache is closed.
 
     node     committed -> wanted -> a record expected -> copied out -> written, renamed -> there
-                                          (lock)         (no lock)       (no lock)        (lock)
+                                          (lock)         (`writing`)      (`writing`)     (lock)
+
+All methods are called with the cache's lock held, but for `stop`.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +31,7 @@ from onefold.cache.segment import Slab, Store
 from onefold.cache.tiers.record import Content, Tensor, What
 from onefold.cache.tiers.vault import NO_TOKENS, Record, Vault
 from onefold.cache.tree import Node
+from onefold.cache.writing import LOOK_AGAIN, Job, Writer
 
 log = logging.getLogger("onefold")
 
@@ -40,20 +39,15 @@ RECORD_BYTES = 8 << 20
 """The most KV of a range record."""
 HOLLOW_TOKENS = 1 << 16
 """The most tokens of a range that has no KV."""
+SLOTS_MOST = 8
+SLOTS_SHARE = 32
+"""Of the budget, that records on their way may take."""
+YIELD_SECONDS = 0.02
+"""That a request spends on copying out what it would otherwise hold up."""
 CLEAN_FROM = 0.15
 """Of the budget, below the mark where reclaiming begins: from there on the oldest are written ahead."""
-_LOOK_AGAIN = 0.5
 _MISPLACED = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP)
 """Something else lies where this record belongs: that is its trouble alone."""
-
-
-class Job(NamedTuple):
-    record: Record
-    content: Content
-    slab: Slab | None
-    lo: int
-    arrays: list[Any]
-    """Of a checkpoint."""
 
 
 class Spiller:
@@ -77,21 +71,20 @@ class Spiller:
         self.space_of: Callable[[Node], str | None] = lambda node: None
         """The folder that a node's records belong to; None if they have none."""
         self._store, self._nodes, self._gate, self._ledger = store, nodes, gate, ledger
-        self._direct = host.addressable()
         self._mark = max(0.0, high_water - CLEAN_FROM)
         self._wanted: deque[Node] = deque()
         self._urgent: deque[Node] = deque()
         self._refused: set[Node] = set()
         self._all = False
-        self._stop = False
-        self._busy = False
         self.record_bytes = min(RECORD_BYTES, max(1 << 16, ledger.budget_bytes // 64))
         per_token = store.token_bytes + 4
         self.record_tokens = max(1, self.record_bytes // per_token) if store.token_bytes else HOLLOW_TOKENS
-        self._buffer = np.empty(self.record_tokens * store.token_bytes, np.uint8)
-        self._account = ledger.open(Purpose.DISK, self._buffer.nbytes, "a record on its way to the disk")
-        self._thread = threading.Thread(target=self._run, name="onefold-disk", daemon=True)
-        self._thread.start()
+        slot_bytes = self.record_tokens * store.token_bytes
+        n_slots = max(2, min(SLOTS_MOST, ledger.budget_bytes // SLOTS_SHARE // max(1, slot_bytes)))
+        self._account = ledger.open(Purpose.DISK, n_slots * slot_bytes, "records on their way to the disk")
+        slots = [np.empty(slot_bytes, np.uint8) for _ in range(n_slots)]
+        self._writer = Writer(vault, gate, slots, self._next, self._settle)
+        self._writer.start()
 
     # -- asked by the cache, with its lock held ----------------------------------------------------
 
@@ -111,7 +104,7 @@ class Spiller:
     def save(self, node: Node, until: float) -> bool:
         """Write a node that must make way, and wait for it until then. False if it is not on disk."""
         while not self.is_clean(node):
-            if self._stop or not (self._writable(node) or self._on_its_way(node)):
+            if not self._writer.alive or not (self._writable(node) or self._on_its_way(node)):
                 return False
             left = until - time.monotonic()
             if left <= 0:
@@ -120,19 +113,32 @@ class Spiller:
             if node not in self._urgent:
                 self._urgent.append(node)
             self._gate.tell()
-            self._gate.wait(min(left, _LOOK_AGAIN))
+            self._gate.wait(min(left, LOOK_AGAIN))
         return True
 
-    def yield_slabs(self, slabs: set[Slab]) -> None:
-        """A request wants to go on in these: wait until none of them is being copied."""
-        until = time.monotonic() + 0.2
-        while any(s.copies for s in slabs) and time.monotonic() < until:
+    def make_way(self, path: list[Node], slabs: set[Slab]) -> bool:
+        """A request wants to go on in these buffers. What has to be on disk is copied out first, if that does not take
+        long; False if the request had better go on elsewhere, and leave them to the writer."""
+        until = time.monotonic() + YIELD_SECONDS
+        while any(s.copies for s in slabs) and time.monotonic() < until + 0.2:
             self._gate.wait(0.05)
+        if not self.through or not path or self.vault.failed:
+            return True
+        while self._owed(path) and self._writer.has_room and time.monotonic() < until:
+            job = self._job(path[-1])
+            if job is None:
+                return True
+            self._writer.stage(job)
+        return not self._owed(path)
+
+    def _owed(self, path: list[Node]) -> bool:
+        """Whether some of it should be on disk, and could be copied out."""
+        return any(not self._covered(n) and n.span is not None for n in path) and self._writable(path[-1])
 
     @property
     def pending(self) -> bool:
         """Whether anything is being written, or waits for it."""
-        return self._busy or bool(self._urgent or self._wanted) or self.vault.has_bin
+        return bool(self._urgent or self._wanted) or not self._writer.idle
 
     def flush(self, *, everything: bool, until: float) -> bool:
         """Write what is wanted (or everything that memory has), and wait for it. False if that took too long."""
@@ -140,20 +146,17 @@ class Spiller:
         self._all = everything
         self._gate.tell()
         try:
-            while self._busy or self._next_node() is not None or self.vault.has_bin:
-                if self._stop or not self._thread.is_alive() or time.monotonic() > until:
+            while self._next_node() is not None or not self._writer.idle:
+                if not self._writer.alive or time.monotonic() > until:
                     return False
-                self._gate.wait(_LOOK_AGAIN)
+                self._gate.wait(LOOK_AGAIN)
         finally:
             self._all = False
         return True
 
     def stop(self) -> None:
-        """End the thread. Not with the lock held: it may need it to end."""
-        with self._gate.inner:
-            self._stop = True
-            self._gate.tell()
-        self._thread.join()
+        """Without the lock."""
+        self._writer.stop()
         with self._gate.inner:
             if not self._account.closed:
                 self._account.close()
@@ -314,61 +317,17 @@ class Spiller:
         vault.expect(record)
         return record
 
-    # -- writing, on a thread of its own ---------------------------------------------------------------
-
-    def _run(self) -> None:
-        while True:
-            with self._gate.inner:
-                job = None
-                while not self._stop and not self.vault.has_bin and (job := self._next()) is None:
-                    self._busy = False
-                    self._gate.tell()
-                    self._gate.wait(_LOOK_AGAIN if self._urgent or self._wanted else 30.0)
-                if self._stop and job is None:
-                    self._busy = False
-                    self._gate.tell()
-                    return
-                self._busy = True
-            self.vault.empty_bin()
-            if job is not None:
-                self._write(job)
-
-    def _write(self, job: Job) -> None:
-        error: Exception | None = None
-        try:
-            payload = self._copy_out(job)
-            header = job.content.header(job.content.checksum(payload))
-            tokens = np.ascontiguousarray(job.content.tokens, "<i4")
-            self.vault.folder.write(job.record.namespace, job.record.name, [header, tokens, *payload])
-        except (OSError, RuntimeError, MemoryError) as caught:
-            error = caught
-        with self._gate.inner:
-            self._settle(job, error)
-            self._gate.tell()
-            touched = self.vault.take_touched()
-        self.vault.note(touched)
-
-    def _copy_out(self, job: Job) -> list[Any]:
-        if job.slab is None:
-            return [host.array_out(a, direct=self._direct) for a in job.arrays]
-        n = len(job.content.tokens)
-        into = self._buffer[: n * self._store.token_bytes]
-        try:
-            host.copy_out(job.slab, job.lo, job.lo + n, into, direct=self._direct)
-        finally:
-            with self._gate.inner:
-                job.slab.copies -= 1
-                job.slab.settle()
-                self._gate.tell()
-        return [into]
+    # -- what became of it, with the lock held -----------------------------------------------------------
 
     def _settle(self, job: Job, error: Exception | None) -> None:
         record, vault = job.record, self.vault
         if error is None:
+            if not record.nodes:  # nobody wants it any more
+                record.ready = True
+                vault.drop(record)
+                return
             vault.arrived(record)
             self.counts["spilled_tokens"] += record.end - record.start
-            if not record.nodes:  # nobody wants it any more
-                vault.drop(record)
             return
         for node in list(record.nodes):
             self._refused.add(node)

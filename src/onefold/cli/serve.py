@@ -7,6 +7,7 @@ here, and nowhere else. Nonsense is one line on stderr and exit code 2.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ipaddress
 import logging
 import os
@@ -19,10 +20,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from onefold.cli.command_line import Parser, complain
+from onefold.errors import ConfigError
+from onefold.sizes import show_size
 
 if TYPE_CHECKING:
+    from onefold.cache.disk import DiskSettings
     from onefold.engine.engine import Engine
     from onefold.server.settings import Settings
+
+log = logging.getLogger("onefold")
 
 HELP = "serve a model behind OpenAI's and Anthropic's API"
 
@@ -51,6 +57,12 @@ def _size(text: str) -> str:
         parse_size(text, total_bytes=1 << 40)  # whether it is a size at all; what a share is of is known later
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _mode(text: str) -> str:
+    if text not in ("back", "through"):
+        raise argparse.ArgumentTypeError(f"it is back or through, not {text!r}")
     return text
 
 
@@ -116,6 +128,12 @@ FLAGS = (
     Flag("namespace-per-key", "share KV only among requests with the same API key", bool),
     Flag("budget", "memory for KV and what it takes to compute: 8GB, 24GiB, 60%%; by default four fifths of the "
          "device's memory less the weights", _size, None, "SIZE"),
+    Flag("disk", "a folder where conversations survive a restart; without it nothing is written", str, None, "DIR"),
+    Flag("disk-budget", "the most that may lie there: 100GB, 20%%; by default half of what is free there, and at most "
+         "100GB", _size, None, "SIZE"),
+    Flag("disk-mode", "back: written when it must make way in memory, and at the end; through: after every answer",
+         _mode, "back", "MODE"),
+    Flag("disk-daily-limit", "the most that is written in a day; by default no limit", _size, None, "SIZE"),
     Flag("kv", "bits of stored KV: 16, 8 or 4", str, "16", "BITS"),
     Flag("max-kv-size", "tokens of a conversation that are kept, beyond which its middle is forgotten; 0 is no bound; "
          f"by default {MAX_KV_SIZE}, or no bound with --kv 8 or 4", count, None, "TOKENS"),
@@ -184,7 +202,16 @@ def _serve(given: argparse.Namespace) -> int:
         try:
             return _listen(engine, settings, sock)
         finally:
-            engine.stop()
+            _stop(engine)
+
+
+def _stop(engine: Engine) -> None:
+    """What is in memory and belongs on disk is written first; a second interrupt does without."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if engine.cache.stats().disk.mode != "off":
+        log.info("what is in memory is being written to disk; interrupt once more to leave it")
+    with contextlib.suppress(KeyboardInterrupt):
+        engine.stop()
 
 
 def _settings(given: argparse.Namespace) -> Settings:
@@ -213,7 +240,18 @@ def _engine(given: argparse.Namespace) -> Engine:
     limits = Limits(
         rows=given.max_batch, prefill_chunk=given.prefill_chunk, queue_timeout_seconds=given.queue_timeout
     )
-    return make_engine(given, max_queue=given.max_queue, limits=limits)
+    return make_engine(given, max_queue=given.max_queue, limits=limits, disk=_disk(given))
+
+
+def _disk(given: argparse.Namespace) -> DiskSettings | None:
+    from onefold.cache.disk import DiskSettings
+
+    if not given.disk:
+        for name in ("disk_budget", "disk_daily_limit"):
+            if getattr(given, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} is about a folder, and there is none: give --disk DIR")
+        return None
+    return DiskSettings(given.disk, given.disk_budget, given.disk_mode, given.disk_daily_limit)
 
 
 def make_engine(given: argparse.Namespace, **more: Any) -> Engine:
@@ -261,8 +299,6 @@ def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from onefold.sizes import show_size
-
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     url = f"http://{host}:{sock.getsockname()[1]}"
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -271,6 +307,7 @@ def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
         ("OpenAI", f"{url}/v1"),
         ("Anthropic", url),
         ("budget", show_size(engine.cache.budget_bytes)),
+        ("disk", _disk_line(engine)),
         ("one token", f"{show_size(engine.cache.token_bytes)} of KV"),
         ("room for", _room(engine)),
     ):
@@ -280,6 +317,13 @@ def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
     if not _loopback(settings.host) and not settings.api_keys:
         warning = f"Warning: whoever can reach {host} may use this server; give it an --api-key."
         Console(stderr=True).print(Text(warning, "bold"), soft_wrap=True)
+
+
+def _disk_line(engine: Engine) -> str:
+    disk = engine.cache.stats().disk
+    if disk.mode == "off":
+        return "none: memory only"
+    return f"{show_size(disk.used_bytes)} of {show_size(disk.budget_bytes)}, written {disk.mode}"
 
 
 def _room(engine: Engine) -> str:

@@ -19,11 +19,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from onefold.cache.disk import DiskSettings
 from onefold.cache.prefix_cache import PrefixCache, Stats
 from onefold.engine.job import Deliver, Job
 from onefold.engine.prompt import PromptMaker
 from onefold.engine.request import Done, Event, Failed, Prompt, Request, Sampling
 from onefold.engine.scheduler import SHORT_REST, Limits, Scheduler, too_long
+from onefold.engine.tokenising import tokenizer_digest
 from onefold.errors import Busy, ConfigError, EngineStopped, OnefoldError, PromptError
 from onefold.sizes import show_size
 
@@ -79,6 +81,7 @@ class Engine:
         defaults: Sampling | None = None,
         max_queue: int = 128,
         limits: Limits | None = None,
+        disk: DiskSettings | None = None,
     ) -> None:
         self.model_id = model_id
         self.tokenizer = tokenizer
@@ -98,7 +101,15 @@ class Engine:
 
         def begin() -> None:
             self.cache = PrefixCache(
-                model, budget, kv=kv, max_kv_size=max_kv_size, keep=keep, logit_tokens=SHORT_REST
+                model,
+                budget,
+                kv=kv,
+                max_kv_size=max_kv_size,
+                keep=keep,
+                logit_tokens=SHORT_REST,
+                disk=disk,
+                tokenizer="" if disk is None else tokenizer_digest(tokenizer),
+                label=model_id,
             )
             self._scheduler = Scheduler(model, self.cache, limits or Limits())
 
@@ -235,8 +246,11 @@ class Engine:
 
     # -- the thread ----------------------------------------------------------------------------
 
-    def stop(self, timeout_seconds: float = 30.0) -> None:
-        """End the thread; requests that are still running fail, and what they computed is let go."""
+    def stop(self, timeout_seconds: float | None = None) -> None:
+        """End the thread; requests that are still running fail, and what they computed is let go. With a disk this
+        waits until what is to be kept has been written."""
+        if timeout_seconds is None:
+            timeout_seconds = 30.0 if not hasattr(self, "cache") else 30.0 + self.cache.closing_seconds
         _end_thread(self._mailbox, self._thread, timeout_seconds)
 
     def __enter__(self) -> Engine:

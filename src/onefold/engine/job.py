@@ -23,6 +23,8 @@ import numpy as np
 
 from onefold.cache.lease import Lease
 from onefold.cache.prefix_cache import PrefixCache
+from onefold.cache.restoring import Restore
+from onefold.cache.tree import Tokens
 from onefold.engine.answer import Answer
 from onefold.engine.prompt import describe_divergence
 from onefold.engine.request import Done, Event, Failed, Finish, Hit, Logprob, Progress, Request, Started
@@ -40,6 +42,10 @@ class Job:
         self.arrived_at = time.monotonic()
         self.tokens: list[int] = request.prompt.tokens.tolist()
         self.lease: Lease | None = None
+        self.restore: Restore | None = None
+        """What it has on disk, on its way into memory."""
+        self.looked = False
+        """On the disk."""
         self.position = 0
         """Tokens that the layers hold."""
         self.chosen: Chosen | None = None
@@ -59,18 +65,36 @@ class Job:
 
     # -- memory ------------------------------------------------------------------------------
 
+    def look_on_disk(self, cache: PrefixCache, reserve_tokens: int) -> bool:
+        """Whether it has to wait for what is being read for it."""
+        if not self.looked:
+            self.looked = True
+            room = min(self.left, reserve_tokens)
+            self.restore = cache.restore(self._so_far, namespace=self.request.namespace, reserve_tokens=room)
+        return self.restore is not None and not self.restore.done
+
+    @property
+    def _so_far(self) -> Tokens:
+        return self.request.prompt.tokens if self.n_chosen == 0 else np.array(self.tokens, np.int32)
+
     def open(self, cache: PrefixCache, reserve_tokens: int) -> None:
         """Take a lease on all tokens so far. Raises BudgetError, and then nothing has changed."""
-        prompt, namespace = self.request.prompt, self.request.namespace
-        tokens = prompt.tokens if self.n_chosen == 0 else np.array(self.tokens, np.int32)
+        prompt, namespace, tokens = self.request.prompt, self.request.namespace, self._so_far
         known = cache.continuation(tokens, namespace=namespace)
-        room = min(self.left, reserve_tokens)
-        self.lease = cache.lease(tokens, namespace=namespace, checkpoints=prompt.checkpoints, reserve_tokens=room)
+        self.lease = cache.lease(
+            tokens,
+            namespace=namespace,
+            checkpoints=prompt.checkpoints,
+            reserve_tokens=min(self.left, reserve_tokens),
+            after=self.restore,
+            read_disk=False,
+        )
+        self.restore, self.looked = None, False
         self.position = self.lease.cached
         if self.hit is None:
             lease = self.lease
             diverged = describe_divergence(prompt, lease.matched, known.tolist(), self._tokenizer)
-            self.hit = Hit(len(prompt), lease.matched, lease.cached, lease.reason, diverged)
+            self.hit = Hit(len(prompt), lease.matched, lease.cached, lease.reason, diverged, lease.restored)
             self._events.append(Started(self.hit))
 
     def publish(self) -> None:
@@ -80,6 +104,9 @@ class Job:
 
     def settle(self) -> None:
         """Give the lease back, and keep what its layers hold."""
+        if self.restore is not None:
+            self.restore.finish()
+        self.restore, self.looked = None, False
         lease, self.lease, self.chosen = self.lease, None, None
         if lease is None or lease.closed:
             return

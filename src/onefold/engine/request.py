@@ -81,6 +81,8 @@ class Hit:
     diverged: str = ""
     """Where the prompt left what was known, and how: "token 812, in messages[0] (system): known '...', now '...'".
     Empty if it only goes on from there."""
+    restored: int = 0
+    """Of the cached tokens, those that were read from disk."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 - Memory is given by the cache's ledger, oldest request first; nobody overtakes one that waits for memory.
 - A prompt that another request is prefilling at this moment waits for it, and borrows.
+- What a request has on disk is read before it is admitted, a record or so between two steps of the others.
 - Between two decode steps there is at most one chunk of prefill.
 - All rows of a step go through one forward. The next step is under way before the last one's tokens are read, so a
   row that ends has run one token too far: that token is its end, and is kept.
@@ -36,6 +37,10 @@ WORTH_WAITING_FOR = 64
 """Tokens of another request's prefill."""
 SHORT_REST = 64
 """A rest of so many tokens is run whole, its last token included: one forward instead of two."""
+READ_SECONDS = 0.01
+"""Of reading from disk between two steps, beyond which no other record is begun."""
+READ_SECONDS_ALONE = 0.1
+"""The same if nobody is held up by it but those who would come."""
 
 
 UNEXPECTED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
@@ -82,9 +87,10 @@ class Scheduler:
         return bool(self.waiting or self.prefilling or self.decoding)
 
     def tick(self) -> None:
-        """One turn: whoever can be admitted, one chunk of prefill, one decode step."""
+        """One turn: whoever can be admitted, some records from disk, one chunk of prefill, one decode step."""
         self._expire()
         self._admit()
+        self._read_disk()
         self._prefill()
         self._decode()
 
@@ -158,7 +164,7 @@ class Scheduler:
         for job in list(self.waiting):
             if len(self.live) >= self._limits.rows:
                 return
-            if self._follows(job):
+            if self._follows(job) or self._restoring(job):
                 continue
             if not self._open(job):
                 return
@@ -187,9 +193,39 @@ class Scheduler:
         self._guarded([leader], leader.publish)
         return False
 
+    def _restoring(self, job: Job) -> bool:
+        """Whether it waits for the disk: for what is read for itself, or for another request that has a prefix in
+        common with it."""
+        prompt, namespace = job.request.prompt.tokens, job.request.namespace
+        if any(
+            other.restore is not None and not other.restore.done and other.request.namespace == namespace
+            and common_length(other.request.prompt.tokens, prompt)
+            for other in self.waiting[: self.waiting.index(job)]
+        ):  # fmt: skip
+            return True
+        try:
+            return job.look_on_disk(self._cache, self._room(job))
+        except UNEXPECTED as error:
+            log.exception("a request could not be looked up on disk")
+            self._fail(job, _broken(error))
+            return True
+
+    def _read_disk(self) -> None:
+        """Some of what waiting requests have on disk: one record, and more while nobody is held up by it."""
+        until = time.monotonic() + (READ_SECONDS if self.live else READ_SECONDS_ALONE)
+        for job in list(self.waiting):
+            restore = job.restore
+            while restore is not None and not restore.done and job in self.waiting:
+                self._guarded([job], restore.step)
+                if time.monotonic() > until:
+                    return
+
+    def _room(self, job: Job) -> int:
+        return min(self._limits.reserve_tokens, max(0, self.most_tokens - len(job.tokens)))
+
     def _open(self, job: Job) -> bool:
         """False if it has to wait for memory."""
-        room = min(self._limits.reserve_tokens, max(0, self.most_tokens - len(job.tokens)))
+        room = self._room(job)
         try:
             return self._lease(job, room) or (not self.live and (self._lease(job, 0) or self._lease_alone(job)))
         except UNEXPECTED as error:
@@ -206,7 +242,7 @@ class Scheduler:
 
     def _lease_alone(self, job: Job) -> bool:
         """It needs so much that not even what it shares with others can be left where it lies."""
-        self._cache.clear()
+        self._cache.clear(disk=False)
         if self._lease(job, 0):
             return True
         self._end_of_room(job, len(job.tokens) - 1)
@@ -309,7 +345,7 @@ class Scheduler:
 
     # -- when something is short or goes wrong ---------------------------------------------------
 
-    def _guarded(self, jobs: Iterable[Job], work: Callable[[], None], *, preempt: bool = True) -> bool:
+    def _guarded(self, jobs: Iterable[Job], work: Callable[[], object], *, preempt: bool = True) -> bool:
         """Do some work for these requests. If memory is short somebody gives way, and it is tried again later; if the
         device fails they fail, and the others go on."""
         try:
@@ -340,7 +376,7 @@ class Scheduler:
         elif not job.last_resort:
             job.last_resort = True
             self._suspend(job)
-            self._cache.clear()
+            self._cache.clear(disk=False)
         else:
             self._end_of_room(job, job.position)
 

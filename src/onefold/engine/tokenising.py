@@ -11,6 +11,8 @@ Knows nothing of templates, of MLX, or of the cache.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import OrderedDict
 from typing import Any
 
@@ -20,6 +22,12 @@ KEPT_TEXTS = 64
 KEPT_CHARACTERS = 8_000_000
 LEAST = 4096
 """Characters of a text that is worth remembering."""
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Tells one tokenizer from another: the same text may be other tokens with the other."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.blake2b(vocabulary.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 class Tokeniser:

@@ -71,13 +71,22 @@ class EngineCollector(Collector):
             ("onefold_used_bytes", "Reserved now", cache.used_bytes),
             ("onefold_peak_bytes", "Reserved at most", cache.peak_bytes),
             ("onefold_stored_tokens", "Tokens whose KV is kept", cache.stored_tokens),
+            ("onefold_disk_budget_bytes", "All that may be on disk", cache.disk.budget_bytes),
+            ("onefold_disk_used_bytes", "On disk now", cache.disk.used_bytes),
+            ("onefold_disk_records", "Records on disk", cache.disk.records),
+            ("onefold_disk_failed", "1 if nothing is written any more", int(bool(cache.disk.failed))),
         ):
             yield GaugeMetricFamily(name, what, value=value)
         for name, what, value in (
             ("onefold_preemptions", "Requests that gave way to others, to be run again", stats.preemptions),
             ("onefold_prefilled_tokens", "Tokens of prompts that were run", stats.prefilled_tokens),
             ("onefold_sampled_tokens", "Tokens that the model made", stats.generated_tokens),
-            ("onefold_evicted_tokens", "Tokens whose KV made way", cache.evicted_tokens),
+            ("onefold_evicted_tokens", "Tokens whose KV made way in memory", cache.evicted_tokens),
+            ("onefold_discarded_tokens", "Tokens whose KV is gone", cache.discarded_tokens),
+            ("onefold_spilled_tokens", "Tokens whose KV was written to disk", cache.disk.spilled_tokens),
+            ("onefold_restored_tokens", "Tokens whose KV was read from disk", cache.disk.restored_tokens),
+            ("onefold_restore_skipped_tokens", "On disk, and quicker to compute", cache.disk.skipped_tokens),
+            ("onefold_disk_written_bytes", "Written to disk", cache.disk.written_bytes),
         ):
             yield CounterMetricFamily(name, what, value=value)
         ledger = GaugeMetricFamily("onefold_ledger_bytes", "Bytes reserved, by what they are for", labels=["purpose"])

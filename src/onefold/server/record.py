@@ -88,6 +88,7 @@ class Record:
             sum(h.cached for h in found),
             next((h.reason for h in found if h.reason), ""),
             next((h.diverged for h in found if h.diverged), ""),
+            sum(h.restored for h in found),
         )
 
     def headers(self) -> dict[str, str]:
@@ -97,6 +98,7 @@ class Record:
             made["x-onefold-prompt-tokens"] = str(hit.prompt_tokens)
             made["x-onefold-matched-tokens"] = str(hit.matched)
             made["x-onefold-cached-tokens"] = str(hit.cached)
+            made["x-onefold-restored-tokens"] = str(hit.restored)
             if hit.reason:
                 made["x-onefold-reason"] = header_text(hit.reason)
             if hit.diverged:
@@ -108,6 +110,8 @@ class Record:
         hit = self.hit()
         if hit is not None:
             said.append(f"prompt={hit.prompt_tokens} matched={hit.matched} cached={hit.cached}")
+            if hit.restored:
+                said.append(f"restored={hit.restored}")
             said.append(f"generated={self.generated} finish={','.join(self.finish.values()) or 'none'}")
         if self.time_to_first_token is not None:
             said.append(f"first_token={self.time_to_first_token:.3f}s")

@@ -173,8 +173,9 @@ class Folder:
         if not (inside / ABOUT).exists():
             self._write_json(inside / ABOUT, about)
 
-    def write(self, namespace: str, name: str, parts: Sequence[Any]) -> None:
-        self._write(self.path / namespace / name, parts)
+    def write(self, namespace: str, name: str, parts: Sequence[Any], used: float | None = None) -> None:
+        """A record, all of it or nothing; `used` is when what it holds was last used."""
+        self._write(self.path / namespace / name, parts, used)
 
     def remove(self, namespace: str, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -224,12 +225,14 @@ class Folder:
     def _write_json(self, path: Path, value: dict[str, Any]) -> None:
         self._write(path, [json.dumps(value, indent=1).encode() + b"\n"])
 
-    def _write(self, path: Path, parts: Sequence[Any]) -> None:
+    def _write(self, path: Path, parts: Sequence[Any], used: float | None = None) -> None:
         temporary = path.with_name(path.name + TEMPORARY)
         held = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NOFOLLOW, 0o600)
         try:
             try:
                 write_all(held, parts)
+                if used is not None:
+                    os.utime(held, (used, used))
                 os.fsync(held)
                 _let_go(held)
             finally:

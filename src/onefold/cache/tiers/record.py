@@ -181,27 +181,27 @@ _OPENING = '{"__metadata__":'
 def parse_head(begin: bytes) -> Head | int:
     """Read a file's first bytes; an integer says how many of them are needed."""
     if len(begin) < 8:
-        raise RecordError("shorter than a header")
+        raise RecordError("truncated")
     (length,) = struct.unpack_from("<Q", begin)
     if not 2 <= length <= HEAD_MOST:
-        raise RecordError(f"a header of {length} bytes is none of ours")
+        raise RecordError("no header of ours")
     data_at = 8 + length
     if len(begin) < data_at:
         return data_at
     try:
         text = begin[8:data_at].decode()
         if not text.startswith(_OPENING):
-            raise RecordError("its header is not one of ours")
+            raise RecordError("no header of ours")
         said, end = _DECODER.raw_decode(text, len(_OPENING))
         if said["onefold"] != str(VERSION):
-            raise RecordError(f"it is of format {said['onefold']}, and this is format {VERSION}")
+            raise RecordError("of another format")
         what, parent = What(said["what"]), bytes.fromhex(said["parent"])
         start, n_tokens, n_tensors = int(said["start"]), int(said["tokens"]), int(said["tensors"])
         found, state = str(said["checksum"]), str(said["state"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RecordError(f"its header cannot be read: {type(error).__name__}") from error
+        raise RecordError("no header of ours") from error
     if start < 0 or not 0 <= n_tokens <= 1 << 31:
-        raise RecordError("its header says what cannot be")
+        raise RecordError("no header of ours")
     if len(begin) < data_at + 4 * n_tokens:
         return data_at + 4 * n_tokens
     tokens = np.frombuffer(begin, "<i4", n_tokens, data_at).astype(np.int32)
@@ -214,7 +214,7 @@ def content_of(head: Head, namespace: str, named: Named) -> Content:
     if (content.what, content.start, content.address) != named:
         raise RecordError("misnamed")
     if content.header(head.checksum) != head.header:
-        raise RecordError("its header is not one of ours")
+        raise RecordError("no header of ours")
     return content
 
 
@@ -223,7 +223,7 @@ def _tensors(head: Head) -> tuple[Tensor, ...]:
         described = json.loads("{" + head.rest.lstrip().removeprefix(","))
         found = [(n, str(d["dtype"]), tuple(int(x) for x in d["shape"])) for n, d in described.items()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RecordError(f"its header cannot be read: {type(error).__name__}") from error
+        raise RecordError("no header of ours") from error
     if any(d not in ITEM_BYTES or min(shape, default=0) < 0 for _, d, shape in found):
-        raise RecordError("its header says what cannot be")
+        raise RecordError("no header of ours")
     return tuple(Tensor(*t) for t in found if t[0] != "tokens")

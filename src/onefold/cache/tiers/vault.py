@@ -197,7 +197,7 @@ class Vault:
         if address(found.what, record.namespace, found.parent, found.start, found.tokens) != record.address:
             raise RecordError("misnamed")
         if (found.what is What.RANGE) != bool(len(found.tokens)):
-            raise RecordError("its header says what cannot be")
+            raise RecordError("no header of ours")
         return found
 
     # -- coming --------------------------------------------------------------------------------------

@@ -1,0 +1,169 @@
+"""The thread that writes records, and the few buffers through which their bytes leave memory.
+
+- A record is copied out of the cache's buffers into one of ours, and written from there: however slow the disk is, the
+  copy takes two milliseconds. When all buffers are full nothing more is copied: that is the whole queue.
+- The thread asks for the next record when it has none. A caller that is about to write to a buffer can have some copied
+  at once (`stage`): they are written first, in order.
+- What becomes of a record is told to whoever asked for it, with the lock held.
+
+Knows nothing of nodes, or of why a record is written.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from onefold.cache import host
+from onefold.cache.gate import Gate
+from onefold.cache.segment import Slab
+from onefold.cache.tiers.record import Content
+from onefold.cache.tiers.vault import Record, Vault
+
+LOOK_AGAIN = 0.5
+"""Seconds: something may have changed that nobody told of."""
+
+
+class Job(NamedTuple):
+    record: Record
+    content: Content
+    slab: Slab | None
+    """Where a range lies; None if it has no bytes, or is a checkpoint."""
+    lo: int
+    arrays: list[Any]
+    """Of a checkpoint."""
+
+
+class Staged(NamedTuple):
+    job: Job
+    payload: list[Any]
+    slot: host.Bytes | None
+
+
+class Writer:
+    def __init__(
+        self,
+        vault: Vault,
+        gate: Gate,
+        slots: list[host.Bytes],
+        next_job: Callable[[], Job | None],
+        settle: Callable[[Job, Exception | None], None],
+    ) -> None:
+        self.busy = False
+        self._vault, self._gate = vault, gate
+        self._slots = slots
+        self._next_job, self._settle = next_job, settle
+        self._staged: deque[Staged] = deque()
+        self._direct = host.addressable()
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name="onefold-disk", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def idle(self) -> bool:
+        return not self.busy and not self._staged and not self._vault.has_bin
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and not self._stop
+
+    @property
+    def has_room(self) -> bool:
+        return bool(self._slots)
+
+    def stage(self, job: Job) -> None:
+        """Copy a record out now, on this thread and with the lock held; there must be room."""
+        try:
+            self._staged.append(self._copied(job, self._slots.pop()))
+        except RuntimeError as error:
+            self._settle(job, error)
+        self._gate.tell()
+
+    def stop(self) -> None:
+        """End the thread. Without the lock: it may need it to end."""
+        with self._gate.inner:
+            self._stop = True
+            self._gate.tell()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # -- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._gate.inner:
+                job, slot = self._wait()
+                if self._stop and job is None and not self._staged:
+                    return
+                staged = self._staged.popleft() if self._staged else None
+            self._vault.empty_bin()
+            if job is not None and slot is not None:
+                staged = self._try(job, slot)
+            if staged is not None:
+                self._write(staged)
+
+    def _wait(self) -> tuple[Job | None, host.Bytes | None]:
+        """Until there is something to do; a job, with a buffer for it, if none is staged."""
+        while not self._staged and not self._vault.has_bin:
+            job = None if self._stop or not self._slots else self._next_job()
+            if job is not None or self._stop:
+                self.busy = job is not None
+                return job, self._slots.pop() if job is not None else None
+            self.busy = False
+            self._gate.tell()
+            self._gate.wait(LOOK_AGAIN)
+        self.busy = True
+        return None, None
+
+    def _try(self, job: Job, slot: host.Bytes) -> Staged | None:
+        try:
+            return self._copied(job, slot)
+        except RuntimeError as error:
+            with self._gate.inner:
+                self._settle(job, error)
+                self._gate.tell()
+            return None
+
+    def _copied(self, job: Job, slot: host.Bytes) -> Staged:
+        """Raises RuntimeError if the arrays are not computed yet."""
+        if job.slab is None:
+            self._slots.append(slot)
+            return Staged(job, [host.array_out(a, direct=self._direct) for a in job.arrays], None)
+        n = len(job.content.tokens)
+        into = slot[: n * job.slab.store.token_bytes]
+        try:
+            host.copy_out(job.slab, job.lo, job.lo + n, into, direct=self._direct)
+        except RuntimeError:
+            self._slots.append(slot)
+            raise
+        finally:
+            with self._gate.inner:
+                job.slab.copies -= 1
+                job.slab.settle()
+                self._gate.tell()
+        return Staged(job, [into], slot)
+
+    def _write(self, staged: Staged) -> None:
+        record, content = staged.job.record, staged.job.content
+        error: OSError | None = None
+        try:
+            if record.nodes:
+                header = content.header(content.checksum(staged.payload))
+                tokens = np.ascontiguousarray(content.tokens, "<i4")
+                parts = [header, tokens, *staged.payload]
+                self._vault.folder.write(record.namespace, record.name, parts, record.used)
+        except OSError as caught:
+            error = caught
+        with self._gate.inner:
+            if staged.slot is not None:
+                self._slots.append(staged.slot)
+            self._settle(staged.job, error)
+            self._gate.tell()
+            touched = self._vault.take_touched()
+        self._vault.note(touched)

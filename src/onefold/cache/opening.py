@@ -71,7 +71,7 @@ def readable_length(cache: PrefixCache, path: list[Node], matched: int) -> tuple
     at, here = 0, threading.get_ident()
     for node in path:
         if node.span is None:
-            return at, "rotated"
+            return at, "rotated" if node.disk is None else "left on disk"
         writers = node.span.slab.writers
         if any(x._track in writers and x._thread != here for x in cache._leases):
             return at, "held by another thread"

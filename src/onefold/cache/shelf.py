@@ -216,7 +216,11 @@ class Shelf:
     def make_room(self, missing: int, *, patience: float = PATIENCE) -> None:
         """Free at least `missing` bytes if that is possible, and as little more as can be. What is not on disk yet and
         should be is written first, for so many seconds at most; with none to spare it stays in memory."""
-        if self._reclaiming or missing > self.reclaimable_bytes():
+        if self._reclaiming:
+            return
+        if self.disk is not None:
+            self.disk.spiller.await_copies(self.store.slabs)
+        if missing > self.reclaimable_bytes():
             return
         self._reclaiming = True
         until = time.monotonic() + patience

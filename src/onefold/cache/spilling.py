@@ -18,7 +18,7 @@ import errno
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -44,6 +44,8 @@ SLOTS_SHARE = 32
 """Of the budget, that records on their way may take."""
 YIELD_SECONDS = 0.02
 """That a request spends on copying out what it would otherwise hold up."""
+COPY_SECONDS = 1.0
+"""That a copy is waited for; it takes a few thousandths of that."""
 CLEAN_FROM = 0.15
 """Of the budget, below the mark where reclaiming begins: from there on the oldest are written ahead."""
 _MISPLACED = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP)
@@ -114,14 +116,20 @@ class Spiller:
                 self._urgent.append(node)
             self._gate.tell()
             self._gate.wait(min(left, LOOK_AGAIN))
+        self.await_copies(self._store.slabs)
         return True
+
+    def await_copies(self, slabs: Iterable[Slab]) -> None:
+        """Nothing is being copied out of these when this returns, until the lock is let go of."""
+        until = time.monotonic() + COPY_SECONDS
+        while any(s.copies for s in slabs) and time.monotonic() < until:
+            self._gate.wait(0.05)
 
     def make_way(self, path: list[Node], slabs: set[Slab]) -> bool:
         """A request wants to go on in these buffers. What has to be on disk is copied out first, if that does not take
         long; False if the request had better go on elsewhere, and leave them to the writer."""
         until = time.monotonic() + YIELD_SECONDS
-        while any(s.copies for s in slabs) and time.monotonic() < until + 0.2:
-            self._gate.wait(0.05)
+        self.await_copies(slabs)
         if not self.through or not path or self.vault.failed:
             return True
         while self._owed(path) and self._writer.has_room and time.monotonic() < until:

@@ -1,0 +1,375 @@
+"""What is damaged on disk is a miss with its reason: never output, never a crash. And a disk that fails is done without.
+
+Every layer of every request is compared with a stock run beside it (`fake.Session`), so that a wrong byte would show.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake import FakeModel, Session, settled, text
+from test_disk import HYBRID, files, opened, small_records, turn
+
+from onefold import PrefixCache
+from onefold.cache.tiers import record as format
+from onefold.cache.tiers.folder import Folder
+from onefold.errors import ConfigError
+
+KINDS = {"full": ("full", "full"), "hybrid": HYBRID}
+
+
+def filled(kinds: tuple[str, ...], folder: Path, n: int = 120) -> tuple[FakeModel, list[int]]:
+    model = FakeModel(kinds)
+    with opened(model, folder) as cache:
+        small_records(cache, 40)
+        return model, turn(model, cache, text(n))
+
+
+def goes_on(model: FakeModel, folder: Path, tokens: list[int]) -> tuple[int, dict[str, int]]:
+    """A turn after a restart, every layer compared; how much was cached, and the reasons that the disk gave."""
+    with opened(model, folder) as cache:
+        session = Session(model, cache, [*tokens, *text(5, 3)])
+        session.prefill().decode(3).commit()
+        settled(cache)
+        reasons = {r: n for r, n in cache.stats().reasons.items() if r.startswith("disk: ")}
+        return session.cached, reasons
+
+
+def regions(path: Path) -> dict[str, tuple[int, int]]:
+    """The parts of a record's file."""
+    data = path.read_bytes()
+    head = 8 + int.from_bytes(data[:8], "little")
+    said = json.loads(data[8:head])
+    found = {"length": (0, 8), "padding": (len(data[:head].rstrip(b" ")), head)}
+    for key, value in said["__metadata__"].items():
+        at = data.index(f'"{key}":"'.encode(), 8) + len(key) + 4
+        found[f"metadata {key}"] = (at, at + max(1, len(str(value))))
+    at = data.index(b'"dtype"', 8)
+    found["a tensor's entry"] = (at, at + 60)
+    for name, entry in said.items():
+        if name != "__metadata__":
+            found[f"tensor {name}"] = (head + entry["data_offsets"][0], head + entry["data_offsets"][1])
+    return {name: (lo, hi) for name, (lo, hi) in found.items() if lo < hi <= len(data)}
+
+
+def flip(path: Path, at: int, mask: int = 0x10) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= mask
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flipped_byte_in_any_region_is_a_miss(kind: str, tmp_path: Path) -> None:
+    model, tokens = filled(KINDS[kind], tmp_path / "whole")
+    names = [p.relative_to(tmp_path / "whole") for p in files(tmp_path / "whole")]
+    picked = [names[0], names[1], next((n for n in reversed(names) if "point" in n.name), names[-1])]
+    for n in dict.fromkeys(picked):
+        for region, (lo, hi) in regions(tmp_path / "whole" / n).items():
+            for at in {lo, (lo + hi) // 2, hi - 1}:
+                shutil.rmtree(tmp_path / "broken", ignore_errors=True)
+                shutil.copytree(tmp_path / "whole", tmp_path / "broken")
+                flip(tmp_path / "broken" / n, at)
+                cached, reasons = goes_on(model, tmp_path / "broken", tokens)
+                assert cached < len(tokens), f"byte {at} of {n}, in {region}, was not missed"
+                assert reasons, f"byte {at} of {n}, in {region}: no reason was given"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_cut_at_any_boundary_is_a_miss(kind: str, tmp_path: Path) -> None:
+    model, tokens = filled(KINDS[kind], tmp_path / "whole")
+    for n in [p.relative_to(tmp_path / "whole") for p in files(tmp_path / "whole")][:4]:
+        size = (tmp_path / "whole" / n).stat().st_size
+        edges = {0, 1, 7, 8, 9, size - 1, size // 2}
+        for lo, hi in regions(tmp_path / "whole" / n).values():
+            edges |= {lo, hi}
+        for length in sorted(e for e in edges if e < size):
+            shutil.rmtree(tmp_path / "broken", ignore_errors=True)
+            shutil.copytree(tmp_path / "whole", tmp_path / "broken")
+            os.truncate(tmp_path / "broken" / n, length)
+            cached, reasons = goes_on(model, tmp_path / "broken", tokens)
+            assert cached < len(tokens) and reasons, (n, length)
+
+
+def lengthened(path: Path, others: list[Path]) -> None:
+    with path.open("ab") as file:
+        file.write(b"\0")
+
+
+def emptied(path: Path, others: list[Path]) -> None:
+    path.write_bytes(b"")
+
+
+def swapped(path: Path, others: list[Path]) -> None:
+    other = next(p for p in others if p != path)
+    mine, theirs = path.read_bytes(), other.read_bytes()
+    path.write_bytes(theirs)
+    other.write_bytes(mine)
+
+
+def turned_into_a_folder(path: Path, others: list[Path]) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "inside").write_text("something")
+
+
+def turned_into_a_link(path: Path, others: list[Path]) -> None:
+    kept = path.with_name("kept")
+    path.rename(kept)
+    path.symlink_to(kept)
+
+
+def of_an_older_version(path: Path, others: list[Path]) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"onefold":"1"', b'"onefold":"0"', 1))
+
+
+def removed(path: Path, others: list[Path]) -> None:
+    path.unlink()
+
+
+def filled_with_text(path: Path, others: list[Path]) -> None:
+    path.write_text("once upon a time " * 1000)
+
+
+def with_an_endless_header(path: Path, others: list[Path]) -> None:
+    data = path.read_bytes()
+    path.write_bytes((1 << 62).to_bytes(8, "little") + data[8:])
+
+
+def with_deep_json(path: Path, others: list[Path]) -> None:
+    text = b'{"__metadata__":' + b"[" * 100_000
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+DAMAGE: list[Callable[[Path, list[Path]], None]] = [
+    lengthened,
+    emptied,
+    swapped,
+    turned_into_a_folder,
+    turned_into_a_link,
+    of_an_older_version,
+    removed,
+    filled_with_text,
+    with_an_endless_header,
+    with_deep_json,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("which", [0, 1, -1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_is_a_miss(kind: str, which: int, damage: Callable[..., None], tmp_path: Path) -> None:
+    model, tokens = filled(KINDS[kind], tmp_path)
+    there = files(tmp_path)
+    damage(there[which], there)
+    cached, _ = goes_on(model, tmp_path, tokens)
+    assert cached < len(tokens)
+    again, _ = goes_on(model, tmp_path, tokens)
+    assert again >= cached, "what was computed again was kept"
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_while_running_is_a_miss(kind: str, damage: Callable[..., None], tmp_path: Path) -> None:
+    """The tree knows the record already; it is found out when it is read."""
+    model, tokens = filled(KINDS[kind], tmp_path)
+    with opened(model, tmp_path) as cache:
+        assert cache.matched(tokens) == len(tokens)
+        there = files(tmp_path)
+        damage(there[1], there)
+        session = Session(model, cache, [*tokens, 5])
+        assert session.cached < len(tokens)
+        assert cache.stats().disk.rejected_records >= 1
+        session.prefill().decode(3).commit()
+        settled(cache)
+
+
+def test_another_models_record_is_a_miss(tmp_path: Path) -> None:
+    """Copied into this model's folder under its own name, and under the name that this model would look for."""
+    model, tokens = filled(("full", "full"), tmp_path / "a")
+    other = FakeModel(("full", "full"), seed=7)
+    with opened(other, tmp_path / "b") as cache:
+        small_records(cache, 40)
+        turn(other, cache, text(120))
+    ours, theirs = files(tmp_path / "a"), files(tmp_path / "b")
+    for mine, foreign in zip(ours, theirs, strict=True):
+        assert mine.name != foreign.name
+        shutil.copy(foreign, mine.parent / foreign.name)
+        shutil.copy(foreign, mine)
+    cached, reasons = goes_on(model, tmp_path / "a", tokens)
+    assert cached == 0 and reasons["disk: misnamed"] >= len(ours)
+    assert sum(reasons.values()) == 2 * len(ours)
+
+
+def test_no_record_is_read_that_says_it_is_of_another_layout(tmp_path: Path) -> None:
+    """A file that is sound by itself, and is not what this model needs."""
+    model, tokens = filled(("full", "full"), tmp_path)
+    path = files(tmp_path)[0]
+    folder = Folder.look(tmp_path)
+    head = format.parse_head(path.read_bytes())
+    assert isinstance(head, format.Head)
+    named = format.parse_name(path.name)
+    assert named is not None
+    content = format.content_of(head, path.parent.name, named)
+    tensors = tuple(t._replace(shape=(t.shape[0], t.shape[1], t.shape[2] // 2)) for t in content.tensors)
+    lying = format.Content(content.what, content.namespace, content.parent, content.start, content.tokens, tensors)
+    payload = bytes(sum(t.nbytes for t in tensors))
+    folder.write(
+        path.parent.name, path.name, [lying.header(lying.checksum([payload])), content.tokens.astype("<i4"), payload]
+    )
+    cached, reasons = goes_on(model, tmp_path, tokens)
+    assert cached == 0 and reasons["disk: of another layout"] == 1
+
+
+def test_leftovers_of_a_crash_are_swept(tmp_path: Path) -> None:
+    model, tokens = filled(("full", "full"), tmp_path)
+    first = files(tmp_path)[0]
+    half = first.with_name(first.name + ".tmp")
+    half.write_bytes(b"half a record")
+    stranger = first.with_name("readme.txt")
+    stranger.write_text("mine")
+    orphan = files(tmp_path)[0]
+    orphan.unlink()
+    cached, reasons = goes_on(model, tmp_path, tokens)
+    assert cached == 0 and not half.exists() and stranger.exists()
+    assert reasons["disk: orphan"] >= 1
+
+
+# -- the disk fails ----------------------------------------------------------------------------------
+
+
+def serves_on(model: FakeModel, cache: PrefixCache, n: int = 6) -> None:
+    for i in range(n):
+        said = turn(model, cache, [i, *text(100, 50 + i)])
+        again = Session(model, cache, [*said, 1])
+        assert again.cached == len(said), "memory goes on working"
+        again.prefill().commit()
+    settled(cache)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EACCES, errno.EDQUOT])
+@pytest.mark.parametrize("mode", ["back", "through"])
+def test_a_disk_that_takes_no_more_is_done_without(
+    code: int, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, tokens = filled(("full", "full"), tmp_path)
+    before = files(tmp_path)
+
+    def full(*what: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with opened(model, tmp_path, budget="1MB", disk_mode=mode) as cache:
+        monkeypatch.setattr("onefold.cache.tiers.folder.write_all", full)
+        serves_on(model, cache, 12)
+        cache.flush(10)
+        assert Session(model, cache, [*tokens, 1]).cached == len(tokens), "what is there can be read"
+        if mode == "through":
+            assert cache.stats().disk.failed == os.strerror(code)
+            assert not cache.flush(10)
+    assert caplog.text.count("is switched off") == 1
+    monkeypatch.undo()
+    assert set(before) <= set(files(tmp_path)) and not list(tmp_path.glob("*/*.tmp"))
+    assert goes_on(model, tmp_path, tokens)[0] == len(tokens)
+
+
+@pytest.mark.parametrize("mode", ["back", "through"])
+def test_a_folder_that_vanishes_is_done_without(mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, tokens = filled(("full", "full"), tmp_path / "cache")
+    with opened(model, tmp_path / "cache", budget="1MB", disk_mode=mode) as cache:
+        shutil.rmtree(tmp_path / "cache")
+        serves_on(model, cache, 12)
+        session = Session(model, cache, [*tokens, 1])
+        assert session.cached == 0
+        session.prefill().commit()
+        cache.flush(10)
+        assert bool(cache.stats().disk.failed) == (mode == "through"), "written back, nothing is until the end"
+        settled(cache)
+    assert caplog.text.count("is switched off") == 1
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = FakeModel(("full",))
+    (tmp_path / "file").write_text("in the way")
+    with opened(model, tmp_path / "file" / "cache") as cache:
+        assert "memory alone" in caplog.text
+        assert cache.stats().disk.mode == "off"
+        serves_on(model, cache)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
+def test_permissions_that_are_taken_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = filled(("full", "full"), tmp_path / "cache")
+    with opened(model, tmp_path / "cache", disk_mode="through") as cache:
+        for path in [tmp_path / "cache", *(tmp_path / "cache").iterdir()]:
+            path.chmod(0o500)
+        serves_on(model, cache)
+        cache.flush(10)
+        assert cache.stats().disk.failed
+    for path in [tmp_path / "cache", *(tmp_path / "cache").iterdir()]:
+        path.chmod(0o700)
+
+
+def test_a_newer_folder_is_not_touched(tmp_path: Path) -> None:
+    model, _ = filled(("full",), tmp_path)
+    (tmp_path / "onefold.json").write_text('{"layout": 99}')
+    before = files(tmp_path)
+    with pytest.raises(ConfigError, match="layout 99"):
+        opened(model, tmp_path)
+    assert files(tmp_path) == before
+
+
+def test_the_file_size_limit_in_the_middle_of_a_record(tmp_path: Path) -> None:
+    """A real write that stops half-way: the process may not make files of more than 20 kB."""
+    script = f"""
+        import resource, signal, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import onefold
+        from pathlib import Path
+        from fake import FakeModel, text
+        from test_disk import opened
+        from test_disk_faults import serves_on
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        model = FakeModel(("full",), dim=64)
+        with opened(model, Path({str(tmp_path)!r}), disk_mode="through") as cache:
+            serves_on(model, cache)
+            cache.flush(10)
+            assert cache.stats().disk.failed == "File too large", cache.stats().disk
+        assert not list(Path({str(tmp_path)!r}).glob("*/*.tmp"))
+        print("served on")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "served on" in done.stdout and "switched off: File too large" in done.stderr
+
+
+def test_the_lock_ends_with_the_process(tmp_path: Path) -> None:
+    held = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys, time\nfrom onefold.cache.tiers.folder import Folder\n"
+            "f = Folder.make(sys.argv[1]); print('held', flush=True); time.sleep(60)",
+            str(tmp_path),
+        ],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert held.stdout is not None and held.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match=f"process {held.pid}"):
+            Folder.make(tmp_path)
+    finally:
+        held.kill()
+        held.communicate()
+    Folder.make(tmp_path).unlock()

@@ -5,8 +5,10 @@ The folder is one that caches wrote: two models, one of them with two namespaces
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from fake import FakeModel, Session, text
 from terminal import environment, on_terminal
 
@@ -27,6 +30,7 @@ from onefold.cache.tiers.record import Content, What, file_name, parse_name
 from onefold.cache.tiers.vault import NO_TOKENS, on_disk
 from onefold.cli import cache_report, main
 
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "disk-format.md"
 SALT = "somebody's key"
 DAY = 86400.0
 
@@ -673,3 +677,28 @@ def test_mlx_is_not_needed(folder) -> None:
     help += "assert not {'mlx', 'numpy', 'rich'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", help], env=environment(), capture_output=True, text=True)
     assert done.returncode == 0 and "verify" in done.stdout, done.stderr
+
+
+# -- the format, in words ----------------------------------------------------------------------------
+
+
+def test_the_reader_in_the_docs_reads_every_record(folder) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```$", DOCS.read_text(), re.MULTILINE | re.DOTALL)
+    for path in records(folder)[::4]:
+        done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+        said = done.stdout.splitlines()
+        assert done.returncode == 0 and said[-1] == "address    agrees" and said[0] == "onefold    1"
+
+
+def test_namespaces_and_checksums_are_as_the_docs_say(folder) -> None:
+    found = []
+    for about in folder.glob("*/about.json"):
+        said = json.loads(about.read_text())
+        salt = json.dumps(["str", repr(SALT if said.pop("salted") else "")])
+        told = json.dumps([said, salt], sort_keys=True).encode()
+        found.append(hashlib.blake2b(told, digest_size=16, person=b"onefold space").hexdigest() == about.parent.name)
+    assert found == [True] * 3
+    for path in records(folder):
+        data = path.read_bytes()
+        checksum = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["checksum"].encode()
+        assert xxhash.xxh3_128(data.replace(checksum, b"0" * 32, 1)).hexdigest().encode() == checksum

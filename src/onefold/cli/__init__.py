@@ -6,9 +6,9 @@ import argparse
 import sys
 from importlib.metadata import version
 
-from onefold.cli import chat, demo, mlx_lm_server, serve
+from onefold.cli import cache, chat, demo, mlx_lm_server, serve
 
-COMMANDS = {"serve": serve, "chat": chat, "demo": demo, "mlx-lm-server": mlx_lm_server}
+COMMANDS = {"serve": serve, "chat": chat, "demo": demo, "cache": cache, "mlx-lm-server": mlx_lm_server}
 
 
 def main(argv: list[str] | None = None) -> int:

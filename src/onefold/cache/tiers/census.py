@@ -1,0 +1,279 @@
+"""The census: what lies in a folder, for whoever looks after it. Reads names and heads, and changes nothing.
+
+- A record is told from what is none by its name; its head says how many tokens it has and what it goes on from.
+- A folder may be looked at while its server writes: what vanishes meanwhile is not there, and what came meanwhile is
+  looked for before a record is said to go on from nothing.
+- The records of another format are not understood, and nothing is said against them. Which goes on from which is not
+  known there: each is taken to go on from the one that begins before it, so that the last goes first.
+
+No MLX in this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from onefold.cache.tiers.folder import ABOUT, LOCK, MARKER, TEMPORARY, WRITTEN, Filed, Folder
+from onefold.cache.tiers.record import (
+    HEAD_MOST,
+    VERSION,
+    Content,
+    Head,
+    Named,
+    What,
+    address,
+    content_of,
+    file_name,
+    parse_head,
+    parse_name,
+)
+from onefold.cache.tiers.vault import on_disk
+from onefold.errors import RecordError
+
+_BEGIN = 16 << 10
+_HEAD_AND_TOKENS_MOST = HEAD_MOST + (64 << 20)
+"""No record of ours has so many tokens; what says so is not read into memory."""
+_LOOKS = 3
+
+ORPHAN = "goes on from a record that is not there"
+MISPLACED = "begins outside of the record that it goes on from"
+NO_FILE = "not a file"
+
+
+@dataclass(eq=False)
+class Entry:
+    """A record, as its name and its head tell of it."""
+
+    namespace: str
+    named: Named
+    size: int
+    used: float
+    tokens: int = 0
+    hollow: bool = False
+    """A range that has tokens and no KV."""
+    problem: str = ""
+    """Why it cannot be used, as far as heads tell."""
+    parent: Entry | None = None
+    parent_address: bytes = b""
+
+    @property
+    def name(self) -> str:
+        return file_name(*self.named)
+
+    @property
+    def order(self) -> tuple[int, str, bytes]:
+        """By where it begins: so it comes after what it goes on from."""
+        return self.named.start, self.named.what.value, self.named.address
+
+    @property
+    def start(self) -> int:
+        return self.named.start
+
+    @property
+    def end(self) -> int:
+        return self.named.start + self.tokens
+
+    @property
+    def disk_bytes(self) -> int:
+        return on_disk(self.size)
+
+
+@dataclass
+class Space:
+    """A namespace's folder."""
+
+    id: str
+    about: dict[str, Any]
+    entries: list[Entry]
+    """By where they begin: each after the one that it goes on from."""
+    leftovers: list[str] = field(default_factory=list)
+    """What writing left behind when it was cut off."""
+    strangers: list[str] = field(default_factory=list)
+    """Whatever else was put there; never touched."""
+
+    @property
+    def foreign(self) -> bool:
+        """Of another format than this version's."""
+        return self.about.get("format", VERSION) != VERSION
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(e.disk_bytes for e in self.entries)
+
+    @property
+    def tokens(self) -> int:
+        return sum(e.tokens for e in self.entries)
+
+
+def take(folder: Folder, namespaces: Iterable[str] | None = None, *, heads: bool = True) -> list[Space]:
+    """What there is of these namespaces, or of all; without `heads` by names alone. Raises OSError if the folder
+    itself cannot be read."""
+    found = []
+    for namespace in folder.namespaces() if namespaces is None else namespaces:
+        space = Space(namespace, folder.about(namespace), [])
+        for name in folder.strangers(namespace):
+            (space.leftovers if _is_leftover(folder, namespace, name) else space.strangers).append(name)
+        listed = [_entry(namespace, filed) for filed in folder.records(namespace)]
+        if heads and not space.foreign:
+            listed = _with_heads(folder, namespace, listed)
+        space.entries = sorted(listed, key=lambda e: e.order)
+        if space.foreign:
+            for before, entry in zip(space.entries, space.entries[1:], strict=False):
+                entry.parent = before
+        found.append(space)
+    return found
+
+
+def read_head(file: int, namespace: str, named: Named, size: int) -> Head:
+    """A record's head, if it agrees with the name; all that a cache asks of it before it is restored. Raises
+    RecordError and OSError."""
+    try:
+        found = parse_head(os.pread(file, _BEGIN, 0))
+        while isinstance(found, int):
+            if found > size:
+                raise RecordError("truncated")
+            if found > _HEAD_AND_TOKENS_MOST:
+                raise RecordError("its header says what cannot be")
+            found = parse_head(os.pread(file, found, 0))
+        at = address(found.what, namespace, found.parent, found.start, found.tokens)
+    except (struct.error, OverflowError) as error:  # numbers beyond all bounds
+        raise RecordError("its header says what cannot be") from error
+    if (found.what, found.start, at) != named:
+        raise RecordError("misnamed")
+    if (found.what is What.RANGE) != bool(len(found.tokens)):
+        raise RecordError("its header says what cannot be")
+    return found
+
+
+def read_content(head: Head, namespace: str, named: Named) -> Content:
+    """What a head says in all. Raises RecordError."""
+    try:
+        return content_of(head, namespace, named)
+    except (struct.error, OverflowError) as error:
+        raise RecordError("its header says what cannot be") from error
+
+
+def reason(error: OSError | RecordError) -> str:
+    if not isinstance(error, OSError):
+        return str(error)
+    return f"unreadable: {os.strerror(error.errno) if error.errno else error}"
+
+
+def _entry(namespace: str, filed: Filed) -> Entry:
+    return Entry(namespace, filed.named, filed.size, filed.used)
+
+
+def _with_heads(folder: Folder, namespace: str, listed: list[Entry]) -> list[Entry]:
+    held: dict[Named, Entry] = {}
+    ranges: dict[bytes, Entry] = {}
+    for look in range(_LOOKS):
+        if look:
+            listed = [_entry(namespace, filed) for filed in folder.records(namespace)]
+            there = {e.named for e in listed}
+            held = {named: e for named, e in held.items() if named in there}
+        for entry in listed:
+            if entry.named not in held and _look(folder, entry):
+                held[entry.named] = entry
+        ranges = {e.named.address: e for e in held.values() if e.named.what is What.RANGE}
+        if all(not e.parent_address or e.parent_address in ranges for e in held.values()):
+            break
+    _link(sorted(held.values(), key=lambda e: e.order), ranges)
+    return list(held.values())
+
+
+def _look(folder: Folder, entry: Entry) -> bool:
+    """Read its head; False if it has gone."""
+    try:
+        with folder.reading(entry.namespace, entry.name) as file:
+            head = read_head(file, entry.namespace, entry.named, entry.size)
+    except FileNotFoundError:
+        return False
+    except (OSError, RecordError) as error:
+        entry.problem = reason(error)
+        return True
+    entry.tokens = len(head.tokens)
+    entry.hollow = head.what is What.RANGE and head.n_tensors == 0
+    entry.parent_address = head.parent
+    return True
+
+
+def _link(entries: list[Entry], ranges: dict[bytes, Entry]) -> None:
+    """By where they begin: so whether one can be used is known before those that go on from it."""
+    for entry in entries:
+        if entry.problem:
+            continue
+        parent = ranges.get(entry.parent_address) if entry.parent_address else None
+        if parent is None:
+            if entry.parent_address or entry.start:
+                entry.problem = ORPHAN
+        elif not parent.start < entry.start <= parent.end:
+            entry.problem = ORPHAN if parent.problem else MISPLACED
+        else:
+            entry.parent = parent
+            if parent.problem:
+                entry.problem = ORPHAN
+
+
+# -- what is no record -----------------------------------------------------------------------------
+
+
+def _is_leftover(folder: Folder, namespace: str, name: str) -> bool:
+    """A file under the temporary name of something that we write."""
+    of = name.removesuffix(TEMPORARY)
+    if of == name or not (of == ABOUT or parse_name(of) is not None):
+        return False
+    path = folder.path / namespace / name
+    return path.is_file() and not path.is_symlink()
+
+
+def top_level(folder: Folder) -> tuple[list[str], list[str]]:
+    """Beside the namespaces: what writing left behind, and what is not ours."""
+    ours, spaces = {MARKER, LOCK, WRITTEN}, set(folder.namespaces())
+    leftovers, strangers = list[str](), list[str]()
+    with os.scandir(folder.path) as entries:
+        for entry in entries:
+            if entry.name in ours or entry.name in spaces:
+                continue
+            of = entry.name.removesuffix(TEMPORARY)
+            left = of != entry.name and of in ours and entry.is_file(follow_symlinks=False)
+            (leftovers if left else strangers).append(entry.name)
+    return sorted(leftovers), sorted(strangers)
+
+
+def holder(folder: Folder) -> str:
+    """Who writes there: "process 123"; empty if nobody does."""
+    try:
+        held = os.open(folder.path / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return ""
+    try:
+        who = os.pread(held, 64, 0).decode(errors="replace").strip()
+        if not who:  # whoever takes the lock says so at once, and nobody's start is to be disturbed
+            return ""
+        try:
+            fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            return who
+        return ""
+    finally:
+        os.close(held)
+
+
+def size_of(folder: Folder, namespace: str, name: str) -> int:
+    """Of a leftover; of one at the top the namespace is empty."""
+    with contextlib.suppress(OSError):
+        return (folder.path / namespace / name).lstat().st_size
+    return 0
+
+
+def is_there(folder: Folder, entry: Entry) -> bool:
+    return os.path.lexists(folder.path / entry.namespace / entry.name)

@@ -1,0 +1,88 @@
+"""Pruning: which records go, so that none that stays goes on from one that went.
+
+A record is in use for as long as anything that goes on from it: the beginning of a conversation is as recent as its
+end. Decides, and removes nothing but what it is told to. No MLX in this file.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable
+
+from onefold.cache.tiers.census import Entry, Space
+from onefold.cache.tiers.folder import Folder
+
+
+def broken(entries: Iterable[Entry]) -> set[Entry]:
+    """Those that no cache would use, as far as heads tell."""
+    return {e for e in entries if e.problem}
+
+
+def below(entries: Iterable[Entry], gone: set[Entry]) -> set[Entry]:
+    """These, and all that go on from them."""
+    found = set(gone)
+    for entry in sorted(entries, key=lambda e: e.order):
+        if entry.parent in found:
+            found.add(entry)
+    return found
+
+
+def last_used(entries: Iterable[Entry]) -> dict[Entry, float]:
+    """When each was used, or anything that goes on from it."""
+    found = {e: e.used for e in entries}
+    for entry in _tails_first(found):
+        if entry.parent in found:
+            found[entry.parent] = max(found[entry.parent], found[entry])
+    return found
+
+
+def older_than(entries: Iterable[Entry], moment: float) -> set[Entry]:
+    return {entry for entry, used in last_used(entries).items() if used < moment}
+
+
+def beyond(entries: Iterable[Entry], budget_bytes: int) -> set[Entry]:
+    """Those that make way for the others to be within the budget: the least recently used first, tails first."""
+    held = list(entries)
+    total = sum(e.disk_bytes for e in held)
+    children = Counter(e.parent for e in held if e.parent is not None)
+    queue = [(e.used, -e.start, i, e) for i, e in enumerate(held) if not children[e]]
+    heapq.heapify(queue)
+    gone = set[Entry]()
+    while queue and total > budget_bytes:
+        _, _, i, entry = heapq.heappop(queue)
+        gone.add(entry)
+        total -= entry.disk_bytes
+        parent = entry.parent
+        if parent is not None:
+            children[parent] -= 1
+            if not children[parent]:
+                heapq.heappush(queue, (parent.used, -parent.start, len(held) + i, parent))
+    return gone
+
+
+def remove(folder: Folder, entries: Iterable[Entry]) -> None:
+    """Tails first: whenever this is cut off, what is left can be used. Raises OSError."""
+    for entry in _tails_first(entries):
+        folder.remove(entry.namespace, entry.name)
+
+
+def remove_leftovers(folder: Folder, spaces: Iterable[Space], top: Iterable[str] = ()) -> None:
+    """Raises OSError."""
+    for space in spaces:
+        for name in space.leftovers:
+            folder.remove(space.id, name)
+    for name in top:
+        folder.remove("", name)
+
+
+def remove_if_empty(folder: Folder, namespace: str) -> bool:
+    """A namespace that has nothing but the word of what it is of."""
+    if folder.records(namespace) or folder.strangers(namespace):
+        return False
+    folder.remove_namespace(namespace)
+    return True
+
+
+def _tails_first(entries: Iterable[Entry]) -> list[Entry]:
+    return sorted(entries, key=lambda e: e.order, reverse=True)

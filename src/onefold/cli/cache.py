@@ -1,0 +1,140 @@
+"""`onefold cache`: looks after the folder of a disk cache. What is there, whether it is whole, and less of it.
+
+What was given is made into one action here; what the actions do, and how it is shown, is next door. A folder that
+cannot be used is one line on stderr and exit code 2. Looking needs no lock; what deletes takes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from typing import Any
+
+from onefold.cli.command_line import INTERRUPTED, Parser, complain
+from onefold.cli.serve import Flag
+
+HELP = "look after the folder of a disk cache: ls, stat, verify, prune, clear"
+NAME = "onefold cache"
+
+DISK = Flag("disk", "the folder", metavar="DIR")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def _age(text: str) -> float:
+    found = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([smhdw])\s*", text.lower())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"an age is like 7d, 12h or 30m, not {text!r}")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def _size(text: str) -> str:
+    from onefold.errors import ConfigError
+    from onefold.sizes import parse_size
+
+    try:
+        parse_size(text, total_bytes=1 << 40)  # whether it is a size; what a share is of is known later
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def parser() -> argparse.ArgumentParser:
+    made = Parser(
+        prog=NAME,
+        description="Looks after the folder of a disk cache.",
+        epilog="The folder is --disk of each, or the environment variable ONEFOLD_DISK.",
+        allow_abbrev=False,
+    )
+    actions = made.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    def action(name: str, told: str) -> argparse.ArgumentParser:
+        added = actions.add_parser(name, help=told, description=told[0].upper() + told[1:] + ".", allow_abbrev=False)
+        DISK.add_to(added)
+        added.add_argument("--json", action="store_true", help="one JSON object instead of words")
+        return added
+
+    def namespace(to: argparse.ArgumentParser) -> None:
+        to.add_argument("--namespace", metavar="ID", help="only this one; the beginning of its name will do")
+
+    ls = action("ls", "list the namespaces, or the records of one")
+    ls.add_argument("namespace", metavar="ID", nargs="?", help="a namespace; the beginning of its name will do")
+    ls.add_argument("--all", action="store_true", help="all records, however many")
+    action("stat", "sum up the folder: size, what was written, who uses it")
+    verify = action("verify", "read every record whole and check it; exit code 1 if one is bad")
+    namespace(verify)
+    verify.add_argument("--remove", action="store_true", help="delete bad records and all that go on from them")
+    prune = action("prune", "delete what is not wanted any more, and always what no cache could use")
+    namespace(prune)
+    told = "delete down to this size, the least recently used first: 20GB, 10%% of the file system"
+    prune.add_argument("--budget", type=_size, metavar="SIZE", help=told)
+    prune.add_argument("--older-than", type=_age, metavar="AGE", help="delete what was not used for so long: 7d, 12h")
+    prune.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
+    clear = action("clear", "delete all records")
+    namespace(clear)
+    clear.add_argument("--yes", action="store_true", help="do not ask")
+    return made
+
+
+def run(arguments: list[str]) -> int:
+    given = parser().parse_args(arguments)
+    name = f"{NAME} {given.action}"
+    if not given.disk:
+        return complain(name, "which folder? Give --disk DIR, or set ONEFOLD_DISK")
+    from onefold.errors import OnefoldError
+
+    try:
+        return _do(given)
+    except OnefoldError as error:
+        return complain(name, str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # nobody listens any more; Python would say so once again when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        where = error.filename or given.disk
+        return complain(name, f"{os.fsdecode(where)}: {error.strerror or error}")
+
+
+def _do(given: argparse.Namespace) -> int:
+    """Raises OnefoldError and OSError."""
+    from onefold.cache.tiers.folder import Folder
+    from onefold.cli import cache_actions, cache_report
+    from onefold.errors import ConfigError
+
+    if not os.path.isdir(os.path.expanduser(given.disk)):
+        raise ConfigError(f"there is no folder {given.disk}")
+    folder = Folder.look(given.disk)
+    code, told = 0, dict[str, Any]()
+    match given.action:
+        case "ls":
+            told = cache_actions.ls(folder, given.namespace)
+        case "stat":
+            told = cache_actions.stat(folder)
+        case "verify":
+            with cache_report.bar(shown=not given.json) as progress:
+                told = cache_actions.verify(folder, given.namespace, given.remove, progress)
+            code = 1 if told["bad"] else 0
+        case "prune":
+            told = cache_actions.prune(folder, given.namespace, given.budget, given.older_than, given.dry_run)
+        case "clear":
+            told = cache_actions.clear(folder, given.namespace, (lambda _: True) if given.yes else _agreed)
+            code = 0 if told["agreed"] else 1
+    if given.json:
+        print(json.dumps(told), flush=True)
+    else:
+        cache_report.show(given.action, told, every=getattr(given, "all", False))
+    return code
+
+
+def _agreed(question: str) -> bool:
+    """Raises ConfigError where there is nobody to ask."""
+    from onefold.errors import ConfigError
+
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise ConfigError("there is nobody to ask here: give --yes to delete without being asked")
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -1,0 +1,295 @@
+"""What `onefold cache` does. Every action returns what there is to tell of it, in values that JSON has.
+
+Sizes are what files take on a disk, as the budget counts them. Moments are seconds since 1970.
+"""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from onefold.cache.tiers import census, pruning
+from onefold.cache.tiers import verify as verifying
+from onefold.cache.tiers.census import Entry, Space
+from onefold.cache.tiers.folder import Folder
+from onefold.cache.tiers.record import parse_name
+from onefold.errors import ConfigError, RecordError
+from onefold.sizes import parse_size, show_size
+
+SHORT = 8
+"""Digits of a namespace that are shown, unless two begin with the same."""
+
+
+class Progress(Protocol):
+    def begin(self, total_bytes: int) -> None: ...
+    def advance(self, n_bytes: int) -> None: ...
+
+
+def namespace_of(folder: Folder, given: str) -> str:
+    """The one that begins so. Raises ConfigError."""
+    found = [n for n in folder.namespaces() if given and n.startswith(given.lower())]
+    if not found:
+        raise ConfigError(f"there is no namespace {given!r} in {folder.path}")
+    if len(found) > 1:
+        raise ConfigError(f"{len(found)} namespaces begin with {given!r}: {', '.join(found[:3])}; give more of it")
+    return found[0]
+
+
+@contextmanager
+def _locked(folder: Folder, needed: bool = True) -> Iterator[None]:
+    """Raises FolderInUse."""
+    if needed:
+        folder.lock()
+    try:
+        yield
+    finally:
+        folder.unlock()
+
+
+def _chosen(folder: Folder, namespace: str | None) -> list[str] | None:
+    return None if namespace is None else [namespace_of(folder, namespace)]
+
+
+# -- looking -----------------------------------------------------------------------------------------
+
+
+def ls(folder: Folder, namespace: str | None) -> dict[str, Any]:
+    told: dict[str, Any] = {"folder": str(folder.path)}
+    spaces = census.take(folder, _chosen(folder, namespace))
+    short = _short(folder.namespaces())
+    if namespace is None:
+        return told | {"namespaces": [_space(s, short) for s in spaces]}
+    (space,) = spaces
+    told["namespace"] = _space(space, short) | {"about": space.about}
+    told["records"] = [_record(e, space.foreign) for e in _by_conversation(space.entries)]
+    return told
+
+
+def stat(folder: Folder) -> dict[str, Any]:
+    spaces = census.take(folder, heads=False)
+    entries = [e for s in spaces for e in s.entries]
+    top_leftovers, top_strangers = census.top_level(folder)
+    leftovers = [(s.id, n) for s in spaces for n in s.leftovers] + [("", n) for n in top_leftovers]
+    written = folder.written()
+    usage = shutil.disk_usage(folder.path)
+    return {
+        "folder": str(folder.path),
+        "in_use_by": census.holder(folder),
+        "namespaces": len(spaces),
+        "records": len(entries),
+        "bytes": sum(e.disk_bytes for e in entries),
+        "last_used": max((e.used for e in entries), default=None),
+        "oldest": min((e.used for e in entries), default=None),
+        "written_today_bytes": _count(written.get("today")) if written.get("day") == _today() else 0,
+        "written_ever_bytes": _count(written.get("ever")),
+        "leftovers": [_joined(s, n) for s, n in leftovers],
+        "leftover_bytes": sum(census.size_of(folder, s, n) for s, n in leftovers),
+        "strangers": [_joined(s.id, n) for s in spaces for n in s.strangers] + top_strangers,
+        "free_bytes": usage.free,
+        "file_system_bytes": usage.total,
+    }
+
+
+def _today() -> str:
+    return datetime.date.today().isoformat()
+
+
+def _count(found: Any) -> int:
+    return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else 0
+
+
+def _joined(namespace: str, name: str) -> str:
+    return f"{namespace}/{name}" if namespace else name
+
+
+def _short(namespaces: Iterable[str]) -> dict[str, str]:
+    every = list(namespaces)
+    digits = SHORT
+    while len({n[:digits] for n in every}) < len(every):
+        digits += 1
+    return {n: n[:digits] for n in every}
+
+
+def _label(about: dict[str, Any]) -> str:
+    label, model = about.get("label"), about.get("model")
+    if isinstance(label, str) and label.strip():
+        return label
+    return f"model {model[:SHORT]}" if isinstance(model, str) and model else "?"
+
+
+def _space(space: Space, short: dict[str, str]) -> dict[str, Any]:
+    about = space.about
+    return {
+        "id": space.id,
+        "short": short.get(space.id, space.id),
+        "label": _label(about),
+        "model": about.get("model"),
+        "kv": about.get("kv"),
+        "salted": about.get("salted"),
+        "format": about.get("format"),
+        "records": len(space.entries),
+        "tokens": None if space.foreign else space.tokens,
+        "bytes": space.disk_bytes,
+        "last_used": max((e.used for e in space.entries), default=None),
+        "oldest": min((e.used for e in space.entries), default=None),
+        "unusable": sum(bool(e.problem) for e in space.entries),
+    }
+
+
+def _record(entry: Entry, foreign: bool) -> dict[str, Any]:
+    parent = None if entry.parent is None or foreign else entry.parent.name
+    kind = "hollow range" if entry.hollow else entry.named.what.value
+    return {
+        "name": entry.name,
+        "kind": kind,
+        "start": entry.start,
+        "tokens": None if foreign else entry.tokens,
+        "bytes": entry.disk_bytes,
+        "file_bytes": entry.size,
+        "last_used": entry.used,
+        "parent": parent,
+        "problem": entry.problem,
+    }
+
+
+def _by_conversation(entries: list[Entry]) -> list[Entry]:
+    """Each followed by what goes on from it; the most recently used first."""
+    used = pruning.last_used(entries)
+    following: dict[Entry | None, list[Entry]] = {}
+    for entry in sorted(entries, key=lambda e: (used[e], e.order)):
+        following.setdefault(entry.parent, []).append(entry)
+    found, todo = [], list(following.get(None, ()))
+    while todo:
+        found.append(todo.pop())
+        todo += following.get(found[-1], ())
+    return found
+
+
+# -- checking ----------------------------------------------------------------------------------------
+
+
+def verify(folder: Folder, namespace: str | None, remove: bool, progress: Progress) -> dict[str, Any]:
+    with _locked(folder, remove):
+        spaces = census.take(folder, _chosen(folder, namespace))
+        ours = [s for s in spaces if not s.foreign]
+        entries = [e for s in ours for e in s.entries]
+        progress.begin(sum(e.size for e in entries))
+        vanished = {e for s in ours for e in s.entries if not _verified(folder, e, s.about, progress)}
+        bad = [e for e in entries if e.problem and e not in vanished]
+        gone = pruning.below(entries, set(bad))
+        misplaced = [(s.id, n) for s in ours for n in s.strangers if parse_name(n) is not None]
+        if remove:
+            pruning.remove(folder, gone)
+    return {
+        "folder": str(folder.path),
+        "records": len(entries) - len(vanished),
+        "bytes": sum(e.disk_bytes for e in entries if e not in vanished),
+        "vanished": len(vanished),
+        "bad": [{"namespace": e.namespace, "name": e.name, "bytes": e.disk_bytes, "reason": e.problem} for e in bad]
+        + [{"namespace": s, "name": n, "bytes": 0, "reason": census.NO_FILE} for s, n in misplaced],
+        "going_on_from_bad": len(gone) - len(bad),
+        "removed_records": len(gone) if remove else 0,
+        "removed_bytes": sum(e.disk_bytes for e in gone) if remove else 0,
+        "strangers": [_joined(s.id, n) for s in ours for n in s.strangers if parse_name(n) is None],
+        "of_another_format": [s.id for s in spaces if s.foreign],
+    }
+
+
+def _verified(folder: Folder, entry: Entry, about: dict[str, Any], progress: Progress) -> bool:
+    """False if it is not there any more; what is wrong with it is its problem."""
+    done = 0
+
+    def read(n_bytes: int) -> None:
+        nonlocal done
+        done += n_bytes
+        progress.advance(n_bytes)
+
+    try:
+        if entry.problem:
+            return census.is_there(folder, entry)
+        verifying.verify(folder, entry, about, read)
+    except FileNotFoundError:
+        return False
+    except (OSError, RecordError) as error:
+        entry.problem = census.reason(error)
+    finally:
+        progress.advance(entry.size - done)
+    return True
+
+
+# -- deleting ----------------------------------------------------------------------------------------
+
+
+def prune(
+    folder: Folder, namespace: str | None, budget: str | None, older_than: float | None, dry_run: bool
+) -> dict[str, Any]:
+    total = shutil.disk_usage(folder.path).total
+    budget_bytes = None if budget is None else parse_size(budget, total_bytes=total)
+    with _locked(folder, not dry_run):
+        spaces = census.take(folder, _chosen(folder, namespace))
+        entries = [e for s in spaces for e in s.entries]
+        why: dict[str, set[Entry]] = {"unusable": pruning.broken(entries)}
+        left = [e for e in entries if e not in why["unusable"]]
+        why["older"] = set() if older_than is None else pruning.older_than(left, time.time() - older_than)
+        left = [e for e in left if e not in why["older"]]
+        why["beyond_budget"] = set() if budget_bytes is None else pruning.beyond(left, budget_bytes)
+        gone = set().union(*why.values())
+        top = census.top_level(folder)[0] if namespace is None else []
+        told = _removal(folder, spaces, gone, top)
+        if not dry_run:
+            pruning.remove(folder, gone)
+            pruning.remove_leftovers(folder, spaces, top)
+            for space in spaces:
+                pruning.remove_if_empty(folder, space.id)
+    return told | {"dry_run": dry_run, "why": {reason: len(found) for reason, found in why.items()}}
+
+
+def clear(folder: Folder, namespace: str | None, agreed: Callable[[str], bool]) -> dict[str, Any]:
+    """Raises what `agreed` raises."""
+    with _locked(folder):
+        spaces = census.take(folder, _chosen(folder, namespace), heads=False)
+        entries = {e for s in spaces for e in s.entries}
+        top = census.top_level(folder)[0] if namespace is None else []
+        told = _removal(folder, spaces, entries, top)
+        size, where = show_size(told["bytes"]), folder.path if namespace is None else folder.path / spaces[0].id
+        if not agreed(f"delete {told['records']:,} records, {size}, in {where}?"):
+            return told | {"agreed": False, "records": 0, "bytes": 0}
+        pruning.remove(folder, entries)
+        pruning.remove_leftovers(folder, spaces, top)
+        kept = [s for s in spaces if not pruning.remove_if_empty(folder, s.id)]
+    return told | {"agreed": True, "strangers": [_joined(s.id, n) for s in kept for n in s.strangers]}
+
+
+def _removal(folder: Folder, spaces: list[Space], gone: set[Entry], top: list[str]) -> dict[str, Any]:
+    """What goes, by namespace, and what stays."""
+    short = _short(folder.namespaces())
+    namespaces = []
+    for space in spaces:
+        going = [e for e in space.entries if e in gone]
+        if going or space.leftovers:
+            namespaces.append(
+                {
+                    "id": space.id,
+                    "short": short.get(space.id, space.id),
+                    "label": _label(space.about),
+                    "records": len(going),
+                    "bytes": sum(e.disk_bytes for e in going),
+                    "leftovers": len(space.leftovers),
+                }
+            )
+    leftovers = [(s.id, n) for s in spaces for n in s.leftovers] + [("", n) for n in top]
+    stay = [e for s in spaces for e in s.entries if e not in gone]
+    return {
+        "folder": str(folder.path),
+        "records": len(gone),
+        "bytes": sum(e.disk_bytes for e in gone),
+        "leftovers": len(leftovers),
+        "leftover_bytes": sum(census.size_of(folder, s, n) for s, n in leftovers),
+        "namespaces": namespaces,
+        "left_records": len(stay),
+        "left_bytes": sum(e.disk_bytes for e in stay),
+    }

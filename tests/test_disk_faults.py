@@ -1,4 +1,4 @@
-"""What is damaged on disk is a miss with its reason: never output, never a crash. And a disk that fails is done without.
+"""What is damaged on disk is a miss with its reason: never output, never a crash. A disk that fails is done without.
 
 Every layer of every request is compared with a stock run beside it (`fake.Session`), so that a wrong byte would show.
 """

@@ -25,6 +25,7 @@ NO_MLX = (
     "cache/pace.py",
     "cache/tiers/census.py",
     "cache/tiers/folder.py",
+    "cache/tiers/heads.py",
     "cache/tiers/pruning.py",
     "cache/tiers/record.py",
     "cache/tiers/vault.py",

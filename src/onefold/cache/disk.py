@@ -13,7 +13,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -101,7 +100,7 @@ class Disk:
         try:
             self.vault = Vault(
                 folder,
-                _budget(settings.budget, folder.path),
+                _budget(settings.budget, folder),
                 daily_bytes=None if settings.daily_limit is None else parse_size(settings.daily_limit),
             )
             self.counts: Counter[str] = Counter()
@@ -259,11 +258,11 @@ class Disk:
         return Counter({f"disk: {reason}": n for reason, n in found.items()})
 
 
-def _budget(given: int | float | str | None, path: Path) -> int:
-    usage = shutil.disk_usage(path)
+def _budget(given: int | float | str | None, folder: Folder) -> int:
+    usage = shutil.disk_usage(folder.path)
     if given is not None:
         return parse_size(given, total_bytes=usage.total)
-    return max(1, min(DEFAULT_MOST, usage.free // 2))
+    return max(1, min(DEFAULT_MOST, (usage.free + folder.bytes()) // 2))
 
 
 def _grow(tree: Tree, loaded: list[Loaded], overlapping: Callable[[Record], None]) -> None:

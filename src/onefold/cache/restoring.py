@@ -24,7 +24,8 @@ from onefold.cache.checkpoints import Checkpoint, revive
 from onefold.cache.ledger import Purpose
 from onefold.cache.segment import Slab, Span, Track, round_up
 from onefold.cache.tiers.folder import read_all
-from onefold.cache.tiers.record import Content, Named, content_of, parse_head
+from onefold.cache.tiers.heads import read_content
+from onefold.cache.tiers.record import Content
 from onefold.cache.tiers.vault import Record
 from onefold.cache.tree import Node, Tokens, Tree
 from onefold.errors import BudgetError, RecordError
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("onefold")
 
-_BEGIN = 16 << 10
 AHEAD = 2
 """Records that the operating system is asked to fetch while one is read."""
 
@@ -307,7 +307,7 @@ class Restore:
             raise RecordError("checksum")
         try:
             position, snapshots = revive(content.state, arrays)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise RecordError("no header of ours") from error
         leaves = sum(len(a.leaves) for a in self._cache._anatomies)
         if position != content.start or len(snapshots) > leaves:
@@ -317,15 +317,7 @@ class Restore:
 
     def _content(self, file: int, record: Record) -> tuple[Content, int, str]:
         """What the file holds, where its tensors begin, and the checksum that all of it must have."""
-        size = os.fstat(file).st_size
-        head = parse_head(os.pread(file, _BEGIN, 0))
-        while isinstance(head, int):
-            if head > size:
-                raise RecordError("truncated")
-            head = parse_head(os.pread(file, head, 0))
-        content = content_of(head, record.namespace, Named(record.what, record.start, record.address))
-        if content.size != size:
-            raise RecordError("truncated" if size < content.size else "too long")
+        head, content = read_content(file, record.namespace, record.named, os.fstat(file).st_size)
         if content.parent != (b"" if record.parent is None else record.parent.address):
             raise RecordError("misnamed")
         return content, head.data_at + content.tokens.nbytes, head.checksum

@@ -15,31 +15,22 @@ import contextlib
 import errno
 import fcntl
 import os
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from onefold.cache.tiers.folder import ABOUT, LOCK, MARKER, TEMPORARY, WRITTEN, Filed, Folder
+from onefold.cache.tiers.heads import read_head
 from onefold.cache.tiers.record import (
-    HEAD_MOST,
     VERSION,
-    Content,
-    Head,
     Named,
     What,
-    address,
-    content_of,
     file_name,
-    parse_head,
     parse_name,
 )
 from onefold.cache.tiers.vault import on_disk
 from onefold.errors import RecordError
 
-_BEGIN = 16 << 10
-_HEAD_AND_TOKENS_MOST = HEAD_MOST + (64 << 20)
-"""No record of ours has so many tokens; what says so is not read into memory."""
 _LOOKS = 3
 
 ORPHAN = "goes on from a record that is not there"
@@ -129,35 +120,6 @@ def take(folder: Folder, namespaces: Iterable[str] | None = None, *, heads: bool
                 entry.parent = before
         found.append(space)
     return found
-
-
-def read_head(file: int, namespace: str, named: Named, size: int) -> Head:
-    """A record's head, if it agrees with the name; all that a cache asks of it before it is restored. Raises
-    RecordError and OSError."""
-    try:
-        found = parse_head(os.pread(file, _BEGIN, 0))
-        while isinstance(found, int):
-            if found > size:
-                raise RecordError("truncated")
-            if found > _HEAD_AND_TOKENS_MOST:
-                raise RecordError("its header says what cannot be")
-            found = parse_head(os.pread(file, found, 0))
-        at = address(found.what, namespace, found.parent, found.start, found.tokens)
-    except (struct.error, OverflowError) as error:  # numbers beyond all bounds
-        raise RecordError("its header says what cannot be") from error
-    if (found.what, found.start, at) != named:
-        raise RecordError("misnamed")
-    if (found.what is What.RANGE) != bool(len(found.tokens)):
-        raise RecordError("its header says what cannot be")
-    return found
-
-
-def read_content(head: Head, namespace: str, named: Named) -> Content:
-    """What a head says in all. Raises RecordError."""
-    try:
-        return content_of(head, namespace, named)
-    except (struct.error, OverflowError) as error:
-        raise RecordError("its header says what cannot be") from error
 
 
 def reason(error: OSError | RecordError) -> str:

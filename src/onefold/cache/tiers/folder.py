@@ -36,6 +36,8 @@ LAYOUT = 1
 TEMPORARY = ".tmp"
 NAMESPACE_DIGITS = 32
 _NOFOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC
+READING = os.O_RDONLY | os.O_NONBLOCK | _NOFOLLOW
+"""Nothing that was put in a record's place, such as a pipe, is waited for."""
 _F_RDADVISE, _F_NOCACHE = 44, 48  # macOS
 IOV_MOST = 512
 
@@ -154,12 +156,18 @@ class Folder:
         """Remove what writing left behind when it was cut off; returns the bytes."""
         freed = 0
         for name in self.strangers(namespace):
-            if name.endswith(TEMPORARY):
+            kept = name.removesuffix(TEMPORARY)
+            if kept != name and (kept == ABOUT or parse_name(kept) is not None):
                 path = self.path / namespace / name
                 with contextlib.suppress(OSError):
-                    freed += path.lstat().st_size
+                    size = path.lstat().st_size
                     path.unlink()
+                    freed += size
         return freed
+
+    def bytes(self) -> int:
+        """Of all records."""
+        return sum(filed.size for namespace in self.namespaces() for filed in self.records(namespace))
 
     def about(self, namespace: str) -> dict[str, Any]:
         return read_json(self.path / namespace / ABOUT)
@@ -195,7 +203,7 @@ class Folder:
     @contextlib.contextmanager
     def reading(self, namespace: str, name: str) -> Iterator[int]:
         """A record's file, open; afterwards the file cache lets go of it. Raises OSError."""
-        held = os.open(self.path / namespace / name, os.O_RDONLY | _NOFOLLOW)
+        held = os.open(self.path / namespace / name, READING)
         try:
             if not stat.S_ISREG(os.fstat(held).st_mode):
                 raise OSError(errno.EINVAL, "not a file")
@@ -209,7 +217,7 @@ class Folder:
     def fetch_ahead(self, namespace: str, name: str) -> None:
         """Have the operating system begin to read a file that will be wanted soon."""
         with contextlib.suppress(OSError):
-            held = os.open(self.path / namespace / name, os.O_RDONLY | _NOFOLLOW)
+            held = os.open(self.path / namespace / name, READING)
             try:
                 if hasattr(os, "posix_fadvise"):
                     os.posix_fadvise(held, 0, 0, os.POSIX_FADV_WILLNEED)

@@ -32,6 +32,9 @@ ADDRESS_BYTES = 20
 SUFFIX = ".safetensors"
 HEAD_MOST = 1 << 24
 """No header is longer: a length beyond it is not one of ours."""
+OTHER_FORMAT = "of another format"
+FURTHEST = 1 << 31
+"""No conversation is longer."""
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4,
     "U64": 8, "I64": 8, "F64": 8, "C64": 8,
@@ -171,7 +174,8 @@ def parse_name(name: str) -> Named | None:
         found = Named(What(parts[1]), int(start), bytes.fromhex(at))
     except ValueError:
         return None
-    return found if file_name(*found) == name and len(found.address) == ADDRESS_BYTES else None
+    ours = file_name(*found) == name and len(found.address) == ADDRESS_BYTES and found.start <= FURTHEST
+    return found if ours else None
 
 
 _DECODER = json.JSONDecoder()
@@ -194,13 +198,13 @@ def parse_head(begin: bytes) -> Head | int:
             raise RecordError("no header of ours")
         said, end = _DECODER.raw_decode(text, len(_OPENING))
         if said["onefold"] != str(VERSION):
-            raise RecordError("of another format")
+            raise RecordError(OTHER_FORMAT)
         what, parent = What(said["what"]), bytes.fromhex(said["parent"])
         start, n_tokens, n_tensors = int(said["start"]), int(said["tokens"]), int(said["tensors"])
         found, state = str(said["checksum"]), str(said["state"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise RecordError("no header of ours") from error
-    if start < 0 or not 0 <= n_tokens <= 1 << 31:
+    if not 0 <= start <= FURTHEST or not 0 <= n_tokens <= FURTHEST or len(parent) not in (0, ADDRESS_BYTES):
         raise RecordError("no header of ours")
     if len(begin) < data_at + 4 * n_tokens:
         return data_at + 4 * n_tokens
@@ -222,7 +226,7 @@ def _tensors(head: Head) -> tuple[Tensor, ...]:
     try:
         described = json.loads("{" + head.rest.lstrip().removeprefix(","))
         found = [(n, str(d["dtype"]), tuple(int(x) for x in d["shape"])) for n, d in described.items()]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise RecordError("no header of ours") from error
     if any(d not in ITEM_BYTES or min(shape, default=0) < 0 for _, d, shape in found):
         raise RecordError("no header of ours")

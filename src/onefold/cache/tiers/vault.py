@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onefold.cache.tiers.folder import Filed, Folder
-from onefold.cache.tiers.record import Head, What, address, file_name, parse_head
+from onefold.cache.tiers.folder import READING, Filed, Folder
+from onefold.cache.tiers.heads import read_head
+from onefold.cache.tiers.record import OTHER_FORMAT, Head, Named, What, file_name
 from onefold.cache.tree import Tokens
 from onefold.errors import RecordError
 from onefold.sizes import show_size
@@ -33,8 +34,9 @@ log = logging.getLogger("onefold")
 
 BLOCK = 4096
 """What a file takes on a disk is a multiple of this."""
-_BEGIN = 16 << 10
 _NOTE_EVERY = 64 << 20
+_LINK_FROM = 0.8
+"""Of the budget."""
 _TOUCH_EVERY = 60.0
 
 
@@ -82,8 +84,12 @@ class Record:
         """The file is there, under its name."""
 
     @property
+    def named(self) -> Named:
+        return Named(self.what, self.start, self.address)
+
+    @property
     def name(self) -> str:
-        return file_name(self.what, self.start, self.address)
+        return file_name(*self.named)
 
     def __repr__(self) -> str:
         return f"<{self.what.value} record [{self.start}, {self.end}) of {self.size} bytes>"
@@ -114,6 +120,8 @@ class Vault:
         self._clock = clock
         self._records: dict[str, dict[bytes, Record]] = {}
         self._doomed: deque[Record] = deque()
+        self._linked: set[str] = set()
+        """Namespaces whose records know what they go on from."""
         self._touched: set[Record] = set()
         self._touched_at = clock()
         self._said_limit = ""
@@ -131,6 +139,8 @@ class Vault:
             self.counts["swept_bytes"] += swept
             for filed in self.folder.records(namespace):
                 self._add(_record(namespace, filed))
+        if self.total_bytes > _LINK_FROM * self.budget_bytes:
+            self._link_all()  # while nobody waits
         victims = self.make_room(0, float("inf"))
         if victims:
             freed = sum(r.size for r in victims)
@@ -158,14 +168,30 @@ class Vault:
     def load(self, namespace: str) -> list[Loaded]:
         """The records of a namespace with their tokens, each after the one that it goes on from. What cannot be
         understood, or goes on from nothing, is removed."""
+        self._linked.discard(namespace)
+        return [Loaded(record, head.tokens) for record, head in self._link(namespace, ours=True)]
+
+    def _link_all(self) -> None:
+        """Learn what goes on from what in the namespaces that nobody has used yet, before any of theirs is given up."""
+        for namespace in self._records:
+            if namespace not in self._linked:
+                self._link(namespace, ours=False)
+
+    def _link(self, namespace: str, *, ours: bool) -> list[tuple[Record, Head]]:
+        """Read the heads of a namespace's records; each comes after the one that it goes on from. What another version
+        wrote is left to it, in the order of its names."""
+        self._linked.add(namespace)
         held = self._records.get(namespace, {})
+        for record in held.values():
+            record.parent, record.children = None, 0
         heads: list[tuple[Record, Head]] = []
         for record in sorted(held.values(), key=lambda r: r.start):
             try:
                 heads.append((record, self._read_head(record)))
             except (OSError, RecordError) as error:
-                self.reject(record, _reason(error))
-        loaded: list[Loaded] = []
+                if ours or str(error) != OTHER_FORMAT:
+                    self.reject(record, _reason(error))
+        linked: list[tuple[Record, Head]] = []
         known: set[Record | None] = set()
         for record, head in heads:  # by start: parents come first
             parent = held.get(head.parent) if head.parent else None
@@ -179,26 +205,15 @@ class Vault:
                 parent.children += 1
             if record.what is What.RANGE:
                 known.add(record)
-            loaded.append(Loaded(record, head.tokens))
-        return loaded
+            linked.append((record, head))
+        return linked
 
     def _read_head(self, record: Record) -> Head:
-        held = os.open(self.folder.path / record.namespace / record.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        held = os.open(self.folder.path / record.namespace / record.name, READING)
         try:
-            found = parse_head(os.pread(held, _BEGIN, 0))
-            while isinstance(found, int):
-                if found > record.size:
-                    raise RecordError("truncated")
-                found = parse_head(os.pread(held, found, 0))
+            return read_head(held, record.namespace, record.named, record.size)
         finally:
             os.close(held)
-        if found.what is not record.what or found.start != record.start:
-            raise RecordError("misnamed")
-        if address(found.what, record.namespace, found.parent, found.start, found.tokens) != record.address:
-            raise RecordError("misnamed")
-        if (found.what is What.RANGE) != bool(len(found.tokens)):
-            raise RecordError("no header of ours")
-        return found
 
     # -- coming --------------------------------------------------------------------------------------
 
@@ -222,6 +237,8 @@ class Vault:
         missing = self.total_bytes + on_disk(size) - self.budget_bytes
         if missing <= 0:
             return []
+        self._link_all()
+        missing = self.total_bytes + on_disk(size) - self.budget_bytes  # orphans have gone meanwhile
         goal = missing if size == 0 else max(missing, min(self.budget_bytes // 128, 1 << 30))
         left = Counter[Record]()
         queue = [(r.used, -r.start, i, r) for i, r in enumerate(self.records()) if not r.children and _free(r)]

@@ -14,8 +14,9 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from onefold.cache.tiers.census import Entry, read_content, read_head
+from onefold.cache.tiers.census import Entry
 from onefold.cache.tiers.folder import Folder, read_all
+from onefold.cache.tiers.heads import read_content
 from onefold.cache.tiers.record import Content, Tensor, What
 from onefold.errors import RecordError
 
@@ -32,10 +33,7 @@ def verify(folder: Folder, entry: Entry, about: dict[str, Any], read: Callable[[
     """Raises RecordError if the record cannot be used, and OSError. `read` is told of bytes as they are read."""
     with folder.reading(entry.namespace, entry.name) as file:
         size = os.fstat(file).st_size
-        head = read_head(file, entry.namespace, entry.named, size)
-        content = read_content(head, entry.namespace, entry.named)
-        if content.size != size:
-            raise RecordError("truncated" if size < content.size else "longer than it says")
+        head, content = read_content(file, entry.namespace, entry.named, size)
         data_at = head.data_at + content.tokens.nbytes
         read(data_at)
         if content.checksum(_pieces(file, data_at, size, read)) != head.checksum:
@@ -57,7 +55,7 @@ def _pieces(file: int, at: int, end: int, read: Callable[[int], None]) -> Iterat
 def _require_tensors(content: Content, about: dict[str, Any]) -> None:
     if content.what is What.POINT:
         if _named_in_state(content) != {t.name for t in content.tensors}:
-            raise RecordError("its header says what cannot be")
+            raise RecordError("no header of ours")
     elif content.tensors:
         expected = _range_tensors(about.get("layout"), len(content.tokens))
         if expected is not None and content.tensors != expected:
@@ -71,7 +69,7 @@ def _named_in_state(content: Content) -> set[str]:
         slots = [[] if leaf is None else leaf["slots"] for leaf in leaves]
         found = {f"state.{i}.{j}" for i, used in enumerate(slots) for j, is_used in enumerate(used) if is_used}
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise RecordError("its header says what cannot be") from error
+        raise RecordError("no header of ours") from error
     if position != content.start:
         raise RecordError("of another layout")
     return found

@@ -1,0 +1,40 @@
+"""Reading the head of a record's file: what it says of itself, if that agrees with its name.
+
+No MLX in this file.
+"""
+
+from __future__ import annotations
+
+import os
+
+from onefold.cache.tiers.record import HEAD_MOST, Content, Head, Named, What, address, content_of, parse_head
+from onefold.errors import RecordError
+
+_BEGIN = 16 << 10
+_MOST = HEAD_MOST + (64 << 20)
+"""No record of ours has so long a header and so many tokens; what says so is not read into memory."""
+
+
+def read_head(file: int, namespace: str, named: Named, size: int) -> Head:
+    """All that is asked of a record before it is restored. Raises RecordError and OSError."""
+    found = parse_head(os.pread(file, _BEGIN, 0))
+    while isinstance(found, int):
+        if found > size:
+            raise RecordError("truncated")
+        if found > _MOST:
+            raise RecordError("no header of ours")
+        found = parse_head(os.pread(file, found, 0))
+    if (found.what, found.start, address(found.what, namespace, found.parent, found.start, found.tokens)) != named:
+        raise RecordError("misnamed")
+    if (found.what is What.RANGE) != bool(len(found.tokens)):
+        raise RecordError("no header of ours")
+    return found
+
+
+def read_content(file: int, namespace: str, named: Named, size: int) -> tuple[Head, Content]:
+    """What the file holds, which is as long as it says; its checksum is still to be compared."""
+    head = read_head(file, namespace, named, size)
+    content = content_of(head, namespace, named)
+    if content.size != size:
+        raise RecordError("truncated" if size < content.size else "too long")
+    return head, content

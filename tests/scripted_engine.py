@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from onefold.cache.disk import DiskStats
 from onefold.cache.prefix_cache import Stats
 from onefold.engine.engine import EngineStats
 from onefold.engine.request import Done, Event, Hit, Prompt, Request, Sampling, Started, Text
@@ -83,7 +84,8 @@ class ScriptedEngine:
 
     def stats(self) -> EngineStats:
         zeros = {name: 0 for name in Stats.__dataclass_fields__}
-        held = {"bytes": {"live": 5, "stored": 7}, "reasons": {"nothing known": 1}, "budget_bytes": 100}
+        held: dict[str, Any] = {"bytes": {"live": 5, "stored": 7}, "reasons": {"nothing known": 1}, "budget_bytes": 100}
+        held["disk"] = DiskStats(mode="back", used_bytes=11, spilled_tokens=13)
         totals = {name: 0 for name in EngineStats.__dataclass_fields__}
         return EngineStats(**{**totals, "queued": 2, "cache": Stats(**{**zeros, **held})})
 

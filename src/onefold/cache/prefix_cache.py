@@ -252,7 +252,10 @@ class PrefixCache:
             self._totals["requests"] += 1
             self._totals["tokens_requested"] += len(found)
             if after is None and read_disk:
-                after = self.restore(found, namespace=namespace, reserve_tokens=reserve_tokens)
+                try:
+                    after = self.restore(found, namespace=namespace, reserve_tokens=reserve_tokens)
+                except BudgetError:
+                    self._reasons["no room to restore"] += 1
             while after is not None and after.step():
                 pass
             track = Track(self._store, contiguous=self._contiguous)
@@ -304,7 +307,8 @@ class PrefixCache:
 
     def restore(self, tokens: Any, *, namespace: Hashable = "", reserve_tokens: int = 0) -> Restore | None:
         """Begin to read what is on disk of `tokens`, for a caller that has other things to do in between: `step()` it
-        until that returns False, then give it to `lease`. None if there is nothing that is worth reading."""
+        until that returns False, then give it to `lease`. None if there is nothing that is worth reading. Raises
+        BudgetError if there is no room for it now."""
         found = as_tokens(tokens)
         with self._lock:
             self._open_for_use()

@@ -110,7 +110,7 @@ def _records(path: list[Node], target: int) -> list[Record]:
 
 
 def plan(cache: PrefixCache, disk: Disk, tree: Tree, tokens: Tokens, room: int) -> Restore | None:
-    """A restore that has begun, if one is worth it and there is room."""
+    """A restore that has begun, if one is worth it. Raises BudgetError if there is no room."""
     found = wanted(cache, tree, tokens)
     if found is None or not (found.records or found.point):
         return None
@@ -121,7 +121,8 @@ def plan(cache: PrefixCache, disk: Disk, tree: Tree, tokens: Tokens, room: int) 
         disk.reasons["slower than prefill"] += 1
         return None
     restore = Restore(cache, disk, tree, found, room)
-    return restore if restore.begin() else None
+    restore.begin()
+    return restore
 
 
 class Restore:
@@ -148,8 +149,8 @@ class Restore:
     def holds(self, track: Track) -> bool:
         return track is self._holder
 
-    def begin(self) -> bool:
-        """Reserve the buffer, and hold on to the path; False if there is no room."""
+    def begin(self) -> None:
+        """Reserve the buffer, and hold on to the path. Raises BudgetError."""
         for node in self._end.path():
             node.pins += 1
         for record in self._held:
@@ -160,12 +161,10 @@ class Restore:
             try:
                 self._slab = self._cache._store.slab(round_up(stop - self._base))
             except BudgetError:
-                self._disk.reasons["no room to restore"] += 1
                 self._let_go()
-                return False
+                raise
             self._slab.tracks.add(self._holder)
         self._cache._restores.add(self)
-        return True
 
     def step(self) -> bool:
         """Read one record; False when there is nothing more to do."""

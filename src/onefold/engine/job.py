@@ -66,11 +66,11 @@ class Job:
     # -- memory ------------------------------------------------------------------------------
 
     def look_on_disk(self, cache: PrefixCache, reserve_tokens: int) -> bool:
-        """Whether it has to wait for what is being read for it."""
+        """Whether it has to wait for what is being read for it. Raises BudgetError if there is no room for that."""
         if not self.looked:
-            self.looked = True
             room = min(self.left, reserve_tokens)
             self.restore = cache.restore(self._so_far, namespace=self.request.namespace, reserve_tokens=room)
+            self.looked = True
         return self.restore is not None and not self.restore.done
 
     @property

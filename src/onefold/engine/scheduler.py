@@ -164,8 +164,14 @@ class Scheduler:
         for job in list(self.waiting):
             if len(self.live) >= self._limits.rows:
                 return
-            if self._follows(job) or self._restoring(job):
+            if self._follows(job):
                 continue
+            try:
+                if self._restoring(job):
+                    continue
+            except BudgetError:
+                if self.live:
+                    return
             if not self._open(job):
                 return
             self.waiting.remove(job)
@@ -195,7 +201,7 @@ class Scheduler:
 
     def _restoring(self, job: Job) -> bool:
         """Whether it waits for the disk: for what is read for itself, or for another request that has a prefix in
-        common with it."""
+        common with it. Raises BudgetError."""
         prompt, namespace = job.request.prompt.tokens, job.request.namespace
         if any(
             other.restore is not None and not other.restore.done and other.request.namespace == namespace

@@ -1,0 +1,136 @@
+"""The engine with a disk: answers after a restart are those of a cold run, and reading from disk holds nobody up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx_lm
+import pytest
+from asking import ask, ask_all, cold, prompt_of, request
+from test_engine import words
+
+from onefold.cache.disk import DiskSettings
+from onefold.cache.pace import Pace
+from onefold.cache.restoring import Restore
+from onefold.engine.engine import Engine
+from onefold.errors import FolderInUse
+
+
+
+
+@pytest.fixture(scope="module")
+def loaded(model: Path) -> tuple[Any, Any]:
+    return mlx_lm.load(str(model))
+
+
+@pytest.fixture(autouse=True)
+def always_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models compute in no time."""
+    monkeypatch.setattr(Pace, "estimate", lambda self, units: None)
+
+
+def engine(loaded: tuple[Any, Any], folder: Path, mode: str = "back", budget: str = "256MB", tokens: int = 40) -> Engine:
+    made = Engine(*loaded, budget=budget, disk=DiskSettings(folder, "1GB", mode))
+    assert made.cache._disk is not None
+    made.cache._disk.spiller.record_tokens = min(tokens, made.cache._disk.spiller.record_tokens)
+    return made
+
+
+@pytest.mark.parametrize("mode", ["back", "through"])
+def test_a_conversation_goes_on_after_a_restart(mode: str, loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    tokens = words(150)
+    with engine(loaded, tmp_path, mode) as first:
+        answer = ask(first, tokens, 20)
+    longer = [*tokens, *answer.tokens, *words(10, 3)]
+    with engine(loaded, tmp_path, mode) as second:
+        again = ask(second, longer, 12)
+        assert again.tokens == cold(loaded[0], longer, 12)
+        assert again.hit.cached == again.hit.restored == 169
+        warm = ask(second, [*longer, *again.tokens, 1], 3)
+        assert warm.hit.restored == 0 and warm.hit.cached > 169
+        stats = second.stats().cache
+        assert stats.tokens_from_disk == stats.disk.restored_tokens == 169
+        second.check()
+
+
+def test_agents_that_share_a_prompt_read_it_once(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    common = words(200)
+    with engine(loaded, tmp_path) as first:
+        ask(first, common, 1)
+    with engine(loaded, tmp_path) as second:
+        prompts = [[*common, i, *words(8, i)] for i in range(5)]
+        answers = ask_all(second, [request(prompt_of(p), 8) for p in prompts])
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.tokens == cold(loaded[0], prompt, 8)
+            assert answer.hit.cached >= 199
+        assert second.stats().cache.disk.restored_tokens <= 201
+        second.check()
+
+
+def test_reading_from_disk_holds_no_stream_up(
+    loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While somebody is being answered there is at most one record between two steps, if records are slow."""
+    tokens = words(400)
+    with engine(loaded, tmp_path) as first:
+        ask(first, tokens, 1)
+    with engine(loaded, tmp_path) as second:
+        order: list[str] = []
+        step, decode = Restore.step, second._scheduler._step
+
+        def slow(self: Restore) -> bool:
+            order.append("record")
+            return step(self)
+
+        def noted(rows: Any) -> None:
+            order.append("step")
+            decode(rows)
+
+        monkeypatch.setattr("onefold.engine.scheduler.READ_SECONDS", -1.0)
+        monkeypatch.setattr(Restore, "step", slow)
+        monkeypatch.setattr(second._scheduler, "_step", noted)
+        running = second.ask(request(prompt_of(words(20, 9)), 60))
+        events = [next(running), next(running)]
+        late = ask(second, [*tokens, 5], 3)
+        events += list(running)
+        assert late.hit.restored >= 400 and late.tokens == cold(loaded[0], [*tokens, 5], 3)
+        assert order.count("record") >= 8
+        assert "record record" not in " ".join(order)
+
+
+def test_a_request_that_is_cancelled_while_it_is_read_leaves_nothing_behind(
+    loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = words(400)
+    with engine(loaded, tmp_path) as first:
+        ask(first, tokens, 1)
+    with engine(loaded, tmp_path) as second:
+        monkeypatch.setattr("onefold.engine.scheduler.READ_SECONDS_ALONE", -1.0)
+        number = second.submit(request(prompt_of([*tokens, 5]), 5), lambda events: None)
+        second.cancel(number)
+        second.check()
+        assert second.stats().cache.open_leases == 0 and not second.cache._restores
+        assert ask(second, [*tokens, 5], 3).tokens == cold(loaded[0], [*tokens, 5], 3)
+
+
+@pytest.mark.parametrize("mode", ["back", "through"])
+def test_under_pressure_everything_comes_back(mode: str, loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    """Many conversations on a budget for a few, several at a time: what made way is read again, not computed."""
+    with engine(loaded, tmp_path, mode, budget="5MB") as made:
+        prompts = [[i, *words(150, i)] for i in range(12)]
+        first = [ask(made, p, 6).tokens for p in prompts]
+        before = made.stats().prefilled_tokens
+        longer = [[*p, *a, 3] for p, a in zip(prompts, first, strict=True)]
+        answers = ask_all(made, [request(prompt_of(p), 4) for p in longer])
+        for prompt, answer in zip(longer, answers, strict=True):
+            assert answer.tokens == cold(loaded[0], prompt, 4)
+        stats = made.stats()
+        assert stats.cache.evicted_tokens > 0 and stats.cache.tokens_from_disk > 0
+        assert stats.prefilled_tokens - before < 12 * 60
+        made.check()
+
+
+def test_a_second_engine_on_the_folder_is_refused(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    with engine(loaded, tmp_path), pytest.raises(FolderInUse, match="in use by process"):
+        engine(loaded, tmp_path)

@@ -19,7 +19,7 @@ from fake import FakeModel, Session, assert_holds, settled, text
 from test_scenarios_fake import CASES, Case
 
 from onefold import ConfigError, PrefixCache
-from onefold.cache import fingerprint
+from onefold.cache import fingerprint, host
 from onefold.cache.disk import DiskStats
 from onefold.cache.pace import Pace
 from onefold.errors import FolderInUse
@@ -47,9 +47,14 @@ def kv(case: Case) -> dict[str, Any]:
     return {"kv": str(case.bits)}
 
 
+@pytest.mark.parametrize("direct", [True, False], ids=["in place", "by operations"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)
-def test_a_conversation_goes_on_after_a_restart(name: str, mode: str, tmp_path: Path) -> None:
+def test_a_conversation_goes_on_after_a_restart(
+    name: str, mode: str, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By both ways that bytes have into memory and out of it, whichever this machine takes."""
+    monkeypatch.setattr(host, "addressable", lambda: direct)
     case = CASES[name]
     model = model_of(case)
     prompt = text(90)

@@ -17,8 +17,6 @@ from onefold.engine.engine import Engine
 from onefold.errors import FolderInUse
 
 
-
-
 @pytest.fixture(scope="module")
 def loaded(model: Path) -> tuple[Any, Any]:
     return mlx_lm.load(str(model))
@@ -30,10 +28,10 @@ def always_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pace, "estimate", lambda self, units: None)
 
 
-def engine(loaded: tuple[Any, Any], folder: Path, mode: str = "back", budget: str = "256MB", tokens: int = 40) -> Engine:
+def engine(loaded: tuple[Any, Any], folder: Path, mode: str = "back", budget: str = "256MB") -> Engine:
     made = Engine(*loaded, budget=budget, disk=DiskSettings(folder, "1GB", mode))
     assert made.cache._disk is not None
-    made.cache._disk.spiller.record_tokens = min(tokens, made.cache._disk.spiller.record_tokens)
+    made.cache._disk.spiller.record_tokens = min(40, made.cache._disk.spiller.record_tokens)
     return made
 
 

@@ -49,6 +49,12 @@ def addressable() -> bool:
     return not device.on_cuda()
 
 
+def leave_thread() -> None:
+    """The thread ends: what MLX leaves of a thread's streams can abort the process when it exits."""
+    if not addressable():
+        mx.clear_streams()
+
+
 def bytes_of(array: mx.array) -> Bytes:
     """An array's own memory. What is written there is written into the array; the array must outlive its use."""
     if not _in_order(array):
@@ -68,15 +74,16 @@ def rows(array: mx.array) -> Bytes:
 
 def copy_out(slab: Slab, lo: int, hi: int, into: Bytes, *, direct: bool) -> None:
     """The tokens [lo, hi) of every layer, in the order of `range_tensors`."""
+    arrays = [array for layer in slab.layers for array in layer or ()]
+    if not direct:
+        parts = [mx.view(mx.contiguous(a[..., lo:hi, :]).reshape(-1), mx.uint8) for a in arrays]
+        into[:] = np.array(mx.concatenate(parts))  # one transfer
+        return
     at = 0
-    for layer in slab.layers:
-        for array in layer or ():
-            _, heads, _, dim = array.shape
-            width = dim * array.dtype.size
-            n = heads * (hi - lo) * width
-            found = rows(array)[:, lo:hi] if direct else _as_bytes(array[..., lo:hi, :]).reshape(heads, hi - lo, width)
-            into[at : at + n].reshape(heads, hi - lo, width)[:] = found
-            at += n
+    for array in arrays:
+        found = rows(array)[:, lo:hi]
+        into[at : at + found.size].reshape(found.shape)[:] = found
+        at += found.size
 
 
 def array_out(array: mx.array, *, direct: bool) -> Bytes:
@@ -103,14 +110,14 @@ def clear(slab: Slab, lo: int, hi: int) -> None:
 
 def copy_in(slab: Slab, lo: int, hi: int, data: Bytes) -> None:
     """The same by slice updates, from bytes in that order."""
-    at = 0
-    for layer in slab.layers:
-        for array in layer or ():
-            _, heads, _, dim = array.shape
-            n = heads * (hi - lo) * dim * array.dtype.size
-            array[..., lo:hi, :] = array_in(data[at : at + n], (1, heads, hi - lo, dim), array.dtype)
-            mx.eval(array)
-            at += n
+    whole, at = mx.array(data), 0  # one transfer
+    arrays = [array for layer in slab.layers for array in layer or ()]
+    for array in arrays:
+        _, heads, _, dim = array.shape
+        n = heads * (hi - lo) * dim * array.dtype.size
+        array[..., lo:hi, :] = mx.view(whole[at : at + n], array.dtype).reshape(1, heads, hi - lo, dim)
+        at += n
+    mx.eval(arrays)
 
 
 def array_in(data: Bytes, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:

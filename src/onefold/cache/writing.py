@@ -100,6 +100,7 @@ class Writer:
             with self._gate.inner:
                 job, slot = self._wait()
                 if self._stop and job is None and not self._staged:
+                    host.leave_thread()
                     return
                 staged = self._staged.popleft() if self._staged else None
             self._vault.empty_bin()

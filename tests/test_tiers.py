@@ -1,0 +1,291 @@
+"""Records, the folder and the vault by themselves: names, headers, budgets, and which record goes first. No model."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from onefold.cache.tiers import record as form
+from onefold.cache.tiers.folder import Folder, read_all, write_all
+from onefold.cache.tiers.record import Content, Named, Tensor, What, content_of, file_name, parse_head, parse_name
+from onefold.cache.tiers.vault import Record, Vault, on_disk
+from onefold.errors import ConfigError, FolderInUse, RecordError
+
+SPACE = "0" * 31 + "1"
+OTHER = "0" * 31 + "2"
+
+
+def tokens(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 1000, n).astype(np.int32)
+
+
+def content(n: int = 20, start: int = 0, parent: bytes = b"", seed: int = 0, space: str = SPACE) -> Content:
+    tensors = (Tensor("kv.0.0", "F32", (2, n, 4)), Tensor("kv.0.1", "BF16", (2, n, 4)))
+    return Content(What.RANGE, space, parent, start, tokens(n, seed), tensors)
+
+
+def payload_of(made: Content, seed: int = 0) -> bytes:
+    size = sum(t.nbytes for t in made.tensors)
+    return np.random.default_rng(seed).integers(0, 255, size).astype(np.uint8).tobytes()
+
+
+def put(folder: Folder, made: Content, used: float | None = None) -> Path:
+    folder.describe(made.namespace, {"label": "a model"})
+    payload = payload_of(made)
+    folder.write(made.namespace, made.name, [made.header(made.checksum([payload])), made.tokens, payload], used)
+    return folder.path / made.namespace / made.name
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Any:
+    made = Folder.make(tmp_path / "cache")
+    yield made
+    made.unlock()
+
+
+# -- records ---------------------------------------------------------------------------------------
+
+
+def test_a_record_is_a_safetensors_file(folder: Folder) -> None:
+    made = content()
+    with safe_open(put(folder, made), framework="numpy") as found:
+        assert set(found.keys()) == {"tokens", "kv.0.0", "kv.0.1"}
+        assert (found.get_tensor("tokens") == made.tokens).all()
+        assert found.get_tensor("kv.0.0").shape == (2, 20, 4)
+        said = found.metadata()
+    assert said["onefold"] == str(form.VERSION) and said["namespace"] == SPACE and said["what"] == "range"
+
+
+def test_a_file_is_as_long_as_it_says_and_says_what_it_holds(folder: Folder) -> None:
+    made = content(33, 5, b"p" * 20)
+    data = put(folder, made).read_bytes()
+    assert len(data) == made.size
+    head = parse_head(data)
+    assert not isinstance(head, int)
+    again = content_of(head, SPACE, Named(What.RANGE, 5, made.address))
+    assert again.header() == made.header() and (again.tokens == made.tokens).all()
+    assert again.checksum([data[head.data_at + made.tokens.nbytes :]]) == head.checksum
+
+
+def test_the_first_bytes_of_a_file_say_how_many_are_needed(folder: Folder) -> None:
+    data = put(folder, content()).read_bytes()
+    for n in (8, 9, 100):
+        needed = parse_head(data[:n])
+        assert isinstance(needed, int) and n < needed <= len(data)
+    with pytest.raises(RecordError, match="truncated"):
+        parse_head(data[:7])
+
+
+def test_an_address_depends_on_all_that_goes_before() -> None:
+    addresses = {
+        content().address,
+        content(seed=1).address,
+        content(start=1).address,
+        content(parent=b"p" * 20).address,
+        content(parent=b"q" * 20).address,
+        content(space=OTHER).address,
+        content(21).address,
+        Content(What.POINT, SPACE, b"", 0, tokens(20), ()).address,
+    }
+    assert len(addresses) == 8
+
+
+@pytest.mark.parametrize("name", ["", "x.safetensors", "00000000-zz.range.safetensors", "readme.txt", "-.range"])
+def test_other_names_are_none_of_ours(name: str) -> None:
+    assert parse_name(name) is None
+
+
+@given(st.sampled_from(What), st.integers(0, 1 << 31), st.binary(min_size=20, max_size=20))
+def test_names_are_read_back(what: What, start: int, address: bytes) -> None:
+    name = file_name(what, start, address)
+    assert parse_name(name) == (what, start, address)
+    assert parse_name(name + ".tmp") is None and parse_name("0" + name) is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=400))
+def test_any_bytes_are_a_record_or_an_error(data: bytes) -> None:
+    try:
+        parse_head(len(data).to_bytes(8, "little") + data)
+        parse_head(data)
+    except RecordError:
+        pass
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.sampled_from(["dtype", "shape", "a"]), x, max_size=3),
+    max_leaves=8,
+)
+KEYS = ["onefold", "what", "parent", "start", "tokens", "tensors", "checksum", "state", "kv.0.0"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(ANY_JSON, st.sampled_from(KEYS))
+def test_any_json_is_a_record_or_an_error(value: Any, key: str) -> None:
+    made = content()
+    said = json.loads(made.header()[8:])
+    (said if key == "kv.0.0" else said["__metadata__"])[key] = value
+    text = json.dumps(said).replace('{"__metadata__": ', '{"__metadata__":').encode()
+    data = len(text).to_bytes(8, "little") + text + made.tokens.tobytes()
+    try:
+        head = parse_head(data)
+        if not isinstance(head, int):
+            content_of(head, SPACE, Named(What.RANGE, 0, made.address))
+    except RecordError:
+        pass
+
+
+# -- the folder ------------------------------------------------------------------------------------
+
+
+def test_parts_are_written_and_read_however_they_are_cut(tmp_path: Path) -> None:
+    parts = [bytes([i % 256]) * (i % 7) for i in range(3000)]
+    with (tmp_path / "file").open("wb+") as file:
+        write_all(file.fileno(), parts)
+        whole = b"".join(parts)
+        assert os.fstat(file.fileno()).st_size == len(whole)
+        places = [bytearray(len(p)) for p in parts]
+        assert read_all(file.fileno(), places, 0) == len(whole) and b"".join(places) == whole
+        assert read_all(file.fileno(), [bytearray(100)], len(whole) - 10) == 10
+
+
+def test_a_write_that_fails_leaves_nothing(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    folder.describe(SPACE, {})
+    monkeypatch.setattr("onefold.cache.tiers.folder.write_all", fails)
+    with pytest.raises(OSError):
+        folder.write(SPACE, content().name, [b"x"])
+    assert [p.name for p in (folder.path / SPACE).iterdir()] == ["about.json"]
+
+
+def test_one_process_writes_and_others_look(folder: Folder) -> None:
+    with pytest.raises(FolderInUse):
+        Folder.make(folder.path)
+    put(folder, content())
+    assert len(Folder.look(folder.path).records(SPACE)) == 1
+
+
+def test_a_folder_that_is_not_ours_is_not_looked_at(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a cache"):
+        Folder.look(tmp_path)
+
+
+# -- the vault -------------------------------------------------------------------------------------
+
+
+def chain(folder: Folder, n: int, *, seed: int = 0, used: float | None = None, space: str = SPACE) -> list[Content]:
+    """Records that go on from each other."""
+    made: list[Content] = []
+    for i in range(n):
+        above = made[-1] if made else None
+        made.append(content(20, 20 * i, b"" if above is None else above.address, seed * 100 + i, space))
+        put(folder, made[-1], used)
+    return made
+
+
+def left(folder: Folder, space: str = SPACE) -> set[bytes]:
+    return {f.named.address for f in folder.records(space)}
+
+
+def test_at_the_start_what_is_too_much_goes_oldest_first_and_tails_first(folder: Folder) -> None:
+    now = time.time()
+    old, new = chain(folder, 4, used=now - 1000), chain(folder, 4, seed=1, used=now)
+    for made in old[:2]:
+        put(folder, made, now - 5000)  # the beginning of a conversation was written down as used before its end
+    each = on_disk(old[0].size)
+    Vault(folder, 6 * each)
+    assert left(folder) == {m.address for m in (*old[:2], *new)}
+    Vault(folder, 3 * each)
+    assert left(folder) == {m.address for m in new[:3]}
+
+
+def test_other_models_records_go_tails_first_too(folder: Folder) -> None:
+    """Also while running, when nobody has used that namespace yet."""
+    theirs = chain(folder, 4, used=time.time() - 100, space=OTHER)
+    each = on_disk(theirs[0].size)
+    vault = Vault(folder, 20 * each)
+    vault.budget_bytes = 4 * each
+    victims = vault.make_room(theirs[0].size, time.time())
+    assert victims is not None
+    vault.empty_bin()
+    assert left(folder, OTHER) == {m.address for m in theirs[: 4 - len(victims)]}
+
+
+def test_a_record_makes_way_only_for_one_used_later(folder: Folder) -> None:
+    made = chain(folder, 2, used=1000.0)
+    vault = Vault(folder, 2 * on_disk(made[0].size))
+    assert vault.make_room(made[0].size, 999.0) is None and len(left(folder)) == 2
+    victims = vault.make_room(made[0].size, 1001.0)
+    assert victims is not None and victims[0].address == made[1].address
+
+
+def test_orphans_go(folder: Folder) -> None:
+    made = chain(folder, 4)
+    (folder.path / SPACE / made[1].name).unlink()
+    vault = Vault(folder, 10**9)
+    assert [x.record.address for x in vault.load(SPACE)] == [made[0].address]
+    vault.empty_bin()
+    assert left(folder) == {made[0].address} and vault.reasons["orphan"] == 2
+    assert vault.check() == []
+
+
+def test_what_another_version_wrote_is_left_to_it(folder: Folder) -> None:
+    made = chain(folder, 3, used=time.time(), space=OTHER)
+    for m in made:
+        path = folder.path / OTHER / m.name
+        path.write_bytes(path.read_bytes().replace(b'"onefold":"1"', b'"onefold":"2"', 1))
+    vault = Vault(folder, 3 * on_disk(made[0].size) + 5000)
+    assert len(left(folder, OTHER)) == 3 and vault.counts["rejected_records"] == 0
+
+
+FOREST = st.lists(st.tuples(st.integers(0, 30), st.floats(0, 1000), st.integers(1, 9000)), min_size=1, max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(FOREST, st.integers(1, 60_000))
+def test_no_record_goes_before_one_that_goes_on_from_it(shape: list[tuple[int, float, int]], budget: int) -> None:
+    """Any forest, any times of use, any budget."""
+
+    class NoFiles:
+        path = Path("nowhere")
+
+        def namespaces(self) -> list[str]:
+            return []
+
+        def written(self) -> dict[str, Any]:
+            return {}
+
+        def remove(self, *_: Any) -> None:
+            pass
+
+    vault = Vault(NoFiles(), 10**9)  # type: ignore[arg-type]
+    made: list[Record] = []
+    for i, (parent, used, size) in enumerate(shape):
+        record = Record(SPACE, What.RANGE, i.to_bytes(20, "big"), i + 1, i + 2, size, used)
+        record.parent = made[parent % len(made)] if made and parent else None
+        vault.expect(record)
+        vault.arrived(record)
+        made.append(record)
+    vault._linked.add(SPACE)
+    vault.budget_bytes = budget
+    victims = vault.make_room(0, float("inf"))
+    assert victims is not None and vault.total_bytes <= budget
+    kept = set(vault.records())
+    assert all(r.parent is None or r.parent in kept for r in kept)
+    assert vault.check() == []
+    if victims and kept:
+        leaves = [r for r in kept if not r.children]
+        gone_last = victims[-1]
+        assert all((r.used, -r.start) >= (gone_last.used, -gone_last.start) or r is gone_last.parent for r in leaves)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         WrongThread,
     )
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 _WHERE = {
     "Batch": "cache.batch",

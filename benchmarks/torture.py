@@ -205,6 +205,7 @@ def check(task: Task, say: Say) -> None:
             wrong.append(str(error)[:300])
     settled(cache)
     stats = cache.stats()
+    cache.flush(PATIENCE_SECONDS)  # files of what was given up are gone then
     used = sum(on_disk(p.stat().st_size) for p in record_files(task.folder))
     if used > task.disk_budget:
         problems.append(f"{used} bytes lie there, of a budget of {task.disk_budget}")
@@ -414,6 +415,9 @@ def _play(role: str, task: Task, write: int) -> None:
         logging.getLogger("onefold").addHandler(logging.NullHandler())
         ROLES[role](task, say)
         status = 0
+    except AssertionError as error:
+        say(wrong_layer=str(error)[:300])
+        raise
     finally:
         if status:
             traceback.print_exc()
@@ -476,6 +480,10 @@ def run(folder: Path, *, kills: int, seed: int, seconds: float, mode: str, fault
     return result
 
 
+def _named(task: Task) -> str:
+    return f"{Path(task.folder).name}, {'/'.join(task.kinds)}, written {task.mode}, seed {task.seed}"
+
+
 def _kill_once(task: Task, result: Result, seconds: float, rng: np.random.Generator) -> None:
     child = Child("serve", task)
     alive = child.listen(PATIENCE_SECONDS, until="opening")
@@ -485,7 +493,8 @@ def _kill_once(task: Task, result: Result, seconds: float, rng: np.random.Genera
     child.kill()
     status = child.ended()
     if not alive or status != -signal.SIGKILL:
-        result.failures.append(f"a child ended by itself with {status}, mode {task.mode}, {task.kinds}")
+        result.failures.append(f"a child ended by itself with {status}: {_named(task)}")
+    result.wrong += [f"{said['wrong_layer']}: {_named(task)}" for said in child.said if "wrong_layer" in said]
     last = child.said[-1] if child.said else {}
     result.kills["opening" if "opening" in last else "closing" if "closing" in last else "serving"] += 1
     new = [(said["tokens"], said["durable"]) for said in child.said if "tokens" in said]
@@ -500,7 +509,7 @@ def _check_once(task: Task, result: Result) -> None:
     child = Child("check", task)
     status = child.ended()
     if status or not child.said:
-        result.failures.append(f"the folder could not be checked: {status}, mode {task.mode}, {task.kinds}")
+        result.failures.append(f"the folder could not be checked: {status}: {_named(task)}")
         return
     said = child.said[-1]
     for name in ("records", "bad", "leftovers", "lost", "shorter", "resumed", "restored"):

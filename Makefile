@@ -5,7 +5,7 @@ PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.setup-stamp
 JOBS  ?= 2
 
-.PHONY: help setup test demo models bench-core bench-dropin bench-serve soak problems clean
+.PHONY: help setup test demo models bench-core bench-dropin bench-serve bench-disk soak torture problems clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -37,8 +37,14 @@ bench-dropin: setup ## Run the drop-in benchmark: our prompt cache behind mlx-lm
 bench-serve: setup ## Run the serving benchmark: our server beside mlx-lm's, over HTTP.
 	$(PY) benchmarks/serve.py
 
+bench-disk: setup ## Run the disk benchmark: a restart against a cold prefill, and what writing costs.
+	$(PY) benchmarks/disk.py
+
 soak: setup ## Many clients on a tenth of the memory they need; every answer compared with a cold run.
 	$(PY) benchmarks/soak.py
+
+torture: setup ## Kill a process that serves and writes, 200 times: nothing acknowledged is lost, nothing wrong is reused.
+	$(PY) benchmarks/torture.py
 
 problems: setup ## Run the problems benchmark.
 	$(PY) benchmarks/problems.py

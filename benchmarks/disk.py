@@ -1,0 +1,462 @@
+"""The disk tier's figures: what a restart costs, what writing costs, and what lies on the disk.
+
+    make bench-disk     # or: python benchmarks/disk.py [--only restart,restore,decode,commit,open] [--repeats 5]
+
+On the demo model, and a conversation of 4096 tokens. Each part runs in a process of its own, and what is compared runs
+in turn. A restart is a new process; before anything is read back, the operating system's file cache is told to let go
+of the files (where it can be told: not on macOS), so they come from the device, or from whatever cache that has. KV
+that is only written or moved, never computed with, is made of random numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onefold  # first: it preloads a real BLAS
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import KVCache
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from fake import FakeModel
+
+from onefold.cache import foreign
+from onefold.cache.tiers.record import parse_name
+from onefold.sizes import show_size
+
+TURN = 32
+BUDGET = "4GB"
+DISK_BUDGET = "20GB"
+PREFILL_STEP = 512
+RECORDS = 10_000
+DECODING = {"turn": (512, 32), "busy": (4096, 4)}
+"""Tokens that are written, and tokens that are decoded meanwhile."""
+
+
+@dataclass
+class Row:
+    what: str
+    value: str
+    target: str = ""
+    met: bool | None = None
+    """None: there is no target."""
+    note: str = ""
+
+
+@dataclass
+class Settings:
+    folder: str
+    tokens: int
+    repeats: int
+
+
+# -- what the parts share ---------------------------------------------------------------------------------
+
+
+def conversation(n: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(1000, 40_000, n).tolist()
+
+
+def demo() -> nn.Module:
+    model, _ = onefold.load("demo")
+    mx.eval(model(mx.array([[1, 2, 3, 4, 5, 6, 7, 8]])))  # whatever a first forward sets up
+    return model
+
+
+def opened(model: nn.Module, folder: Path | None, mode: str = "through") -> onefold.PrefixCache:
+    if folder is None:
+        return onefold.PrefixCache(model, BUDGET)
+    return onefold.PrefixCache(model, BUDGET, disk=folder, disk_budget=DISK_BUDGET, disk_mode=mode)
+
+
+def first_token(model: nn.Module, cache: onefold.PrefixCache, prompt: list[int], keep: int = 0) -> tuple[float, Any]:
+    """Seconds from the request to its first token, and the lease, which is closed; `keep` tokens are committed."""
+    began = time.perf_counter()
+    lease = cache.lease(prompt, reserve_tokens=8)
+    steps = generate_step(
+        mx.array(np.asarray(lease.rest)), model, max_tokens=1, prompt_cache=lease.layers, prefill_step_size=PREFILL_STEP
+    )
+    next(iter(steps))
+    seconds = time.perf_counter() - began
+    lease.commit(prompt[:keep] if keep else prompt[: lease.cached])
+    return seconds, lease
+
+
+def kv_of(model: nn.Module, n: int, seed: int) -> list[Any]:
+    """mlx-lm's caches for so many tokens, filled with random numbers."""
+    mx.random.seed(seed)
+    caches = []
+    for layer in model.layers:
+        attention = layer.self_attn
+        shape = (1, attention.n_kv_heads, n, attention.head_dim if hasattr(attention, "head_dim") else 64)
+        cache = KVCache()
+        cache.keys, cache.values = mx.random.normal(shape), mx.random.normal(shape)
+        cache.offset = n
+        mx.eval(cache.keys, cache.values)
+        caches.append(cache)
+    return caches
+
+
+def written(cache: onefold.PrefixCache) -> None:
+    """Wait until everything is."""
+    if not cache.flush(120):
+        raise RuntimeError(f"flush: {cache.stats().disk}")
+
+
+def records(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.glob("*/*") if parse_name(p.name) is not None)
+
+
+def let_go(paths: list[Path]) -> bool:
+    """Have the operating system forget these files' contents; False if it cannot be told."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    for path in paths:
+        held = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(held)
+            os.posix_fadvise(held, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(held)
+    return True
+
+
+def rss(field: str = "VmRSS") -> int:
+    """Bytes of this process in memory: now, or (VmHWM) at most since `reset_rss`. 0 where nobody says."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(field)), 0)
+
+
+def reset_rss() -> None:
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+# -- parts: each in a process of its own ---------------------------------------------------------------------
+
+
+def part_cold(given: Settings) -> dict[str, Any]:
+    """The conversation is computed and written through; then its next turn is asked for, in memory."""
+    model, folder = demo(), Path(given.folder) / "conversation"
+    history = conversation(given.tokens, 0)
+    with opened(model, folder) as cache:
+        cold, _ = first_token(model, cache, [*history, *conversation(TURN, 1)], keep=len(history))
+        written(cache)
+        warm = []
+        for i in range(given.repeats):
+            seconds, lease = first_token(model, cache, [*history, *conversation(TURN, 2 + i)])
+            if lease.cached != len(history):
+                raise RuntimeError(f"{lease.cached} tokens were reused: {lease.reason}")
+            warm.append(seconds)
+        kv_bytes = len(history) * cache.token_bytes
+    files = records(folder)
+    return {
+        "cold": cold,
+        "warm": warm,
+        "kv_bytes": kv_bytes,
+        "file_bytes": sum(p.stat().st_size for p in files),
+        "disk_bytes": sum(512 * p.stat().st_blocks for p in files),
+        "records": len(files),
+    }
+
+
+def part_restart(given: Settings) -> dict[str, Any]:
+    """The next turn in a new process."""
+    model, folder = demo(), Path(given.folder) / "conversation"
+    history = conversation(given.tokens, 0)
+    dropped = let_go(records(folder))
+    began = time.perf_counter()
+    with opened(model, folder, "back") as cache:
+        opening = time.perf_counter() - began
+        seconds, lease = first_token(model, cache, [*history, *conversation(TURN, given.repeats)])
+        if lease.restored != len(history):
+            raise RuntimeError(f"{lease.restored} tokens came from disk: {lease.reason}, {cache.stats().reasons}")
+        again, _ = first_token(model, cache, [*history, *conversation(TURN, 1000 + given.repeats)])
+    return {"restart": seconds, "warm": again, "opening": opening, "dropped": dropped}
+
+
+def part_restore(given: Settings) -> dict[str, Any]:
+    """Reading the conversation back, and reading its files: in turn, each from a cold file cache."""
+    model, folder = demo(), Path(given.folder) / "restore"
+    tokens = conversation(given.tokens, 0)
+    with opened(model, folder) as cache:
+        cache.adopt(tokens, kv_of(model, given.tokens, 0))
+        written(cache)
+    files, found = records(folder), dict[str, Any](restore=[], plain=[], checked=[])
+    with opened(model, folder) as cache:
+        for i in range(2 * given.repeats + 2):
+            let_go(files)
+            if i % 2:
+                found["plain"].append(timed(lambda: [_read(path) for path in files]))
+                continue
+            mx.clear_cache()
+            reset_rss()
+            mx.reset_peak_memory()
+            before, rss_before = mx.get_active_memory(), rss()
+            began = time.perf_counter()
+            restore = cache.restore([*tokens, 1])
+            while restore is not None and restore.step():
+                pass
+            found["restore"].append(time.perf_counter() - began)
+            if restore is None or restore.tokens != len(tokens):
+                raise RuntimeError(f"{0 if restore is None else restore.tokens} tokens came back")
+            found["peak"] = mx.get_peak_memory() - before
+            found["entry"] = mx.get_active_memory() - before
+            found["rss_peak"], found["rss_entry"] = rss("VmHWM") - rss_before, rss() - rss_before
+            del restore
+            cache.clear(disk=False)
+    found["bytes"] = sum(p.stat().st_size for p in files)
+    found["restore"], found["plain"] = found["restore"][1:], found["plain"][1:]  # the first pair warms up
+    return found
+
+
+def _read(path: Path) -> int:
+    with open(path, "rb") as file:
+        return len(file.read())
+
+
+def timed(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def part_decode(given: Settings) -> dict[str, Any]:
+    """Greedy decode while another conversation is written, and just before and after that, while nothing is."""
+    model, folder = demo(), Path(given.folder) / "decode"
+    found: dict[str, Any] = {name: {"ratios": [], "bytes": [], "writing": 0} for name in DECODING}
+    with opened(model, folder) as cache, cache.lease(conversation(64, 5), reserve_tokens=4096) as lease:
+        layers = lease.layers
+        mx.eval(model(mx.array([lease.rest.tolist()]), cache=layers))
+        speed(model, layers, 8)
+        for i in range(2 * given.repeats):
+            for name, (tokens, n) in DECODING.items():
+                other, kv = conversation(tokens, 100 + i), kv_of(model, tokens, i)
+                before = speed(model, layers, n)
+                written_before = cache.stats().disk.written_bytes
+                cache.adopt(other, kv)
+                del kv
+                writing = speed(model, layers, n)
+                disk = cache.stats().disk
+                found[name]["bytes"].append(disk.written_bytes - written_before)
+                found[name]["writing"] += disk.pending
+                written(cache)
+                found[name]["ratios"].append(2 * writing / (before + speed(model, layers, n)))
+                cache.forget(other, 0)
+                written(cache)
+        lease.cancel()
+    return found
+
+
+def speed(model: nn.Module, layers: list[Any], n: int) -> float:
+    """Tokens per second, greedily."""
+    token = mx.array([[7]])
+    began = time.perf_counter()
+    for _ in range(n):
+        token = mx.argmax(model(token, cache=layers)[:, -1:], axis=-1)
+        mx.eval(token)
+    return n / (time.perf_counter() - began)
+
+
+def part_commit(given: Settings) -> dict[str, Any]:
+    """A conversation that grows by turns of 512 tokens, in a cache with a disk and in one without."""
+    model, folder = demo(), Path(given.folder) / "commit"
+    found: dict[str, Any] = {"disk": [], "busy": [], "none": []}
+    kv = kv_of(model, given.tokens, 0)
+    with opened(model, folder) as on_disk, opened(model, None) as in_memory:
+        for i in range(given.repeats + 1):
+            tokens = conversation(given.tokens, 300 + i)
+            for name, cache in (("disk", on_disk), ("none", in_memory), ("busy", on_disk)):
+                if name == "busy":  # nobody waits for the turn before to be written
+                    tokens = conversation(given.tokens, 400 + i)
+                for upto in range(512, given.tokens + 1, 512):
+                    with cache.lease(tokens[:upto]) as lease:
+                        foreign.fill(lease, kv, upto)
+                        found[name].append(timed(lambda: lease.commit(tokens[:upto])))  # noqa: B023
+                    if name != "busy":
+                        written(cache)
+                written(cache)
+                cache.clear()
+            if i == 0:
+                found = {name: [] for name in found}  # the first round warms up
+    return found
+
+
+def part_records(given: Settings) -> dict[str, Any]:
+    """Ten thousand small records: conversations short and long, and branches."""
+    model, folder, rng = FakeModel(["full"] * 30), Path(given.folder) / "open", np.random.default_rng(0)
+    real, os.fsync = os.fsync, lambda held: None  # only the opening is timed, and that would take minutes
+    kv = model.make_cache()
+    for cache in kv:
+        shape = (1, 2, 2048, 8)
+        cache.keys, cache.values, cache.offset = mx.random.normal(shape), mx.random.normal(shape), 2048
+    known: list[list[int]] = []
+    with onefold.PrefixCache(model, "4GB", disk=folder, disk_budget="10GB", disk_mode="through") as held:
+        if held._disk is None:
+            raise RuntimeError("no disk")
+        held._disk.spiller.record_tokens = 4
+        while held.stats().disk.records < RECORDS:
+            tokens = rng.integers(0, 60, int(rng.choice([16, 64, 256, 2000]))).tolist()
+            if known and rng.random() < 0.5:
+                base = known[int(rng.integers(len(known)))]
+                tokens = [*base[: int(rng.integers(len(base)))], *tokens][:2048]
+            with held.lease(tokens) as lease:
+                n = len(tokens) - ((len(tokens) - lease.cached) % 256 == 0)  # a view that fills a buffer becomes it
+                if lease.matched < n:
+                    foreign.fill(lease, kv, n)
+                    lease.commit(tokens[:n])
+            known.append(tokens)
+            written(held)
+        count = held.stats().disk.records
+    os.fsync = real
+    return {"records": count, "bytes": sum(p.stat().st_size for p in records(folder))}
+
+
+def part_open(given: Settings) -> dict[str, Any]:
+    """Opening a cache on the folder, less opening one without, in a new process."""
+    model, folder = FakeModel(["full"] * 30), Path(given.folder) / "open"
+    onefold.PrefixCache(model, "1GB").close()
+    without = timed(lambda: onefold.PrefixCache(model, "1GB").close())
+    if given.repeats % 2:
+        let_go(records(folder))
+    made: list[onefold.PrefixCache] = []
+    seconds = timed(lambda: made.append(onefold.PrefixCache(model, "1GB", disk=folder, disk_budget="10GB")))
+    stats = made[0].stats()
+    made[0].close()
+    return {"seconds": seconds - without, "cold": bool(given.repeats % 2), "records": stats.disk.records}
+
+
+PARTS: dict[str, Callable[[Settings], dict[str, Any]]] = {
+    name.removeprefix("part_"): part for name, part in list(globals().items()) if name.startswith("part_")
+}
+
+
+def in_a_process(part: str, given: Settings) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--part", part, "--folder", given.folder]
+    command += ["--tokens", str(given.tokens), "--repeats", str(given.repeats)]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+# -- figures ------------------------------------------------------------------------------------------------
+
+
+def _again(given: Settings, repeats: int) -> Settings:
+    return Settings(given.folder, given.tokens, repeats)
+
+
+def bench_restart(given: Settings) -> Iterator[Row]:
+    made = in_a_process("cold", given)
+    restarts = [in_a_process("restart", _again(given, 10 + i)) for i in range(given.repeats)]
+    restart = statistics.median(r["restart"] for r in restarts)
+    warm = statistics.median([*made["warm"], *(r["warm"] for r in restarts)])
+    seconds = f"{restart:.2f} s; cold {made['cold']:.1f} s, in memory {warm:.2f} s"
+    told = "file cache dropped" if all(r["dropped"] for r in restarts) else "file cache warm"
+    where = f"new process, {told}; opening {1000 * statistics.median(r['opening'] for r in restarts):.0f} ms"
+    yield Row("first token after a restart / cold prefill", f"{restart / made['cold']:.3f}", note=seconds)
+    yield Row("first token after a restart / in memory", f"{restart / warm:.2f}", note=where)
+    ratio, blocks = made["file_bytes"] / made["kv_bytes"], made["disk_bytes"] / made["kv_bytes"]
+    note = f"{made['records']} records, {show_size(made['file_bytes'])}; in blocks {blocks:.4f}"
+    yield Row("bytes of the files / bytes of KV", f"{ratio:.4f}", "≤ 1.02", ratio <= 1.02, note)
+
+
+def bench_restore(given: Settings) -> Iterator[Row]:
+    found = in_a_process("restore", given)
+    pairs = list(zip(found["restore"], found["plain"], strict=True))
+    ratio = statistics.median(plain / restore for restore, plain in pairs)
+    rates = [found["bytes"] / statistics.median(x) / 1e9 for x in (found["restore"], found["plain"])]
+    note = f"{rates[0]:.2f} GB/s and {rates[1]:.2f} GB/s; each of {len(pairs)}: "
+    note += " ".join(f"{plain / restore:.2f}" for restore, plain in pairs)
+    yield Row("restore bandwidth / plain reads", f"{ratio:.2f}", "≥ 0.70", ratio >= 0.7, note)
+    peak = found["peak"] / found["entry"]
+    process = f"; the process: {found['rss_peak'] / found['rss_entry']:.3f}" if found["rss_entry"] else ""
+    note = f"{show_size(found['peak'])} of {show_size(found['entry'])}{process}"
+    yield Row("peak memory of a restore / the entry", f"{peak:.3f}", "≤ 1.05", peak <= 1.05, note)
+
+
+def bench_decode(given: Settings) -> Iterator[Row]:
+    measured = in_a_process("decode", given)
+    for name, what in (("turn", "while a 512-token turn is written"), ("busy", "while 4096 tokens are written")):
+        found, (_, n) = measured[name], DECODING[name]
+        ratio, spread = statistics.median(found["ratios"]), sorted(found["ratios"])
+        note = f"{show_size(int(statistics.median(found['bytes'])))} written during {n} tokens; "
+        note += f"{spread[0]:.2f} to {spread[-1]:.2f}; {found['writing']} of {len(spread)} still writing at the end"
+        yield Row(f"decode {what} / without", f"{ratio:.3f}", "≥ 0.97", ratio >= 0.97, note)
+
+
+def bench_commit(given: Settings) -> Iterator[Row]:
+    found = {k: [1000 * s for s in v] for k, v in in_a_process("commit", given).items()}
+    middle = {k: statistics.median(v) for k, v in found.items()}
+    note = f"without disk {middle['none']:.2f} ms; while the turn before is written {middle['busy']:.2f} ms; "
+    note += f"worst {max(found['disk']):.1f}, {max(found['none']):.1f}, {max(found['busy']):.1f} ms"
+    yield Row("commit of 512 tokens, written through", f"{middle['disk']:.2f} ms", "≤ 2 ms", middle["disk"] <= 2, note)
+
+
+def bench_open(given: Settings) -> Iterator[Row]:
+    made = in_a_process("records", given)
+    runs = [in_a_process("open", _again(given, i)) for i in range(max(2, given.repeats // 2 * 2))]
+    cold = statistics.median(r["seconds"] for r in runs if r["cold"])
+    warm = statistics.median(r["seconds"] for r in runs if not r["cold"])
+    note = f"file cache dropped; {warm:.2f} s with it; {show_size(made['bytes'])}"
+    yield Row(f"opening {made['records']} records", f"{cold:.2f} s", "≤ 1 s", cold <= 1, note)
+
+
+BENCHES = {"restart": bench_restart, "restore": bench_restore, "decode": bench_decode, "commit": bench_commit}
+BENCHES["open"] = bench_open
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help=f"comma-separated: {','.join(BENCHES)}")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--folder", help="kept afterwards, and must be empty; a temporary one if not given")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.part:
+        print(json.dumps(PARTS[args.part](Settings(args.folder, args.tokens, args.repeats))))
+        return 0
+    console = Console(width=170)
+    table = Table(title=f"Onefold {onefold.__version__}, MLX {mx.__version__}, {mx.default_device()}")
+    for column in ("what", "Onefold", "target", "", "in this run"):
+        table.add_column(column, justify="left" if column in ("what", "in this run") else "right")
+    missed = 0
+    with contextlib.ExitStack() as stack:
+        folder = args.folder or stack.enter_context(tempfile.TemporaryDirectory())
+        given = Settings(folder, args.tokens, args.repeats)
+        for name in [b for b in args.only.split(",") if b] or list(BENCHES):
+            with console.status(name):
+                rows = list(BENCHES[name](given))
+            for row in rows:
+                missed += row.met is False
+                verdict = "" if row.met is None else "met" if row.met else "MISSED"
+                table.add_row(row.what, row.value, row.target, verdict, row.note)
+    console.print(table)
+    console.print(f"{missed} of the targets missed." if missed else "Every target met.")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from fake import FakeModel, Session, assert_holds, settled, text
 from test_scenarios_fake import CASES, Case
+from tiny import tiny
 
 from onefold import ConfigError, PrefixCache
 from onefold.cache import fingerprint, host
@@ -551,3 +552,65 @@ def test_a_folder_that_holds_other_things_is_refused(model: FakeModel, tmp_path:
     with pytest.raises(ConfigError, match="holds other things"):
         opened(model, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def branched(folder: Path) -> tuple[FakeModel, list[int], list[int]]:
+    """Two conversations on disk, the second of which leaves the first inside its one record."""
+    model = FakeModel(("full", "full"))
+    first = text(60, 1)
+    with opened(model, folder, disk_mode="through") as cache:
+        for tokens in (first, second := [*first[:11], *text(40, 2)]):
+            Session(model, cache, tokens).prefill().commit()
+            assert cache.flush()
+    return model, first, second
+
+
+def test_a_restore_left_between_a_record_and_the_branch_inside_it(tmp_path: Path) -> None:
+    model, _, second = branched(tmp_path)
+    with opened(model, tmp_path) as cache:
+        restore = cache.restore([*second, 1])
+        assert restore is not None and restore.step()
+        restore.finish()
+        assert restore.tokens == 11, "the rest of that record is the other conversation's"
+        Session(model, cache, [*second, 1]).prefill().commit()
+        settled(cache)
+
+
+def test_a_branch_that_is_damaged_gets_nothing_of_the_other(tmp_path: Path) -> None:
+    model, first, second = branched(tmp_path)
+    path = next(p for p in files(tmp_path) if p.name.startswith("00000011-"))
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    with opened(model, tmp_path) as cache:
+        again = Session(model, cache, [*second, 1])
+        assert again.cached == 11
+        again.prefill().commit()
+        assert Session(model, cache, [*first, 1]).cached == len(first)
+
+
+def test_a_forward_that_fills_a_buffer_exactly_is_written(tmp_path: Path) -> None:
+    """Its arrays are left as the model made them, not in the order of a buffer."""
+    model = tiny("llama")
+    tokens = [i % 50 for i in range(256)]
+    with PrefixCache(model, "64MB", disk=tmp_path, disk_budget="1GB", disk_mode="through") as cache:
+        with cache.lease(tokens) as lease:
+            mx.eval(model(mx.array(tokens)[None], cache=lease.layers))
+            lease.commit(tokens)
+        assert cache.flush(20) and cache.durable(tokens) == 256
+    with PrefixCache(model, "64MB", disk=tmp_path, disk_budget="1GB") as cache, cache.lease([*tokens, 1]) as lease:
+        assert lease.restored == 256
+        warm = model(mx.array([[1]]), cache=lease.layers)
+        cold = model(mx.array([[*tokens, 1]]))[:, -1:]
+        assert mx.allclose(warm, cold, atol=1e-4)
+
+
+def test_only_what_can_be_resumed_is_called_durable(tmp_path: Path) -> None:
+    model = FakeModel(("full", "recurrent"))
+    tokens = text(90)
+    with opened(model, tmp_path, disk_mode="through") as cache:
+        said = turn(model, cache, tokens)
+        assert cache.flush()
+        assert cache.durable(said) == len(said)
+        assert cache.durable(said[:30]) == 0, "there is no state at its end, or before"
+        assert Session(model, cache, [*said[:30], 1]).cached == 0

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import os
 import shutil
@@ -118,6 +119,8 @@ class Disk:
         except (OSError, OnefoldError):
             folder.unlock()
             raise
+        self.reader = concurrent.futures.ThreadPoolExecutor(1, "onefold-read")
+        """Reads the next record while one is being looked at. Its thread is made when it is first used."""
         self.spiller.gone = self.take_from_nodes
         self.spiller.space_of = self.space_of
 
@@ -229,6 +232,7 @@ class Disk:
 
     def close(self) -> None:
         """After `spiller.stop`, and not before."""
+        self.reader.shutdown()
         self.vault.empty_bin()
         self.vault.note(self.vault.take_touched(force=True), force=True)
         self.vault.folder.unlock()

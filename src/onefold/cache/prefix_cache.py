@@ -333,12 +333,14 @@ class PrefixCache:
             if self._disk is None:
                 return 0
             path, matched = self._tree(namespace).match(as_tokens(tokens))
-            at = 0
+            at = resumable = 0
             for node in path:
                 at = node.start if node.disk is None else node.disk.readable
                 if at < node.end:
                     break
-            return min(at, matched)
+                if node.disk.point is not None and node.disk.point.ready and node.end <= matched:
+                    resumable = node.end
+            return resumable if self._pointwise else min(at, matched)
 
     def clear(self, *, disk: bool = True) -> None:
         """Drop everything that no lease holds; pins too. With `disk=False` what is on disk stays there."""
@@ -495,6 +497,8 @@ class PrefixCache:
             log.warning("the disk cache in %s cannot be used, and memory alone is: %s", settings.folder, error)
             return
         self._shelf.disk = self._disk
+        leases = self._leases
+        self._disk.spiller.computing = lambda: bool(leases) and not device.on_gpu()
         weakref.finalize(self, self._disk.spiller.stop)
         self._tree("")
 

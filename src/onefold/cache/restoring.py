@@ -11,6 +11,7 @@ A restore can be taken in steps, between the steps of other requests. Called wit
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import os
 import time
@@ -25,7 +26,7 @@ from onefold.cache.ledger import Purpose
 from onefold.cache.segment import Slab, Span, Track, round_up
 from onefold.cache.tiers.folder import read_all
 from onefold.cache.tiers.heads import read_content
-from onefold.cache.tiers.record import Content
+from onefold.cache.tiers.record import Content, Tensor
 from onefold.cache.tiers.vault import Record
 from onefold.cache.tree import Node, Tokens, Tree
 from onefold.errors import BudgetError, RecordError
@@ -36,8 +37,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("onefold")
 
-AHEAD = 2
-"""Records that the operating system is asked to fetch while one is read."""
+
+
+class Loaded(NamedTuple):
+    """A record that has been read, and is still to be believed."""
+
+    content: Content
+    checksum: str
+    places: list[host.Bytes]
 
 
 class Wanted(NamedTuple):
@@ -131,7 +138,7 @@ class Restore:
     def __init__(self, cache: PrefixCache, disk: Disk, tree: Tree, found: Wanted, room: int) -> None:
         self._cache, self._disk, self._tree = cache, disk, tree
         self._wanted = found
-        self._left = [*found.records, *([] if found.point is None else [found.point])]
+        self._left: list[Record] = [*found.records, *([] if found.point is None else [found.point])]
         self._held = list(self._left)
         self._end = found.path[-1]
         self._room = room
@@ -142,6 +149,8 @@ class Restore:
         self._read_bytes = 0
         self._seconds = 0.0
         self._direct = host.addressable()
+        self._loading: concurrent.futures.Future[Loaded] | None = None
+        self._layouts: dict[int, tuple[Tensor, ...]] = {}
         self.done = False
         self.tokens = 0
         """Of the path, that came from disk."""
@@ -177,12 +186,7 @@ class Restore:
         began = time.perf_counter()
         record = self._left.pop(0)
         try:
-            for following in self._left[:AHEAD]:
-                self._disk.vault.folder.fetch_ahead(following.namespace, following.name)
-            if record is self._wanted.point:
-                self._read_point(record)
-            else:
-                self._read_range(record)
+            self._take(record)
             self._read_bytes += record.size
         except (OSError, RecordError) as error:
             self._left.clear()
@@ -193,8 +197,26 @@ class Restore:
             self._disk.reasons["no room to restore"] += 1
         self._seconds += time.perf_counter() - began
         if not self._left:
-            self.finish()
+            self._finish()
         return not self.done
+
+    def _take(self, record: Record) -> None:
+        """Have one record; the next is read meanwhile."""
+        if record is self._wanted.point:
+            self._read_point(record)
+            return
+        if self._slab is not None and self._slab.layers[0] is None:
+            self._allocate(self._slab)
+        loading = self._loading or self._disk.reader.submit(self._load, record)
+        following = self._left[0] if self._left and self._left[0] is not self._wanted.point else None
+        self._loading = None
+        loaded = loading.result()
+        # a branch's record may begin inside this one, which is another conversation's from there on
+        reached = record.end if following is None else min(record.end, following.start)
+        if following is not None and following.start == record.end:
+            self._loading = self._disk.reader.submit(self._load, following)
+        self._believe(record, loaded)
+        self._reached = reached
 
     def finish(self) -> None:
         """What was read is memory's from here on."""
@@ -205,6 +227,9 @@ class Restore:
         if self.done:
             return
         self.done = True
+        if self._loading is not None:
+            concurrent.futures.wait([self._loading])  # it is still being read into
+            self._loading = None
         if self._slab is not None:
             self._attach(self._slab)
             self._slab.tracks.discard(self._holder)
@@ -224,29 +249,36 @@ class Restore:
 
     # -- ranges ------------------------------------------------------------------------------------------
 
-    def _read_range(self, record: Record) -> None:
+    def _load(self, record: Record) -> Loaded:
+        """On the reading thread: a record's bytes into their place; or into a buffer, where they cannot be."""
         slab = self._slab
         assert slab is not None
-        if slab.layers and slab.layers[0] is None:
-            self._allocate(slab)
         lo = record.start - self._base
-        hi = lo + record.end - record.start
+        n = record.end - record.start
         with self._disk.vault.folder.reading(record.namespace, record.name) as file:
             content, data_at, checksum = self._content(file, record)
-            if content.tensors != host.range_tensors(self._cache._store.specs, hi - lo):
+            if content.tensors != self._tensors(n):
                 raise RecordError("of another layout")
             if self._direct:
-                places = host.places(slab, lo, hi)
-                _fill(file, places, data_at)
-                if content.checksum(places) != checksum:
-                    raise RecordError("checksum")
+                places = host.places(slab, lo, lo + n)
             else:
-                data = np.empty(content.payload_bytes - content.tokens.nbytes, np.uint8)
-                _fill(file, [data], data_at)
-                if content.checksum([data]) != checksum:
-                    raise RecordError("checksum")
-                host.copy_in(slab, lo, hi, data)
-        self._reached = record.end
+                places = [np.empty(content.payload_bytes - content.tokens.nbytes, np.uint8)]
+            _fill(file, places, data_at)
+        return Loaded(content, checksum, places)
+
+    def _tensors(self, n: int) -> tuple[Tensor, ...]:
+        if n not in self._layouts:
+            self._layouts[n] = host.range_tensors(self._cache._store.specs, n)
+        return self._layouts[n]
+
+    def _believe(self, record: Record, loaded: Loaded) -> None:
+        """Raises RecordError if what was read is not what was written."""
+        if loaded.content.checksum(loaded.places) != loaded.checksum:
+            raise RecordError("checksum")
+        if not self._direct:
+            assert self._slab is not None
+            lo = record.start - self._base
+            host.copy_in(self._slab, lo, lo + record.end - record.start, loaded.places[0])
 
     def _allocate(self, slab: Slab) -> None:
         """The buffer's arrays: memory that nobody wrote before, but for what no record will fill."""

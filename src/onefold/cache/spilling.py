@@ -70,6 +70,8 @@ class Spiller:
         self.reasons: Counter[str] = Counter()
         self.gone: Callable[[Record], None] = lambda record: None
         """Told of a record that is given up, with the lock held."""
+        self.computing: Callable[[], bool] = lambda: False
+        """Whether a request is being computed where this thread would be in its way."""
         self.space_of: Callable[[Node], str | None] = lambda node: None
         """The folder that a node's records belong to; None if they have none."""
         self._store, self._nodes, self._gate, self._ledger = store, nodes, gate, ledger
@@ -78,6 +80,7 @@ class Spiller:
         self._urgent: deque[Node] = deque()
         self._refused: set[Node] = set()
         self._all = False
+        self._flushing = 0
         self.record_bytes = min(RECORD_BYTES, max(1 << 16, ledger.budget_bytes // 64))
         per_token = store.token_bytes + 4
         self.record_tokens = max(1, self.record_bytes // per_token) if store.token_bytes else HOLLOW_TOKENS
@@ -85,7 +88,7 @@ class Spiller:
         n_slots = max(2, min(SLOTS_MOST, ledger.budget_bytes // SLOTS_SHARE // max(1, slot_bytes)))
         self._account = ledger.open(Purpose.DISK, n_slots * slot_bytes, "records on their way to the disk")
         slots = [np.empty(slot_bytes, np.uint8) for _ in range(n_slots)]
-        self._writer = Writer(vault, gate, slots, self._next, self._settle)
+        self._writer = Writer(vault, gate, slots, self._next, self._settle, self._hurries)
         self._writer.start()
 
     # -- asked by the cache, with its lock held ----------------------------------------------------
@@ -152,6 +155,7 @@ class Spiller:
         """Write what is wanted (or everything that memory has), and wait for it. False if that took too long."""
         self._refused.clear()
         self._all = everything
+        self._flushing += 1
         self._gate.tell()
         try:
             while self._next_node() is not None or not self._writer.idle:
@@ -160,7 +164,11 @@ class Spiller:
                 self._gate.wait(LOOK_AGAIN)
         finally:
             self._all = False
+            self._flushing -= 1
         return True
+
+    def _hurries(self) -> bool:
+        return bool(self._urgent) or self._flushing > 0 or not self.computing()
 
     def stop(self) -> None:
         """Without the lock."""

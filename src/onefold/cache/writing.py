@@ -4,6 +4,7 @@
   copy takes two milliseconds. When all buffers are full nothing more is copied: that is the whole queue.
 - The thread asks for the next record when it has none. A caller that is about to write to a buffer can have some copied
   at once (`stage`): they are written first, in order.
+- Where requests are computed on the processor the thread takes a fortieth of it, unless somebody waits.
 - What becomes of a record is told to whoever asked for it, with the lock held.
 
 Knows nothing of nodes, or of why a record is written.
@@ -12,6 +13,7 @@ Knows nothing of nodes, or of why a record is written.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,6 +28,11 @@ from onefold.cache.tiers.vault import Record, Vault
 
 LOOK_AGAIN = 0.5
 """Seconds: something may have changed that nobody told of."""
+
+
+_COPY_ERRORS = (RuntimeError, ValueError, MemoryError)
+REST = 40.0
+"""Where requests are computed on the processor: so many times as long as a record took of it, the thread rests."""
 
 
 class Job(NamedTuple):
@@ -52,11 +59,13 @@ class Writer:
         slots: list[host.Bytes],
         next_job: Callable[[], Job | None],
         settle: Callable[[Job, Exception | None], None],
+        hurries: Callable[[], bool],
     ) -> None:
+        """`hurries` says whether somebody waits for a record, or nobody is held up by it."""
         self.busy = False
         self._vault, self._gate = vault, gate
         self._slots = slots
-        self._next_job, self._settle = next_job, settle
+        self._next_job, self._settle, self._hurries = next_job, settle, hurries
         self._staged: deque[Staged] = deque()
         self._direct = host.addressable()
         self._stop = False
@@ -81,7 +90,7 @@ class Writer:
         """Copy a record out now, on this thread and with the lock held; there must be room."""
         try:
             self._staged.append(self._copied(job, self._slots.pop()))
-        except RuntimeError as error:
+        except _COPY_ERRORS as error:
             self._settle(job, error)
         self._gate.tell()
 
@@ -103,11 +112,21 @@ class Writer:
                     host.leave_thread()
                     return
                 staged = self._staged.popleft() if self._staged else None
+            began = time.thread_time()
             self._vault.empty_bin()
             if job is not None and slot is not None:
                 staged = self._try(job, slot)
             if staged is not None:
                 self._write(staged)
+                self._rest(time.thread_time() - began)
+
+    def _rest(self, worked: float) -> None:
+        """Leave the processor to the requests that are computed there; a core that is taken from a matrix product holds
+        up all the others."""
+        until = time.monotonic() + REST * worked
+        with self._gate.inner:
+            while (left := until - time.monotonic()) > 0 and not self._stop and not self._hurries():
+                self._gate.wait(min(left, LOOK_AGAIN))
 
     def _wait(self) -> tuple[Job | None, host.Bytes | None]:
         """Until there is something to do; a job, with a buffer for it, if none is staged."""
@@ -125,14 +144,14 @@ class Writer:
     def _try(self, job: Job, slot: host.Bytes) -> Staged | None:
         try:
             return self._copied(job, slot)
-        except RuntimeError as error:
+        except _COPY_ERRORS as error:
             with self._gate.inner:
                 self._settle(job, error)
                 self._gate.tell()
             return None
 
     def _copied(self, job: Job, slot: host.Bytes) -> Staged:
-        """Raises RuntimeError if the arrays are not computed yet."""
+        """Raises RuntimeError, among others, if the arrays are not computed yet."""
         if job.slab is None:
             self._slots.append(slot)
             return Staged(job, [host.array_out(a, direct=self._direct) for a in job.arrays], None)
@@ -140,7 +159,7 @@ class Writer:
         into = slot[: n * job.slab.store.token_bytes]
         try:
             host.copy_out(job.slab, job.lo, job.lo + n, into, direct=self._direct)
-        except RuntimeError:
+        except _COPY_ERRORS:
             self._slots.append(slot)
             raise
         finally:

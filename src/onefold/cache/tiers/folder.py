@@ -38,7 +38,7 @@ NAMESPACE_DIGITS = 32
 _NOFOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC
 READING = os.O_RDONLY | os.O_NONBLOCK | _NOFOLLOW
 """Nothing that was put in a record's place, such as a pipe, is waited for."""
-_F_RDADVISE, _F_NOCACHE = 44, 48  # macOS
+_F_NOCACHE = 48  # macOS
 IOV_MOST = 512
 
 
@@ -209,20 +209,12 @@ class Folder:
                 raise OSError(errno.EINVAL, "not a file")
             if sys.platform == "darwin":
                 fcntl.fcntl(held, _F_NOCACHE, 1)
+            elif hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(held, 0, 0, os.POSIX_FADV_WILLNEED)  # all of it will be read
             yield held
         finally:
             _let_go(held)
             os.close(held)
-
-    def fetch_ahead(self, namespace: str, name: str) -> None:
-        """Have the operating system begin to read a file that will be wanted soon."""
-        with contextlib.suppress(OSError):
-            held = os.open(self.path / namespace / name, READING)
-            try:
-                if hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(held, 0, 0, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(held)
 
     def written(self) -> dict[str, Any]:
         return read_json(self.path / WRITTEN)

@@ -16,6 +16,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -103,6 +104,12 @@ class Content:
         return digest.hexdigest()
 
     def header(self, checksum: str = "0" * 32) -> bytes:
+        blank = self._header
+        at = blank.index(_CHECKSUM) + len(_CHECKSUM)
+        return blank[:at] + checksum.encode() + blank[at + 32 :]
+
+    @functools.cached_property
+    def _header(self) -> bytes:
         described: dict[str, object] = {
             "__metadata__": {
                 "onefold": str(VERSION),
@@ -112,7 +119,7 @@ class Content:
                 "start": str(self.start),
                 "tokens": str(len(self.tokens)),
                 "tensors": str(len(self.tensors)),
-                "checksum": checksum,
+                "checksum": "0" * 32,
                 "state": self.state,
             }
         }
@@ -166,18 +173,16 @@ class Named(NamedTuple):
 
 def parse_name(name: str) -> Named | None:
     """None if it is not the name of a record."""
-    parts = name.removesuffix(SUFFIX).split(".")
-    if not name.endswith(SUFFIX) or len(parts) != 2:
+    found = _NAME.fullmatch(name)
+    if found is None or (start := int(found[1])) > FURTHEST:
         return None
-    start, _, at = parts[0].partition("-")
-    try:
-        found = Named(What(parts[1]), int(start), bytes.fromhex(at))
-    except ValueError:
-        return None
-    ours = file_name(*found) == name and len(found.address) == ADDRESS_BYTES and found.start <= FURTHEST
-    return found if ours else None
+    return Named(What(found[3]), start, bytes.fromhex(found[2]))
 
 
+_NAME = re.compile(
+    rf"([0-9]{{8}}|[1-9][0-9]{{8,9}})-([0-9a-f]{{{2 * ADDRESS_BYTES}}})\.(range|point)" + re.escape(SUFFIX)
+)
+_CHECKSUM = b'"checksum":"'
 _DECODER = json.JSONDecoder()
 _OPENING = '{"__metadata__":'
 

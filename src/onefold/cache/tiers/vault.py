@@ -23,17 +23,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onefold.cache.tiers.folder import READING, Filed, Folder
-from onefold.cache.tiers.heads import read_head
+from onefold.cache.tiers.folder import Filed, Folder
+from onefold.cache.tiers.heads import Wanted, read_heads
 from onefold.cache.tiers.record import OTHER_FORMAT, Head, Named, What, file_name
 from onefold.cache.tree import Tokens
-from onefold.errors import RecordError
 from onefold.sizes import show_size
 
 log = logging.getLogger("onefold")
 
 BLOCK = 4096
 """What a file takes on a disk is a multiple of this."""
+_SAID = 10
+"""Rejected records that are named in the log; all are counted."""
 _NOTE_EVERY = 64 << 20
 _LINK_FROM = 0.8
 """Of the budget."""
@@ -185,12 +186,13 @@ class Vault:
         for record in held.values():
             record.parent, record.children = None, 0
         heads: list[tuple[Record, Head]] = []
-        for record in sorted(held.values(), key=lambda r: r.start):
-            try:
-                heads.append((record, self._read_head(record)))
-            except (OSError, RecordError) as error:
-                if ours or str(error) != OTHER_FORMAT:
-                    self.reject(record, _reason(error))
+        there = sorted(held.values(), key=lambda r: r.start)
+        found = read_heads(self.folder.path / namespace, [Wanted(r.named, r.size) for r in there])
+        for record, head in zip(there, found, strict=True):
+            if isinstance(head, Head):
+                heads.append((record, head))
+            elif ours or str(head) != OTHER_FORMAT:
+                self.reject(record, _reason(head))
         linked: list[tuple[Record, Head]] = []
         known: set[Record | None] = set()
         for record, head in heads:  # by start: parents come first
@@ -207,13 +209,6 @@ class Vault:
                 known.add(record)
             linked.append((record, head))
         return linked
-
-    def _read_head(self, record: Record) -> Head:
-        held = os.open(self.folder.path / record.namespace / record.name, READING)
-        try:
-            return read_head(held, record.namespace, record.named, record.size)
-        finally:
-            os.close(held)
 
     # -- coming --------------------------------------------------------------------------------------
 
@@ -305,7 +300,9 @@ class Vault:
         """It is not what its name says."""
         self.reasons[reason] += 1
         self.counts["rejected_records"] += 1
-        log.warning("a record on disk is not used and removed: %s (%s/%s)", reason, record.namespace, record.name)
+        level = logging.WARNING if self.counts["rejected_records"] <= _SAID else logging.DEBUG
+        log.log(
+            level,"a record on disk is not used and removed: %s (%s/%s)", reason, record.namespace, record.name)
         self.drop(record)
 
     def empty_bin(self) -> None:

@@ -23,6 +23,7 @@ from onefold.cache.gate import Gate
 from onefold.cache.ledger import Ledger
 from onefold.cache.ondisk import OnDisk
 from onefold.cache.pace import Pace
+from onefold.cache.restoring import AHEAD
 from onefold.cache.segment import Store
 from onefold.cache.spilling import Spiller
 from onefold.cache.tiers.folder import Folder
@@ -119,8 +120,8 @@ class Disk:
         except (OSError, OnefoldError):
             folder.unlock()
             raise
-        self.reader = concurrent.futures.ThreadPoolExecutor(1, "onefold-read")
-        """Reads the next record while one is being looked at. Its thread is made when it is first used."""
+        self.reader = concurrent.futures.ThreadPoolExecutor(AHEAD, "onefold-read")
+        """Reads the next records while one is being looked at. Its threads are made when they are first used."""
         self.spiller.gone = self.take_from_nodes
         self.spiller.space_of = self.space_of
 

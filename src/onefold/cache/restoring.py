@@ -15,6 +15,7 @@ import concurrent.futures
 import logging
 import os
 import time
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 import mlx.core as mx
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("onefold")
 
+
+
+AHEAD = 2
+"""Records that are read while one is being looked at."""
 
 
 class Loaded(NamedTuple):
@@ -149,7 +154,7 @@ class Restore:
         self._read_bytes = 0
         self._seconds = 0.0
         self._direct = host.addressable()
-        self._loading: concurrent.futures.Future[Loaded] | None = None
+        self._loading: deque[concurrent.futures.Future[Loaded]] = deque()
         self._layouts: dict[int, tuple[Tensor, ...]] = {}
         self.done = False
         self.tokens = 0
@@ -201,22 +206,25 @@ class Restore:
         return not self.done
 
     def _take(self, record: Record) -> None:
-        """Have one record; the next is read meanwhile."""
+        """Have one record; the next are read meanwhile."""
         if record is self._wanted.point:
             self._read_point(record)
             return
         if self._slab is not None and self._slab.layers[0] is None:
             self._allocate(self._slab)
-        loading = self._loading or self._disk.reader.submit(self._load, record)
+        self._load_ahead([record, *(r for r in self._left if r is not self._wanted.point)])
         following = self._left[0] if self._left and self._left[0] is not self._wanted.point else None
-        self._loading = None
-        loaded = loading.result()
+        self._believe(record, self._loading.popleft().result())
         # a branch's record may begin inside this one, which is another conversation's from there on
-        reached = record.end if following is None else min(record.end, following.start)
-        if following is not None and following.start == record.end:
-            self._loading = self._disk.reader.submit(self._load, following)
-        self._believe(record, loaded)
-        self._reached = reached
+        self._reached = record.end if following is None else min(record.end, following.start)
+
+    def _load_ahead(self, records: list[Record]) -> None:
+        """Have these records, or the first few of them, read on other threads; not one that begins inside another."""
+        for i, record in enumerate(records[: AHEAD + 1]):
+            if i and record.start != records[i - 1].end:
+                return
+            if i >= len(self._loading):
+                self._loading.append(self._disk.reader.submit(self._load, record))
 
     def finish(self) -> None:
         """What was read is memory's from here on."""
@@ -227,9 +235,8 @@ class Restore:
         if self.done:
             return
         self.done = True
-        if self._loading is not None:
-            concurrent.futures.wait([self._loading])  # it is still being read into
-            self._loading = None
+        concurrent.futures.wait(self._loading)  # what is still being read into
+        self._loading.clear()
         if self._slab is not None:
             self._attach(self._slab)
             self._slab.tracks.discard(self._holder)

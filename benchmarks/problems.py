@@ -839,6 +839,8 @@ def round_robin(
             books = now
         else:
             peak, (lease, said[which]) = watched(partial(ask, cache, model, prompt, answer, step))
+            if not agree(cache, base):  # a checkpoint that went is held until it is written
+                cache.flush(10)
             now, books, reused = active() - base, held_bytes(cache), lease.cached
         found.append(Turn(now, books, peak - base, len(prompt) - reused, len(new)))
     return found, said

@@ -107,6 +107,7 @@ class Writer:
                 staged = self._try(job, slot)
             if staged is not None:
                 self._write(staged)
+            job = slot = staged = None  # while it waits, the thread holds on to nothing that was written
 
     def _wait(self) -> tuple[Job | None, host.Bytes | None]:
         """Until there is something to do; a job, with a buffer for it, if none is staged."""

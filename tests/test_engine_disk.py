@@ -17,8 +17,6 @@ from onefold.engine.engine import Engine
 from onefold.errors import FolderInUse
 
 
-
-
 @pytest.fixture(scope="module")
 def loaded(model: Path) -> tuple[Any, Any]:
     return mlx_lm.load(str(model))

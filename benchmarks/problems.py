@@ -792,7 +792,8 @@ def b7_statistics() -> Shown:
         worst = max(worst, own.worst)
         figures.append(
             f"{mode}: {own.hits} hits, {own.from_memory:,} + {own.from_disk:,} tokens, "
-            f"{stats.evicted_tokens:,} evicted, {stats.discarded_tokens:,} discarded, {stats.disk.spilled_tokens:,} written"
+            f"{stats.evicted_tokens:,} evicted, {stats.discarded_tokens:,} discarded, "
+            f"{stats.disk.spilled_tokens:,} written"
         )
     return Shown(
         "30 mixed requests under a short budget, without a disk and in both modes, as counted from outside and in "

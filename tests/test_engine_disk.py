@@ -28,7 +28,9 @@ def always_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pace, "estimate", lambda self, units: None)
 
 
-def engine(loaded: tuple[Any, Any], folder: Path, mode: str = "back", budget: str = "256MB", tokens: int = 40) -> Engine:
+def engine(
+    loaded: tuple[Any, Any], folder: Path, mode: str = "back", budget: str = "256MB", tokens: int = 40
+) -> Engine:
     made = Engine(*loaded, budget=budget, disk=DiskSettings(folder, "1GB", mode))
     assert made.cache._disk is not None
     made.cache._disk.spiller.record_tokens = min(tokens, made.cache._disk.spiller.record_tokens)

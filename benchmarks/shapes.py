@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
-from mlx_lm.models import llama, qwen3_next
+from mlx_lm.models import gemma4_text, llama, qwen3_next
 
 
 def _ready(model: nn.Module, dtype: mx.Dtype = mx.float32) -> nn.Module:
@@ -80,3 +80,24 @@ def hybrid_model(*, layers: int = 8) -> nn.Module:
         }
     )
     return _ready(qwen3_next.Model(args))
+
+
+def gemma_model(*, layers: int = 12, window: int = 64, head_dim: int = 64) -> nn.Module:
+    """gemma4: five sliding windows to one attention layer, whose heads are twice as wide."""
+    mx.random.seed(0)
+    args = gemma4_text.ModelArgs(
+        hidden_size=128,
+        num_hidden_layers=layers,
+        intermediate_size=128,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        global_head_dim=2 * head_dim,
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0,
+        sliding_window=window,
+        sliding_window_pattern=6,
+        vocab_size=128,
+        use_double_wide_mlp=False,
+    )
+    return _ready(gemma4_text.Model(args))

@@ -6,9 +6,12 @@ compares every call's logits and every layer's tokens with a stock run beside it
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +198,61 @@ def test_without_a_disk_nothing_is_written_and_evicted_is_gone(model: FakeModel,
         assert cache.flush() and cache.durable(first) == 0 and cache.restore(first) is None
         assert threading.active_count() == threads
     assert list(tmp_path.iterdir()) == []
+
+
+def buffers(cache: PrefixCache) -> set[int]:
+    """Where the buffers of all conversations lie."""
+    arrays = [a for slab in cache._store.slabs for layer in slab.layers if layer for a in layer]
+    return {int(np.asarray(a).__array_interface__["data"][0]) for a in arrays}
+
+
+def made_by(run: Callable[[], Any]) -> tuple[int, int, Any]:
+    """The most Python bytes (bytes objects and numpy's arrays are among them) and device bytes at a time that `run`
+    added, and what it returned."""
+    mx.synchronize()
+    mx.clear_cache()
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    tracemalloc.start()
+    try:
+        found = run()
+        python_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    return python_bytes, max(mx.get_peak_memory(), mx.get_active_memory()) - before, found
+
+
+@pytest.mark.parametrize("mode", ["off", *MODES])
+def test_a_store_and_a_hit_in_memory_make_no_bytes_and_no_buffer(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Committing moves the buffers that were written, and a hit reads them where they lie: at the same addresses, and
+    never through the host's memory."""
+    model = FakeModel(("full",) * 4, dim=256)
+    tokens = text(1000)
+    if mode == "off":
+        for name in ("bytes_of", "rows", "copy_out", "array_out", "places", "copy_in", "array_in"):
+            monkeypatch.setattr(host, name, lambda *_, name=name, **__: pytest.fail(f"{name} without a disk"))
+    options = {} if mode == "off" else {"disk": tmp_path, "disk_budget": "1GB", "disk_mode": mode}
+    with PrefixCache(model, "600MB", **options) as cache:
+        lease = cache.lease(tokens)
+        mx.eval(model(mx.array(tokens)[None], cache=lease.layers), [c.state for c in lease.layers])
+        written = buffers(cache)
+        entry = cache.stats().bytes["live"]
+        python_bytes, device_bytes, _ = made_by(lambda: lease.commit(tokens))
+        assert buffers(cache) == written and len(written) == 8
+        assert (device_bytes, cache.stats().bytes["stored"]) == (0, entry)
+        assert python_bytes < entry / 100
+        assert cache.flush()
+        python_bytes, device_bytes, lease = made_by(lambda: cache.lease([*tokens, 1, 2]))
+        assert (lease.cached, lease.restored, device_bytes) == (len(tokens), 0, 0)
+        assert buffers(cache) == written
+        assert python_bytes < entry / 100
+        mx.eval(model(mx.array([[1, 2]]), cache=lease.layers), [c.state for c in lease.layers])
+        assert_holds(model, lease.layers, [*tokens, 1, 2])
+        lease.commit([*tokens, 1, 2])
+        assert buffers(cache) == written
 
 
 def test_namespaces_are_apart_on_disk_too(model: FakeModel, tmp_path: Path) -> None:

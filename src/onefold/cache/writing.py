@@ -127,6 +127,7 @@ class Writer:
         with self._gate.inner:
             while (left := until - time.monotonic()) > 0 and not self._stop and not self._hurries():
                 self._gate.wait(min(left, LOOK_AGAIN))
+            job = staged = None  # or the arrays of what was written would live on
 
     def _wait(self) -> tuple[Job | None, host.Bytes | None]:
         """Until there is something to do; a job, with a buffer for it, if none is staged."""

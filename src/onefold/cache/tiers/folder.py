@@ -154,10 +154,12 @@ class Folder:
 
     def sweep(self, namespace: str) -> int:
         """Remove what writing left behind when it was cut off; returns the bytes."""
-        freed = 0
-        for name in self.strangers(namespace):
+        freed, left = 0, list[str]()
+        with _absent_is_empty(), os.scandir(self.path / namespace) as entries:
+            left = [e.name for e in entries if e.name.endswith(TEMPORARY)]
+        for name in left:
             kept = name.removesuffix(TEMPORARY)
-            if kept != name and (kept == ABOUT or parse_name(kept) is not None):
+            if kept == ABOUT or parse_name(kept) is not None:
                 path = self.path / namespace / name
                 with contextlib.suppress(OSError):
                     size = path.lstat().st_size

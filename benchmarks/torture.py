@@ -54,6 +54,7 @@ from fake import FakeModel, Session, settled, text
 from onefold.cache.tiers.folder import TEMPORARY
 from onefold.cache.tiers.record import content_of, parse_head, parse_name
 from onefold.cache.tiers.vault import BLOCK, on_disk
+from onefold.cache.tree import as_tokens
 from onefold.errors import RecordError
 
 MODELS = (("full", "full"), ("full", "recurrent"), ("rotating", "full"), ("composite", "full"))
@@ -171,6 +172,17 @@ def _restore_partly(cache: onefold.PrefixCache, known: list[list[int]], rng: np.
 # -- what is there after a kill --------------------------------------------------------------------------
 
 
+def kept_of(cache: onefold.PrefixCache, tokens: list[int]) -> int:
+    """How many of these tokens are kept: all, if the conversation went on and can be resumed further on; the state at
+    its earlier end may then have been thinned out."""
+    path, matched = cache._tree("").match(as_tokens(tokens))
+    if matched == len(tokens) and any(
+        n.disk is not None and n.disk.point is not None and n.disk.point.ready for n in path[-1].walk()
+    ):
+        return matched
+    return cache.durable(tokens)
+
+
 def check(task: Task, say: Say) -> None:
     files = record_files(task.folder)
     bad = [f"{p.name}: {reason}" for p in files if (reason := unsound(p))]
@@ -186,7 +198,7 @@ def check(task: Task, say: Say) -> None:
     if cache.stats().disk.rejected_records and task.keeps:
         problems.append(f"records were rejected: {cache.stats().reasons}")
     for tokens, n in task.acknowledged:
-        if task.keeps and (found := cache.durable(tokens)) < n:
+        if task.keeps and (found := kept_of(cache, tokens)) < n:
             lost += n - found
             problems.append(f"of {n} acknowledged tokens {found} are there")
     rng = np.random.default_rng(task.seed)

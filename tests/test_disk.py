@@ -672,3 +672,34 @@ def test_only_what_can_be_resumed_is_called_durable(tmp_path: Path) -> None:
         assert cache.durable(said) == len(said)
         assert cache.durable(said[:30]) == 0, "there is no state at its end, or before"
         assert Session(model, cache, [*said[:30], 1]).cached == 0
+
+
+def test_a_damaged_end_costs_only_the_end(tmp_path: Path) -> None:
+    """The state at an earlier point is sound: the same request goes on from there."""
+    model = FakeModel(("full", "recurrent"))
+    with opened(model, tmp_path) as cache:
+        first = turn(model, cache, text(60))
+        second = turn(model, cache, [*first, *text(40, 1)])
+    last = max((p for p in files(tmp_path) if "point" in p.name), key=lambda p: p.name)
+    data = bytearray(last.read_bytes())
+    data[-5] ^= 1
+    last.write_bytes(data)
+    with opened(model, tmp_path) as cache:
+        again = Session(model, cache, [*second, 1])
+        assert len(first) <= again.cached < len(second)
+        again.prefill().commit()
+        assert cache.stats().disk.rejected_records == 1
+        settled(cache)
+
+
+def test_checkpoints_make_way_for_each_other_without_being_lost(tmp_path: Path) -> None:
+    """More conversations than the checkpoints' share of memory has room for, written back."""
+    model = FakeModel(("rotating",) * 4, dim=64)
+    with opened(model, tmp_path, budget="2MB") as cache:
+        said = [turn(model, cache, [i, *text(40, i)]) for i in range(24)]
+        assert cache.stats().checkpoints < 24
+        for tokens in said:
+            again = Session(model, cache, [*tokens, 1])
+            assert again.cached == len(tokens), again.lease.reason
+            again.prefill().commit()
+        settled(cache)

@@ -18,13 +18,15 @@ from onefold.cache.kinds.own import OwnSnapshot
 from onefold.cache.ledger import Account
 
 PER_PATH = 4
+POINTS_SHARE = 4
+"""Checkpoints have a quarter of the budget."""
 GRID = 8192
 
 
 class Checkpoint:
     """Snapshots by leaf; None where the leaf's state lies in the path's segments."""
 
-    __slots__ = ("account", "position", "snapshots", "spanless")
+    __slots__ = ("_closing", "_holders", "account", "position", "snapshots", "spanless")
 
     def __init__(self, position: int, snapshots: list[Any], account: Account, *, spanless: bool) -> None:
         self.position = position
@@ -32,6 +34,8 @@ class Checkpoint:
         self.account = account
         self.spanless = spanless
         """No leaf needs the path's segments: every one is in here."""
+        self._holders = 0
+        self._closing = False
 
     @property
     def bytes(self) -> int:
@@ -40,7 +44,19 @@ class Checkpoint:
     def array_ids(self) -> set[int]:
         return {id(a) for s in self.snapshots if s is not None for a in s.arrays if a is not None}
 
+    def hold(self) -> None:
+        """It is being written elsewhere: its bytes are there, and counted, until `release`."""
+        self._holders += 1
+
+    def release(self) -> None:
+        self._holders -= 1
+        if self._closing and not self._holders:
+            self.close()
+
     def close(self) -> None:
+        if self._holders:
+            self._closing = True
+            return
         for snapshot in self.snapshots:
             if snapshot is not None:
                 snapshot.close()

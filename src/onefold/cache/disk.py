@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from onefold.cache.checkpoints import Place, surplus
 from onefold.cache.fingerprint import name_of, salt_of
 from onefold.cache.gate import Gate
 from onefold.cache.ledger import Ledger
@@ -123,6 +124,7 @@ class Disk:
         self.reader = concurrent.futures.ThreadPoolExecutor(AHEAD, "onefold-read")
         """Reads the next records while one is being looked at. Its threads are made when they are first used."""
         self.spiller.gone = self.take_from_nodes
+        self.spiller.thin = self._thin
         self.spiller.space_of = self.space_of
 
     def _nodes(self) -> Iterator[Node]:
@@ -218,7 +220,15 @@ class Disk:
                 record.nodes.discard(node)
                 self.spiller.let_go(record)
 
-    def leave_point(self, node: Node) -> None:
+    def _thin(self, node: Node) -> None:
+        """Keep the best few checkpoints of a path on disk, as in memory."""
+        held = [n for n in node.path() if n.disk is not None and n.disk.point is not None and n.disk.point.ready]
+        gone = set(surplus([Place(n.end, len(n.children) > 1) for n in held]))
+        for n in held:
+            if n.end in gone:
+                self._leave_point(n)
+
+    def _leave_point(self, node: Node) -> None:
         if node.disk is not None and node.disk.point is not None:
             record = node.disk.point
             node.disk.lose(record)

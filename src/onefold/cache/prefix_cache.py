@@ -251,13 +251,18 @@ class PrefixCache:
             self._threads.add(threading.get_ident())
             self._totals["requests"] += 1
             self._totals["tokens_requested"] += len(found)
-            if after is None and read_disk:
+            restored = 0 if after is None else after.tokens
+            while read_disk and after is None:
                 try:
                     after = self.restore(found, namespace=namespace, reserve_tokens=reserve_tokens)
                 except BudgetError:
                     self._reasons["no room to restore"] += 1
-            while after is not None and after.step():
-                pass
+                if after is None:
+                    break
+                while after.step():
+                    pass
+                restored += after.tokens
+                after = None if after.rejected else after
             track = Track(self._store, contiguous=self._contiguous)
             lease = Lease(self, found, (namespace, self._format), track, self._anatomies, asked)
             if self.uncached_reason:
@@ -274,7 +279,7 @@ class PrefixCache:
             self._totals["hits"] += lease.cached > 0
             self._totals["tokens_matched"] += lease.matched
             self._totals["tokens_cached"] += lease.cached
-            lease.restored = 0 if after is None else min(after.tokens, lease.cached)
+            lease.restored = min(restored, lease.cached)
             self._totals["tokens_from_disk"] += lease.restored
             if lease.reason:
                 self._reasons[lease.reason] += 1
@@ -312,7 +317,7 @@ class PrefixCache:
         found = as_tokens(tokens)
         with self._lock:
             self._open_for_use()
-            if self._disk is None:
+            if self._disk is None or self.uncached_reason:
                 return None
             tree = self._tree(namespace)
             room = max(0, len(found) + reserve_tokens - tree.match(found).matched)

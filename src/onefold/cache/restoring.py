@@ -157,6 +157,8 @@ class Restore:
         self._loading: deque[concurrent.futures.Future[Loaded]] = deque()
         self._layouts: dict[int, tuple[Tensor, ...]] = {}
         self.done = False
+        self.rejected = False
+        """A record was not what it should be: what is left may be worth another plan."""
         self.tokens = 0
         """Of the path, that came from disk."""
 
@@ -195,6 +197,7 @@ class Restore:
             self._read_bytes += record.size
         except (OSError, RecordError) as error:
             self._left.clear()
+            self.rejected = True
             self._disk.vault.reject(record, "unreadable" if isinstance(error, OSError) else str(error))
             self._disk.forget([record])
         except BudgetError:

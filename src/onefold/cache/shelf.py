@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING
 
 from onefold.cache import eviction
-from onefold.cache.checkpoints import Checkpoint, Place, surplus
+from onefold.cache.checkpoints import POINTS_SHARE, Checkpoint, Place, surplus
 from onefold.cache.ledger import Ledger
 from onefold.cache.segment import STEP, Piece, Slab, Span, Store, Track, round_up
 from onefold.cache.tree import Node, Tokens, Tree
@@ -118,14 +118,13 @@ class Shelf:
         return True
 
     def thin(self, node: Node) -> None:
-        """Keep the best few checkpoints of the path that ends at `node`, on disk too."""
-        held = [n for n in node.path() if n.checkpoint is not None or (n.disk is not None and n.disk.point is not None)]
+        """Keep the best few checkpoints of the path that ends at `node`. Those on disk are thinned when a new one has
+        arrived there, and not before: a crash must not find the old one gone and the new one not there."""
+        held = [n for n in node.path() if n.checkpoint is not None]
         gone = set(surplus([Place(n.end, len(n.children) > 1) for n in held]))
         for n in held:
             if n.end in gone:
                 self.drop_checkpoint(n)
-                if self.disk is not None:
-                    self.disk.leave_point(n)
 
     def drop_checkpoint(self, node: Node) -> None:
         if node.checkpoint is not None:
@@ -134,17 +133,23 @@ class Shelf:
             self.counts["checkpoints_dropped"] += 1
 
     def admit_checkpoint(self, n_bytes: int) -> bool:
-        """Room under the checkpoints' share of the budget, by dropping the least recently used."""
-        limit = self.ledger.budget_bytes // 4
+        """Room under the checkpoints' share of the budget, by dropping others: those that one further on makes up for
+        first, then the least recently used; one that belongs on disk and is not there is written first."""
+        limit = self.ledger.budget_bytes // POINTS_SHARE
         if n_bytes > limit:
             return False
-        held = sorted((n for n in self.nodes() if n.checkpoint is not None), key=lambda n: (n.last_use, n.end))
+        held = [n for n in self.nodes() if n.checkpoint is not None]
         total = sum(n.checkpoint.account.bytes for n in held)
-        for node in held:
+        if total + n_bytes <= limit:
+            return True
+        until = time.monotonic() + PATIENCE / 10
+        for node in sorted(held, key=lambda n: (not _made_up_for(n), n.last_use, n.end)):
             if total + n_bytes <= limit:
                 break
             if node.idle:
                 total -= node.checkpoint.account.bytes
+                if self.disk is not None:
+                    self.disk.spiller.save(node, until)
                 self.drop_checkpoint(node)
         return total + n_bytes <= limit
 
@@ -416,6 +421,15 @@ def _ranges(track: Track | None, start: int, stop: int) -> Iterator[tuple[int, i
         a, b = max(start, piece.pos), min(stop, piece.end)
         if a < b:
             yield a, b, piece
+
+
+def _made_up_for(node: Node) -> bool:
+    """Whether the only way on from here leads to another checkpoint."""
+    while len(node.children) == 1:
+        (node,) = node.children.values()
+        if node.checkpoint is not None:
+            return True
+    return False
 
 
 def _joinable(upper: Node, lower: Node) -> bool:

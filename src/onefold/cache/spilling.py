@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from onefold.cache import host
+from onefold.cache.checkpoints import POINTS_SHARE
 from onefold.cache.eviction import leaves
 from onefold.cache.gate import Gate
 from onefold.cache.ledger import Ledger, Purpose
@@ -70,6 +71,8 @@ class Spiller:
         self.reasons: Counter[str] = Counter()
         self.gone: Callable[[Record], None] = lambda record: None
         """Told of a record that is given up, with the lock held."""
+        self.thin: Callable[[Node], None] = lambda node: None
+        """Told of a node whose checkpoint has arrived on disk, with the lock held."""
         self.computing: Callable[[], bool] = lambda: False
         """Whether a request is being computed where this thread would be in its way."""
         self.space_of: Callable[[Node], str | None] = lambda node: None
@@ -211,6 +214,9 @@ class Spiller:
             return next((n for n in newest_first if self._writable(n)), None)
         if self._ledger.used_bytes > self._mark * self._ledger.budget_bytes:
             return next((n for n in leaves(self._nodes()) if self._writable(n)), None)
+        if self._ledger.by_purpose()[Purpose.CHECKPOINT.value] > self._mark * self._ledger.budget_bytes / POINTS_SHARE:
+            oldest_first = sorted((n for n in self._nodes() if n.checkpoint is not None), key=lambda n: n.last_use)
+            return next((n for n in oldest_first if not self.is_clean(n) and self._writable(n)), None)
         return None
 
     def _writable(self, node: Node) -> bool:
@@ -272,9 +278,9 @@ class Spiller:
             first.disk = OnDisk(first)
         first.disk.add(record)
         if span is None:
-            return Job(record, content, None, 0, [])
+            return Job(record, content, None, 0)
         span.slab.copies += 1
-        return Job(record, content, span.slab, span.lo + start - first.start, [])
+        return Job(record, content, span.slab, span.lo + start - first.start)
 
     def _point_job(self, node: Node, space: str) -> Job | None:
         above = node.disk.records[-1]
@@ -291,7 +297,8 @@ class Spiller:
         if record is None:
             return None
         node.disk.set_point(record)
-        return Job(record, content, None, 0, list(arrays.values()))
+        node.checkpoint.hold()
+        return Job(record, content, None, 0, node.checkpoint)
 
     @staticmethod
     def _above(node: Node) -> Record | None:
@@ -337,12 +344,16 @@ class Spiller:
 
     def _settle(self, job: Job, error: Exception | None) -> None:
         record, vault = job.record, self.vault
+        if job.checkpoint is not None:
+            job.checkpoint.release()
         if error is None:
             if not record.nodes:  # nobody wants it any more
                 record.ready = True
                 vault.drop(record)
                 return
             vault.arrived(record)
+            for node in list(record.nodes) if record.what is What.POINT else ():
+                self.thin(node)
             self.counts["spilled_tokens"] += record.end - record.start
             return
         for node in list(record.nodes):

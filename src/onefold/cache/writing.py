@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onefold.cache import host
+from onefold.cache.checkpoints import Checkpoint
 from onefold.cache.gate import Gate
 from onefold.cache.segment import Slab
 from onefold.cache.tiers.record import Content
@@ -41,8 +42,7 @@ class Job(NamedTuple):
     slab: Slab | None
     """Where a range lies; None if it has no bytes, or is a checkpoint."""
     lo: int
-    arrays: list[Any]
-    """Of a checkpoint."""
+    checkpoint: Checkpoint | None = None
 
 
 class Staged(NamedTuple):
@@ -118,7 +118,8 @@ class Writer:
                 staged = self._try(job, slot)
             if staged is not None:
                 self._write(staged)
-                self._rest(time.thread_time() - began)
+            job = slot = staged = None  # while it rests or waits, the thread holds on to nothing that was written
+            self._rest(time.thread_time() - began)
 
     def _rest(self, worked: float) -> None:
         """Leave the processor to the requests that are computed there; a core that is taken from a matrix product holds
@@ -127,7 +128,6 @@ class Writer:
         with self._gate.inner:
             while (left := until - time.monotonic()) > 0 and not self._stop and not self._hurries():
                 self._gate.wait(min(left, LOOK_AGAIN))
-            job = staged = None  # or the arrays of what was written would live on
 
     def _wait(self) -> tuple[Job | None, host.Bytes | None]:
         """Until there is something to do; a job, with a buffer for it, if none is staged."""
@@ -155,7 +155,8 @@ class Writer:
         """Raises RuntimeError, among others, if the arrays are not computed yet."""
         if job.slab is None:
             self._slots.append(slot)
-            return Staged(job, [host.array_out(a, direct=self._direct) for a in job.arrays], None)
+            arrays = {} if job.checkpoint is None else job.checkpoint.arrays()
+            return Staged(job, [host.array_out(a, direct=self._direct) for a in arrays.values()], None)
         n = len(job.content.tokens)
         into = slot[: n * job.slab.store.token_bytes]
         try:

@@ -67,7 +67,7 @@ class Job:
 
     def look_on_disk(self, cache: PrefixCache, reserve_tokens: int) -> bool:
         """Whether it has to wait for what is being read for it. Raises BudgetError if there is no room for that."""
-        if not self.looked:
+        if not self.looked or (self.restore is not None and self.restore.done and self.restore.rejected):
             room = min(self.left, reserve_tokens)
             self.restore = cache.restore(self._so_far, namespace=self.request.namespace, reserve_tokens=room)
             self.looked = True

@@ -5,7 +5,6 @@ No MLX in this file.
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from onefold.cache.tiers.folder import READING
 from onefold.cache.tiers.record import HEAD_MOST, Content, Head, Named, What, address, content_of, file_name, parse_head
 from onefold.errors import RecordError
 
-_AT_A_TIME, _FEW = 8, 64
 _BEGIN = 8 << 10
 _MOST = HEAD_MOST + (64 << 20)
 """No record of ours has so long a header and so many tokens; what says so is not read into memory."""
@@ -43,26 +41,20 @@ class Wanted(NamedTuple):
 
 
 def read_heads(folder: Path, wanted: Sequence[Wanted]) -> list[Head | OSError | RecordError]:
-    """Of many records of a namespace's folder, in order; several files at a time, as a disk likes it."""
+    """Of many records of a namespace's folder, in order."""
+    inside, namespace = str(folder), folder.name
 
     def read(one: Wanted) -> Head | OSError | RecordError:
         try:
-            file = os.open(folder / file_name(*one.named), READING)
+            file = os.open(f"{inside}/{file_name(*one.named)}", READING)
             try:
-                return read_head(file, folder.name, one.named, one.size)
+                return read_head(file, namespace, one.named, one.size)
             finally:
                 os.close(file)
         except (OSError, RecordError) as error:
             return error
 
-    def read_some(part: Sequence[Wanted]) -> list[Head | OSError | RecordError]:
-        return [read(one) for one in part]
-
-    if len(wanted) < _FEW:
-        return read_some(wanted)
-    with concurrent.futures.ThreadPoolExecutor(_AT_A_TIME) as pool:
-        parts = [wanted[i : i + _FEW] for i in range(0, len(wanted), _FEW)]
-        return [head for part in pool.map(read_some, parts) for head in part]
+    return [read(one) for one in wanted]
 
 
 def read_content(file: int, namespace: str, named: Named, size: int) -> tuple[Head, Content]:

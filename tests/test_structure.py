@@ -20,6 +20,7 @@ NO_MLX = (
     "cache/ledger.py",
     "cache/entries.py",
     "cache/eviction.py",
+    "cache/backlog.py",
     "cache/gate.py",
     "cache/ondisk.py",
     "cache/pace.py",

@@ -8,9 +8,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import logging
 import os
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -37,6 +39,7 @@ from onefold.sizes import parse_size
 log = logging.getLogger("onefold")
 
 MODES = ("back", "through")
+ASIDE_SECONDS = 30.0
 DEFAULT_MOST = 100 * 1000**3
 
 
@@ -144,13 +147,13 @@ class Disk:
             return
         space = name_of(self._about, salt)
         self._spaces[tree.root] = space
-        loaded = self.vault.load(space)
-        _grow(tree, loaded, self._overlapping)
         salted = namespace not in ("", None)
         try:
             self.vault.folder.describe(space, {"label": self._label} | self._about | {"salted": salted})
         except OSError as error:
             self.vault.fail(error)
+            return
+        _grow(tree, self.vault.load(space), self._overlapping)
 
     def _overlapping(self, record: Record) -> None:
         self.vault.reasons["overlaps another"] += 1
@@ -176,6 +179,21 @@ class Disk:
             self.take_from_nodes(record)
             if record.ready:
                 self.vault.drop(record)
+
+    def set_aside(self, record: Record, error: Exception) -> None:
+        """It could not be read, through no fault of its own: for a while it is as if it were not there."""
+        self.reasons["unreadable"] += 1
+        log.warning("a record on disk cannot be read now, and is left there: %s", error)
+        record.aside = time.monotonic() + ASIDE_SECONDS
+
+    def clear(self) -> None:
+        """Everything of this model's, in whatever namespace, but for what is in use or on its way."""
+        told = json.loads(json.dumps(self._about))
+        ours = {s for s in self._spaces.values() if s is not None}
+        for space in self.vault.folder.namespaces():
+            about = self.vault.folder.about(space)
+            if space not in ours and {k: about.get(k) for k in told} == told:
+                self.forget([r for r in self.vault.records() if r.namespace == space])
 
     def take_from_nodes(self, record: Record) -> None:
         for node in list(record.nodes):
@@ -238,6 +256,12 @@ class Disk:
         for node in path:
             if node.disk is not None:
                 self.vault.touch(node.disk.all, used)
+
+    def abandon(self) -> None:
+        """The cache is gone without having been closed. Without the lock."""
+        self.spiller.stop()
+        self.reader.shutdown(wait=False)
+        self.vault.folder.unlock()
 
     # -- the whole of it ------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ def lasting_digest(*models: nn.Module | None) -> str:
         sums = {n: mx.sum(_words(p)) for n, p in sorted(dict(tree_flatten(model.parameters())).items())}
         for name, total in sums.items():
             digest.update(f"{name}{total.item()}".encode())
-        for module in sorted({type(m).__module__ for m in model.modules()}):
+        for module in sorted(_code(model)):
             digest.update(module.encode() + _source(module))
     return digest.hexdigest()
 
@@ -62,6 +62,14 @@ def _words(array: mx.array) -> mx.array:
         if flat.dtype == mx.bool_
         else mx.view(flat, {1: mx.uint8, 2: mx.uint16}.get(size, mx.uint32))
     )
+
+
+def _code(model: nn.Module) -> set[str]:
+    """The modules that the model's classes are of, and those that they have something of, within its package."""
+    own = {type(m).__module__ for m in model.modules()}
+    package = type(model).__module__.rpartition(".")[0]
+    used = {str(getattr(v, "__module__", "")) for m in own if m in sys.modules for v in vars(sys.modules[m]).values()}
+    return own | {m for m in used if package and m.startswith(package + ".")}
 
 
 def _source(module: str) -> bytes:

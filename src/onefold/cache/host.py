@@ -87,6 +87,8 @@ def copy_out(slab: Slab, lo: int, hi: int, into: Bytes, *, direct: bool) -> None
             found = _as_bytes(array[..., lo:hi, :]).reshape(heads, hi - lo, dim * array.dtype.size)
         into[at : at + found.size].reshape(found.shape)[:] = found
         at += found.size
+    if at != into.size:
+        raise RuntimeError(f"{at} of {into.size} bytes were there to be copied")
 
 
 def array_out(array: mx.array, *, direct: bool) -> Bytes:

@@ -36,6 +36,12 @@ class OnDisk:
             at = min(self.node.end, record.end)
         return at
 
+    def reaches_beyond(self, lower: Node) -> bool:
+        """Whether its last record goes on into something else than the node below."""
+        if not self.records or self.records[-1].end <= self.node.end:
+            return False
+        return lower.disk is None or not lower.disk.records or lower.disk.records[0] is not self.records[-1]
+
     @property
     def all(self) -> list[Record]:
         return self.records if self.point is None else [*self.records, self.point]

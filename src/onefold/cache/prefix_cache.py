@@ -173,7 +173,8 @@ class PrefixCache:
         self._water = (1.0, 1.0)
         self._lock = gate
         self._disk: Disk | None = None
-        self._restores: set[Restore] = set()
+        self._restores: weakref.WeakSet[Restore] = weakref.WeakSet()
+        self._dropped_restores: list[Restore] = []
         self._anatomies = anatomies
         self._seam = [name for m in models for name in stock.install(m, attention)]
         self._watched = [stock.watch(m) for m in models]
@@ -259,8 +260,11 @@ class PrefixCache:
                     self._reasons["no room to restore"] += 1
                 if after is None:
                     break
-                while after.step():
-                    pass
+                try:
+                    while after.step():
+                        pass
+                finally:
+                    after.finish()
                 restored += after.tokens
                 after = None if after.rejected else after
             track = Track(self._store, contiguous=self._contiguous)
@@ -363,6 +367,8 @@ class PrefixCache:
                             self._shelf.drop(tree, node)
                         else:
                             self._totals["discarded_tokens"] += self._shelf.unload(tree, node)
+            if disk and self._shelf.disk is not None:
+                self._shelf.disk.clear()
 
     def set_budget(self, budget: int | float | str) -> None:
         """Change the budget while running. Frees what no longer fits; refuses what cannot be freed now."""
@@ -386,6 +392,9 @@ class PrefixCache:
             if self._closed:
                 return
             for lease in [*self._leases, *self._dropped]:
+                if lease._thread == threading.get_ident() and not lease.closed:
+                    with contextlib.suppress(DeviceError):
+                        settling.evaluate(self, lease)  # what it committed before may wait for what it did since
                 settling.release(self, lease)
             self._dropped.clear()
             for restore in list(self._restores):
@@ -504,7 +513,7 @@ class PrefixCache:
         self._shelf.disk = self._disk
         leases = self._leases
         self._disk.spiller.computing = lambda: bool(leases) and not device.on_gpu()
-        weakref.finalize(self, self._disk.spiller.stop)
+        weakref.finalize(self, self._disk.abandon)
         self._tree("")
 
     def _open_for_use(self) -> None:
@@ -513,6 +522,8 @@ class PrefixCache:
 
     def sweep(self) -> None:
         """Settle leases that were dropped without being closed; on their own thread, while there is one."""
+        while self._dropped_restores:
+            self._dropped_restores.pop().finish()
         if not self._dropped:
             return
         here, running = threading.get_ident(), {t.ident for t in threading.enumerate()}
@@ -583,6 +594,15 @@ class PrefixCache:
     def drop(self, lease: Lease) -> None:
         """Settle this lease at the next call: for finalisers, which run on any thread and at any time."""
         self._dropped.append(lease)
+
+    def drop_restore(self, restore: Restore) -> None:
+        self._dropped_restores.append(restore)
+
+    def in_memory(self, tokens: Any, *, namespace: Hashable = "") -> int:
+        """How far these tokens can be had without the disk, as far as segments go; touches nothing."""
+        with self._lock:
+            path, matched = self._tree(namespace).match(as_tokens(tokens))
+            return opening.readable_length(self, path, matched)[0]
 
     def matched(self, tokens: Any, *, namespace: Hashable = "") -> int:
         """How far these tokens are known; touches nothing."""

@@ -16,6 +16,7 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import mlx.core as mx
@@ -28,7 +29,7 @@ from onefold.cache.segment import Slab, Span, Track, round_up
 from onefold.cache.tiers.folder import read_all
 from onefold.cache.tiers.heads import read_content
 from onefold.cache.tiers.record import Content, Tensor
-from onefold.cache.tiers.vault import Record
+from onefold.cache.tiers.vault import Record, is_passing
 from onefold.cache.tree import Node, Tokens, Tree
 from onefold.errors import BudgetError, RecordError
 
@@ -89,7 +90,11 @@ def wanted(cache: PrefixCache, tree: Tree, tokens: Tokens) -> Wanted | None:
 def _resumable(node: Node) -> bool:
     if node.checkpoint is not None:
         return True
-    return node.disk is not None and node.disk.point is not None and bool(node.disk.point.ready)
+    return node.disk is not None and node.disk.point is not None and _there(node.disk.point)
+
+
+def _there(record: Record) -> bool:
+    return record.ready and record.aside <= time.monotonic()
 
 
 def _kv_reach(cache: PrefixCache, path: list[Node], matched: int) -> int:
@@ -102,7 +107,7 @@ def _kv_reach(cache: PrefixCache, path: list[Node], matched: int) -> int:
             at = node.end
             continue
         for record in [] if node.disk is None else node.disk.records:
-            if not record.ready or record.hollow:
+            if not _there(record) or record.hollow:
                 return min(at, matched)
             at = min(node.end, record.end)
         if at < node.end:
@@ -146,6 +151,7 @@ class Restore:
         self._left: list[Record] = [*found.records, *([] if found.point is None else [found.point])]
         self._held = list(self._left)
         self._end = found.path[-1]
+        self._tokens = np.concatenate([n.tokens for n in self._end.path()])
         self._room = room
         self._base = found.records[0].start if found.records else 0
         self._reached = self._base
@@ -161,6 +167,11 @@ class Restore:
         """A record was not what it should be: what is left may be worth another plan."""
         self.tokens = 0
         """Of the path, that came from disk."""
+
+    def __del__(self) -> None:
+        """Dropped before it was done: what it holds is let go at the cache's next call."""
+        if not getattr(self, "done", True):
+            self._cache.drop_restore(self)
 
     def holds(self, track: Track) -> bool:
         return track is self._holder
@@ -198,8 +209,11 @@ class Restore:
         except (OSError, RecordError) as error:
             self._left.clear()
             self.rejected = True
-            self._disk.vault.reject(record, "unreadable" if isinstance(error, OSError) else str(error))
-            self._disk.forget([record])
+            if is_passing(error):
+                self._disk.set_aside(record, error)
+            else:
+                self._disk.vault.reject(record, "unreadable" if isinstance(error, OSError) else str(error))
+                self._disk.forget([record])
         except BudgetError:
             self._left.clear()
             self._disk.reasons["no room to restore"] += 1
@@ -217,9 +231,10 @@ class Restore:
             self._allocate(self._slab)
         self._load_ahead([record, *(r for r in self._left if r is not self._wanted.point)])
         following = self._left[0] if self._left and self._left[0] is not self._wanted.point else None
-        self._believe(record, self._loading.popleft().result())
         # a branch's record may begin inside this one, which is another conversation's from there on
-        self._reached = record.end if following is None else min(record.end, following.start)
+        upto = record.end if following is None else min(record.end, following.start)
+        self._believe(record, self._loading.popleft().result(), upto)
+        self._reached = upto
 
     def _load_ahead(self, records: list[Record]) -> None:
         """Have these records, or the first few of them, read on other threads; not one that begins inside another."""
@@ -241,6 +256,8 @@ class Restore:
         concurrent.futures.wait(self._loading)  # what is still being read into
         self._loading.clear()
         if self._slab is not None:
+            if self._direct and self._slab.layers[0] is not None:  # no garbage behind what is right
+                host.clear(self._slab, self._reached - self._base, self._wanted.records[-1].end - self._base)
             self._attach(self._slab)
             self._slab.tracks.discard(self._holder)
             self._slab.settle()
@@ -281,10 +298,13 @@ class Restore:
             self._layouts[n] = host.range_tensors(self._cache._store.specs, n)
         return self._layouts[n]
 
-    def _believe(self, record: Record, loaded: Loaded) -> None:
-        """Raises RecordError if what was read is not what was written."""
+    def _believe(self, record: Record, loaded: Loaded, upto: int) -> None:
+        """Raises RecordError if what was read is not what was written, or is not of this path up to there."""
         if loaded.content.checksum(loaded.places) != loaded.checksum:
             raise RecordError("checksum")
+        n = min(self._wanted.target, upto) - record.start
+        if (loaded.content.tokens[:n] != self._tokens[record.start : record.start + n]).any():
+            raise RecordError("of other tokens")
         if not self._direct:
             assert self._slab is not None
             lo = record.start - self._base
@@ -299,7 +319,12 @@ class Restore:
                 ]
             else:
                 slab.arrays(index)
-        slab.evaluate()
+        try:
+            slab.evaluate()
+        except (MemoryError, RuntimeError) as error:
+            slab.layers = [None] * len(slab.layers)
+            needed = slab.bytes
+            raise BudgetError(f"no room on the device: {error}", needed_bytes=needed, available_bytes=0) from error
         if self._direct:
             host.clear(slab, self._wanted.records[-1].end - self._base, slab.capacity)
 
@@ -333,25 +358,32 @@ class Restore:
             self.tokens += self._wanted.saves
 
     def _revive(self, file: int, content: Content, data_at: int, checksum: str, account: object) -> Checkpoint:
-        read, arrays = list[np.ndarray](), dict[str, mx.array]()  # type: ignore[type-arg]
-        for tensor in content.tensors:
-            dtype = host.dtype_of(tensor)
-            if dtype is None:
-                raise RecordError("of another layout")
-            data = np.empty(tensor.nbytes, np.uint8)
-            _fill(file, [data], data_at)
-            data_at += tensor.nbytes
-            read.append(data)
-            arrays[tensor.name] = host.array_in(data, tensor.shape, dtype)
-            mx.eval(arrays[tensor.name])
-        if content.checksum(read) != checksum:
+        arrays: dict[str, mx.array] = {}
+
+        def tensors(at: int) -> Iterator[host.Bytes]:
+            """One after the other: no more than one is there twice."""
+            for tensor in content.tensors:
+                dtype = host.dtype_of(tensor)
+                if dtype is None:
+                    raise RecordError("of another layout")
+                data = np.empty(tensor.nbytes, np.uint8)
+                _fill(file, [data], at)
+                at += tensor.nbytes
+                arrays[tensor.name] = host.array_in(data, tensor.shape, dtype)
+                mx.eval(arrays[tensor.name])
+                yield data
+
+        if content.checksum(tensors(data_at)) != checksum:
             raise RecordError("checksum")
         try:
             position, snapshots = revive(content.state, arrays)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise RecordError("no header of ours") from error
-        leaves = sum(len(a.leaves) for a in self._cache._anatomies)
-        if position != content.start or len(snapshots) > leaves:
+        layers = [leaf for a in self._cache._anatomies for leaf in a.make(Track(self._cache._store))[1]]
+        if position != content.start or len(snapshots) != len(layers):
+            raise RecordError("of another layout")
+        fits = (s is None or x.can_restore(s, position) for x, s in zip(layers, snapshots, strict=True))
+        if not all(fits):
             raise RecordError("of another layout")
         spanless = all(s is not None for s in snapshots)
         return Checkpoint(position, snapshots, account, spanless=spanless)  # type: ignore[arg-type]

@@ -151,7 +151,7 @@ class Slab:
 
     def settle(self) -> None:
         """Free it if nobody refers to it any more, else file its bytes under the right purpose."""
-        if not self.spans and not self.tracks:
+        if not self.spans and not self.tracks and not self.copies:
             if self in self.store.slabs:
                 self.store.slabs.remove(self)
                 self.layers = []
@@ -477,6 +477,15 @@ class Track:
         """One slab with all that the pieces hold. The layers of the slabs in `consume`, which nobody
         else reads, are given up as soon as they are copied, so that the transient is one layer.
         Their spans are for the caller to move. Raises BudgetError before anything has changed."""
+        for slab in consume:
+            slab.rewriting = True  # while room is made, nobody may begin to copy what will be given up
+        try:
+            return self._merge(capacity, consume)
+        finally:
+            for slab in consume:
+                slab.rewriting = False
+
+    def _merge(self, capacity: int, consume: set[Slab]) -> Slab:
         end, store = self.end, self.store
         fresh = store.slab(capacity, reserved=0)
         fresh.tracks.add(self)  # not idle: reclaiming must not think it empty

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("onefold")
 
-PATIENCE = 10.0
+PATIENCE = 2.0
 """Seconds that memory is waited for; what is not on disk by then is given up."""
 REMAINDER = 1024
 """Tokens of another branch that are moved out of the way, so that a conversation goes on in one buffer."""
@@ -142,7 +142,7 @@ class Shelf:
         total = sum(n.checkpoint.account.bytes for n in held)
         if total + n_bytes <= limit:
             return True
-        until = time.monotonic() + PATIENCE / 10
+        until = time.monotonic() + PATIENCE / 4
         for node in sorted(held, key=lambda n: (not _made_up_for(n), n.last_use, n.end)):
             if total + n_bytes <= limit:
                 break
@@ -435,7 +435,7 @@ def _made_up_for(node: Node) -> bool:
 def _joinable(upper: Node, lower: Node) -> bool:
     if len(upper.children) != 1 or upper.checkpoint is not None:
         return False
-    if upper.disk is not None and upper.disk.point is not None:
+    if upper.disk is not None and (upper.disk.point is not None or upper.disk.reaches_beyond(lower)):
         return False
     if (upper.leases, upper.pins) != (lower.leases, lower.pins):
         return False

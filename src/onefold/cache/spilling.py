@@ -17,12 +17,13 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
 from onefold.cache import host
+from onefold.cache.backlog import Backlog
 from onefold.cache.checkpoints import POINTS_SHARE
 from onefold.cache.eviction import leaves
 from onefold.cache.gate import Gate
@@ -51,6 +52,10 @@ CLEAN_FROM = 0.15
 """Of the budget, below the mark where reclaiming begins: from there on the oldest are written ahead."""
 _MISPLACED = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP)
 """Something else lies where this record belongs: that is its trouble alone."""
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.ENOMEM)
+"""Nothing that the disk is to blame for."""
+TRIES = 16
+"""Nodes that are tried in one go, with the lock held."""
 
 
 class Spiller:
@@ -79,11 +84,10 @@ class Spiller:
         """The folder that a node's records belong to; None if they have none."""
         self._store, self._nodes, self._gate, self._ledger = store, nodes, gate, ledger
         self._mark = max(0.0, high_water - CLEAN_FROM)
-        self._wanted: deque[Node] = deque()
-        self._urgent: deque[Node] = deque()
-        self._refused: set[Node] = set()
-        self._all = False
+        self._backlog = Backlog(self._writable, self._is_owed)
         self._flushing = 0
+        self._slow = False
+        """The disk did not keep up: nobody waits for it until a record has arrived."""
         self.record_bytes = min(RECORD_BYTES, max(1 << 16, ledger.budget_bytes // 64))
         per_token = store.token_bytes + 4
         self.record_tokens = max(1, self.record_bytes // per_token) if store.token_bytes else HOLLOW_TOKENS
@@ -91,15 +95,16 @@ class Spiller:
         n_slots = max(2, min(SLOTS_MOST, ledger.budget_bytes // SLOTS_SHARE // max(1, slot_bytes)))
         self._account = ledger.open(Purpose.DISK, n_slots * slot_bytes, "records on their way to the disk")
         slots = [np.empty(slot_bytes, np.uint8) for _ in range(n_slots)]
-        self._writer = Writer(vault, gate, slots, self._next, self._settle, self._hurries)
+        self._writer = Writer(
+            vault, gate, slots, self._next, self._settle, self._hurries, lambda: self._backlog.more
+        )
         self._writer.start()
 
     # -- asked by the cache, with its lock held ----------------------------------------------------
 
     def committed(self, node: Node) -> None:
-        self._refused.clear()
         if self.through:
-            self._wanted.append(node)
+            self._backlog.want(node)
         self._gate.tell()
 
     def is_clean(self, node: Node) -> bool:
@@ -115,11 +120,11 @@ class Spiller:
             if not self._writer.alive or not (self._writable(node) or self._on_its_way(node)):
                 return False
             left = until - time.monotonic()
-            if left <= 0:
+            if left <= 0 or self._slow:
+                self._slow = True
                 self.reasons["disk too slow"] += 1
                 return False
-            if node not in self._urgent:
-                self._urgent.append(node)
+            self._backlog.hurry(node)
             self._gate.tell()
             self._gate.wait(min(left, LOOK_AGAIN))
         self.await_copies(self._store.slabs)
@@ -141,37 +146,40 @@ class Spiller:
         while self._owed(path) and self._writer.has_room and time.monotonic() < until:
             job = self._job(path[-1])
             if job is None:
+                self._backlog.refuse(path[-1])
                 return True
             self._writer.stage(job)
         return not self._owed(path)
 
     def _owed(self, path: list[Node]) -> bool:
         """Whether some of it should be on disk, and could be copied out."""
+        if self._backlog.is_refused(path[-1]):
+            return False
         return any(not self._covered(n) and n.span is not None for n in path) and self._writable(path[-1])
 
     @property
     def pending(self) -> bool:
         """Whether anything is being written, or waits for it."""
-        return bool(self._urgent or self._wanted) or not self._writer.idle
+        return self._backlog.pending or not self._writer.idle
 
     def flush(self, *, everything: bool, until: float) -> bool:
-        """Write what is wanted (or everything that memory has), and wait for it. False if that took too long."""
-        self._refused.clear()
-        self._all = everything
+        """Write what is wanted (or everything that memory has), and wait for it. False if that took too long, or if
+        something that was wanted could not be written."""
+        if everything:
+            self._backlog.want_all(sorted(self._nodes(), key=lambda n: -n.last_use))
         self._flushing += 1
         self._gate.tell()
         try:
-            while self._next_node() is not None or not self._writer.idle:
+            while self._backlog.next(None) is not None or self._backlog.more or not self._writer.idle:
                 if not self._writer.alive or time.monotonic() > until:
                     return False
                 self._gate.wait(LOOK_AGAIN)
         finally:
-            self._all = False
             self._flushing -= 1
-        return True
+        return not (self.through or everything) or not self._backlog.left_over()
 
     def _hurries(self) -> bool:
-        return bool(self._urgent) or self._flushing > 0 or not self.computing()
+        return self._backlog.is_urgent or self._flushing > 0 or not self.computing()
 
     def stop(self) -> None:
         """Without the lock."""
@@ -183,58 +191,40 @@ class Spiller:
     # -- choosing, with the lock held ------------------------------------------------------------------
 
     def _next(self) -> Job | None:
-        """The next record to write, its place in the books and on the disk reserved."""
-        while (node := self._next_node()) is not None:
+        """The next record to write, its place in the books and on the disk reserved. None may mean: look again soon."""
+        for _ in range(TRIES):
+            node = self._backlog.next(self._old())
+            if node is None:
+                return None
             job = self._job(node)
             if job is not None:
                 return job
-            for queue in (self._urgent, self._wanted):
-                if node in queue:
-                    queue.remove(node)
-            self._refused.add(node)
+            self._backlog.refuse(node)
             self._gate.tell()
+        self._backlog.more = True
         return None
 
-    def _next_node(self) -> Node | None:
-        for queue in (self._urgent, self._wanted):
-            while queue:
-                if self._writable(queue[0]):
-                    return queue[0]
-                if not self._waits(queue[0]):
-                    queue.popleft()
-                    continue
-                found = next((n for n in queue if self._writable(n)), None)
-                if found is None:
-                    break
-                return found
+    def _old(self) -> Callable[[], Iterable[Node]] | None:
+        """What is to be written ahead, if memory is nearly full, or the checkpoints' share of it."""
         if self.vault.failed:
             return None
-        if self._all:
-            newest_first = sorted(self._nodes(), key=lambda n: -n.last_use)
-            return next((n for n in newest_first if self._writable(n)), None)
-        if self._ledger.used_bytes > self._mark * self._ledger.budget_bytes:
-            return next((n for n in leaves(self._nodes()) if self._writable(n)), None)
-        if self._ledger.by_purpose()[Purpose.CHECKPOINT.value] > self._mark * self._ledger.budget_bytes / POINTS_SHARE:
-            oldest_first = sorted((n for n in self._nodes() if n.checkpoint is not None), key=lambda n: n.last_use)
-            return next((n for n in oldest_first if not self.is_clean(n) and self._writable(n)), None)
+        nearly_full = self._mark * self._ledger.budget_bytes
+        if self._ledger.used_bytes > nearly_full:
+            return lambda: leaves(self._nodes())
+        if self._ledger.by_purpose()[Purpose.CHECKPOINT.value] > nearly_full / POINTS_SHARE:
+            return lambda: sorted((n for n in self._nodes() if n.checkpoint is not None), key=lambda n: n.last_use)
         return None
 
     def _writable(self, node: Node) -> bool:
         """Whether some of it, or of what goes before it, can be written now."""
-        if node in self._refused or node.parent is None or self.space_of(node) is None or self.vault.failed:
+        if node.parent is None or self.vault.failed or self.space_of(node) is None:
             return False
         first = self._first_dirty(node)
         return first is not None and (first.span is None or _quiet(first.span.slab) or self._covered(first))
 
-    def _waits(self, node: Node) -> bool:
-        """Whether it will be writable when a request has ended."""
-        return (
-            node.parent is not None
-            and node not in self._refused
-            and not self.vault.failed
-            and self.space_of(node) is not None
-            and self._first_dirty(node) is not None
-        )
+    def _is_owed(self, node: Node) -> bool:
+        """Whether some of it should be on disk, and is not."""
+        return node.parent is not None and self.space_of(node) is not None and self._first_dirty(node) is not None
 
     @staticmethod
     def _on_its_way(node: Node) -> bool:
@@ -355,14 +345,18 @@ class Spiller:
             for node in list(record.nodes) if record.what is What.POINT else ():
                 self.thin(node)
             self.counts["spilled_tokens"] += record.end - record.start
+            self._slow = False
             return
         for node in list(record.nodes):
-            self._refused.add(node)
+            self._backlog.refuse(node)
         vault.drop(record)
         self.gone(record)
         if not isinstance(error, OSError):
             self.reasons["not yet computed"] += 1
             log.debug("a record could not be copied out: %s", error)
+        elif error.errno in _PASSING:
+            self.reasons["not written for now"] += 1
+            log.warning("a record could not be written, and will be tried again when it is used again: %s", error)
         elif error.errno in _MISPLACED:
             self.reasons["something else in its place"] += 1
             log.warning("%s/%s cannot be written: %s", record.namespace, record.name, error)

@@ -60,12 +60,15 @@ class Writer:
         next_job: Callable[[], Job | None],
         settle: Callable[[Job, Exception | None], None],
         hurries: Callable[[], bool],
+        impatient: Callable[[], bool],
     ) -> None:
-        """`hurries` says whether somebody waits for a record, or nobody is held up by it."""
+        """`hurries` says whether somebody waits for a record, or nobody is held up by it; `impatient` whether there may
+        be a job though none was given."""
         self.busy = False
         self._vault, self._gate = vault, gate
         self._slots = slots
-        self._next_job, self._settle, self._hurries = next_job, settle, hurries
+        self._next_job, self._settle = next_job, settle
+        self._hurries, self._impatient = hurries, impatient
         self._staged: deque[Staged] = deque()
         self._direct = host.addressable()
         self._stop = False
@@ -105,21 +108,34 @@ class Writer:
     # -- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            with self._gate.inner:
-                job, slot = self._wait()
-                if self._stop and job is None and not self._staged:
-                    host.leave_thread()
-                    return
-                staged = self._staged.popleft() if self._staged else None
-            began = time.thread_time()
-            self._vault.empty_bin()
-            if job is not None and slot is not None:
-                staged = self._try(job, slot)
-            if staged is not None:
-                self._write(staged)
-            job = slot = staged = None  # while it rests or waits, the thread holds on to nothing that was written
-            self._rest(time.thread_time() - began)
+        try:
+            while self._turn():
+                pass
+        finally:
+            if not self._stop:  # never, but for a bug: then nobody must wait for this thread
+                with self._gate.inner:
+                    self._vault.fail(OSError(0, "the thread that writes has ended"))
+                    self._gate.tell()
+            host.leave_thread()
+
+    def _turn(self) -> bool:
+        """One record; False when it is time to end."""
+        with self._gate.inner:
+            job, slot = self._wait()
+            if self._stop and job is None and not self._staged:
+                return False
+            staged = self._staged.popleft() if self._staged else None
+            touched = self._vault.take_touched()
+        began = time.thread_time()
+        self._vault.empty_bin()
+        self._vault.note(touched)
+        if job is not None and slot is not None:
+            staged = self._try(job, slot)
+        if staged is not None:
+            self._write(staged)
+        job = slot = staged = None  # while it rests, the thread holds on to nothing that was written
+        self._rest(time.thread_time() - began)
+        return True
 
     def _rest(self, worked: float) -> None:
         """Leave the processor to the requests that are computed there; a core that is taken from a matrix product holds
@@ -131,14 +147,14 @@ class Writer:
 
     def _wait(self) -> tuple[Job | None, host.Bytes | None]:
         """Until there is something to do; a job, with a buffer for it, if none is staged."""
-        while not self._staged and not self._vault.has_bin:
+        while not self._staged and not self._vault.has_bin and not self._vault.has_touched:
             job = None if self._stop or not self._slots else self._next_job()
             if job is not None or self._stop:
                 self.busy = job is not None
                 return job, self._slots.pop() if job is not None else None
             self.busy = False
             self._gate.tell()
-            self._gate.wait(LOOK_AGAIN)
+            self._gate.wait(0.001 if self._impatient() else LOOK_AGAIN)
         self.busy = True
         return None, None
 
@@ -187,5 +203,3 @@ class Writer:
                 self._slots.append(staged.slot)
             self._settle(staged.job, error)
             self._gate.tell()
-            touched = self._vault.take_touched()
-        self._vault.note(touched)

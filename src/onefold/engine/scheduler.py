@@ -203,11 +203,9 @@ class Scheduler:
         """Whether it waits for the disk: for what is read for itself, or for another request that has a prefix in
         common with it. Raises BudgetError."""
         prompt, namespace = job.request.prompt.tokens, job.request.namespace
-        if any(
-            other.restore is not None and not other.restore.done and other.request.namespace == namespace
-            and common_length(other.request.prompt.tokens, prompt)
-            for other in self.waiting[: self.waiting.index(job)]
-        ):  # fmt: skip
+        others = [j for j in self.waiting[: self.waiting.index(job)] if j.restore is not None and not j.restore.done]
+        common = [common_length(j.request.prompt.tokens, prompt) for j in others if j.request.namespace == namespace]
+        if common and max(common) - self._cache.in_memory(prompt, namespace=namespace) >= WORTH_WAITING_FOR:
             return True
         try:
             return job.look_on_disk(self._cache, self._room(job))

@@ -24,6 +24,7 @@ import json
 import os
 import stat
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +41,8 @@ READING = os.O_RDONLY | os.O_NONBLOCK | _NOFOLLOW
 """Nothing that was put in a record's place, such as a pipe, is waited for."""
 _F_NOCACHE = 48  # macOS
 IOV_MOST = 512
+PIECE_MOST = 2 << 20
+_OPEN: weakref.WeakSet[Folder] = weakref.WeakSet()
 
 
 class Filed(NamedTuple):
@@ -55,6 +58,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: int | None = None
+        _OPEN.add(self)
 
     # -- opening ---------------------------------------------------------------------------------
 
@@ -64,6 +68,8 @@ class Folder:
         FolderInUse."""
         self = cls(Path(path).expanduser().absolute())
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.path.stat().st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
+            raise ConfigError(f"{self.path} is somebody else's; give a folder of your own to the cache")
         marker = self.path / MARKER
         if not marker.exists():
             others = sorted(p.name for p in self.path.iterdir() if p.name not in (LOCK, MARKER + TEMPORARY))
@@ -73,8 +79,8 @@ class Folder:
                 )
         self.lock()
         try:
+            self.path.chmod(0o700)
             if not marker.exists():
-                self.path.chmod(0o700)
                 self._write_json(marker, {"is": "a Onefold cache", "layout": LAYOUT})
             self._require_layout()
         except (OSError, ConfigError):
@@ -180,6 +186,8 @@ class Folder:
         """Make a namespace's folder, and say in it what it is of."""
         inside = self.path / namespace
         inside.mkdir(mode=0o700, exist_ok=True)
+        if inside.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(inside))
         if not (inside / ABOUT).exists():
             self._write_json(inside / ABOUT, about)
 
@@ -232,6 +240,8 @@ class Folder:
         held = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NOFOLLOW, 0o600)
         try:
             try:
+                if sys.platform == "darwin":
+                    fcntl.fcntl(held, _F_NOCACHE, 1)
                 write_all(held, parts)
                 if used is not None:
                     os.utime(held, (used, used))
@@ -250,26 +260,29 @@ class Folder:
 def read_json(path: Path) -> dict[str, Any]:
     """What a small file says; nothing if it is not there or not to be understood."""
     try:
-        found = json.loads(path.read_bytes()[: 1 << 20])
+        held = os.open(path, READING)
+        try:
+            found = json.loads(os.read(held, 1 << 20) if stat.S_ISREG(os.fstat(held).st_mode) else b"")
+        finally:
+            os.close(held)
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def write_all(held: int, parts: Sequence[Any]) -> None:
-    left = [memoryview(p).cast("B") for p in parts if memoryview(p).nbytes]
+    left = _pieces(parts)
     while left:
-        done = os.writev(held, left[:IOV_MOST])
-        while left and done >= len(left[0]):
-            done -= len(left.pop(0))
+        done = os.writev(held, left[: -IOV_MOST - 1 : -1])
+        while left and done >= len(left[-1]):
+            done -= len(left.pop())
         if done:
-            left[0] = left[0][done:]
+            left[-1] = left[-1][done:]
 
 
 def read_all(held: int, parts: Sequence[Any], at: int) -> int:
     """Fill `parts` from position `at` of a file; returns how many bytes there were."""
-    left = [memoryview(p).cast("B") for p in parts if memoryview(p).nbytes]
-    left.reverse()
+    left = _pieces(parts)
     total = 0
     while left:
         done = os.preadv(held, left[: -IOV_MOST - 1 : -1], at + total)
@@ -281,6 +294,15 @@ def read_all(held: int, parts: Sequence[Any], at: int) -> int:
         if done:
             left[-1] = left[-1][done:]
     return total
+
+
+def _pieces(parts: Sequence[Any]) -> list[memoryview]:
+    """The last first; none so long, and no `IOV_MOST` of them together, that a system call would refuse it."""
+    found = []
+    for part in parts:
+        view = memoryview(part).cast("B")
+        found += [view[i : i + PIECE_MOST] for i in range(0, len(view), PIECE_MOST)]
+    return found[::-1]
 
 
 def _let_go(held: int) -> None:
@@ -308,3 +330,14 @@ def _is_namespace(name: str) -> bool:
 def _absent_is_empty() -> Iterator[None]:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         yield
+
+
+def _forked() -> None:
+    """A child of this process does not write here: or the lock would outlive its parent."""
+    for folder in _OPEN:
+        if folder._lock is not None:
+            os.close(folder._lock)
+            folder._lock = None
+
+
+os.register_at_fork(after_in_child=_forked)

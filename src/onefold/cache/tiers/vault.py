@@ -13,6 +13,7 @@ Not thread safe: the cache's lock guards it. Only `Folder` touches files. No MLX
 from __future__ import annotations
 
 import datetime
+import errno
 import heapq
 import logging
 import os
@@ -33,6 +34,7 @@ log = logging.getLogger("onefold")
 
 BLOCK = 4096
 """What a file takes on a disk is a multiple of this."""
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
 _SAID = 10
 """Rejected records that are named in the log; all are counted."""
 _NOTE_EVERY = 64 << 20
@@ -50,6 +52,7 @@ class Record:
 
     __slots__ = (
         "address",
+        "aside",
         "children",
         "end",
         "hollow",
@@ -83,6 +86,8 @@ class Record:
         """It is being read."""
         self.ready = True
         """The file is there, under its name."""
+        self.aside = 0.0
+        """It could not be read, and is not tried before then."""
 
     @property
     def named(self) -> Named:
@@ -126,6 +131,8 @@ class Vault:
         self._touched: set[Record] = set()
         self._touched_at = clock()
         self._said_limit = ""
+        self._no_room_until = 0.0
+        """What was last used before this found no room, and would not now."""
         noted = folder.written()
         self._day = str(noted.get("day", ""))
         self.written_today = _count(noted.get("today"))
@@ -139,7 +146,7 @@ class Vault:
             swept = self.folder.sweep(namespace)
             self.counts["swept_bytes"] += swept
             for filed in self.folder.records(namespace):
-                self._add(_record(namespace, filed))
+                self._add(_record(namespace, filed, self._clock()))
         if self.total_bytes > _LINK_FROM * self.budget_bytes:
             self._link_all()  # while nobody waits
         victims = self.make_room(0, float("inf"))
@@ -186,17 +193,25 @@ class Vault:
         for record in held.values():
             record.parent, record.children = None, 0
         heads: list[tuple[Record, Head]] = []
+        unread: set[bytes] = set()
         there = sorted(held.values(), key=lambda r: r.start)
         found = read_heads(self.folder.path / namespace, [Wanted(r.named, r.size) for r in there])
         for record, head in zip(there, found, strict=True):
             if isinstance(head, Head):
                 heads.append((record, head))
+            elif is_passing(head):
+                unread.add(record.address)
+                self.reasons["unreadable"] += 1
+                log.warning("a record on disk cannot be read now, and is left there: %s", head)
             elif ours or str(head) != OTHER_FORMAT:
                 self.reject(record, _reason(head))
         linked: list[tuple[Record, Head]] = []
         known: set[Record | None] = set()
         for record, head in heads:  # by start: parents come first
             parent = held.get(head.parent) if head.parent else None
+            if head.parent in unread:
+                unread.add(record.address)
+                continue
             if not _goes_on(parent, record) if parent in known else head.parent or record.start:
                 self.reject(record, "orphan")
                 continue
@@ -232,6 +247,8 @@ class Vault:
         missing = self.total_bytes + on_disk(size) - self.budget_bytes
         if missing <= 0:
             return []
+        if size and used <= self._no_room_until:
+            return None
         self._link_all()
         missing = self.total_bytes + on_disk(size) - self.budget_bytes  # orphans have gone meanwhile
         goal = missing if size == 0 else max(missing, min(self.budget_bytes // 128, 1 << 30))
@@ -251,10 +268,13 @@ class Vault:
                 if left[parent] == parent.children and _free(parent):
                     heapq.heappush(queue, (parent.used, -parent.start, -len(victims), parent))
         if freed < missing:
+            self._no_room_until = used
             return None
+        until = self._no_room_until
         for record in victims:
             self.counts["evicted_records"] += 1
             self.drop(record)
+        self._no_room_until = until  # what is left was used later than what has gone
         return victims
 
     def expect(self, record: Record) -> None:
@@ -290,6 +310,7 @@ class Vault:
         if held.get(record.address) is not record:
             return
         del held[record.address]
+        self._no_room_until = 0.0
         self.total_bytes -= on_disk(record.size)
         if record.parent is not None:
             record.parent.children -= 1
@@ -324,6 +345,11 @@ class Vault:
         for record in records:
             record.used = used
             self._touched.add(record)
+
+    @property
+    def has_touched(self) -> bool:
+        """Whether uses are to be written down now."""
+        return bool(self._touched) and self._clock() - self._touched_at >= _TOUCH_EVERY
 
     def take_touched(self, *, force: bool = False) -> list[Record]:
         """Those whose use is to be written down now: not more often than once a minute."""
@@ -370,15 +396,15 @@ class Vault:
         children = Counter(r.parent for r in self.records() if r.parent is not None)
         found += [f"{r} counts {r.children} children" for r in self.records() if r.children != children[r]]
         known = set(self.records())
-        found += [
-            f"{r} goes on from a record that is gone" for r in known if r.parent is not None and r.parent not in known
-        ]
+        there = [r for r in known if r.ready and r.parent is not None]
+        found += [f"{r} goes on from a record that is gone" for r in there if r.parent not in known]
         return found
 
 
-def _record(namespace: str, filed: Filed) -> Record:
-    start = filed.named.start
-    return Record(namespace, filed.named.what, filed.named.address, start, start, filed.size, filed.used)
+def _record(namespace: str, filed: Filed, now: float) -> Record:
+    """Whatever its file says, it was not used in the future."""
+    start, used = filed.named.start, min(filed.used, now)
+    return Record(namespace, filed.named.what, filed.named.address, start, start, filed.size, used)
 
 
 def _free(record: Record) -> bool:
@@ -387,6 +413,11 @@ def _free(record: Record) -> bool:
 
 def _goes_on(parent: Record | None, record: Record) -> bool:
     return parent is not None and parent.start < record.start <= parent.end
+
+
+def is_passing(error: Exception) -> bool:
+    """Trouble with reading that says nothing of the file: it may be over the next time."""
+    return isinstance(error, OSError) and error.errno not in _GONE
 
 
 def _reason(error: Exception) -> str:

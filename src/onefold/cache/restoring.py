@@ -311,20 +311,17 @@ class Restore:
             host.copy_in(self._slab, lo, lo + record.end - record.start, loaded.places[0])
 
     def _allocate(self, slab: Slab) -> None:
-        """The buffer's arrays: memory that nobody wrote before, but for what no record will fill."""
-        for index, spec in enumerate(slab.store.specs):
-            if self._direct:
-                slab.layers[index] = [
-                    host.uninitialised((1, a.heads, slab.capacity, a.dim), a.dtype) for a in spec.arrays
-                ]
-            else:
-                slab.arrays(index)
+        """The arrays: memory that nobody wrote before, but for what no record will fill. Raises BudgetError."""
+        make = host.uninitialised if self._direct else mx.zeros
         try:
+            for index, spec in enumerate(slab.store.specs):
+                slab.layers[index] = [make((1, a.heads, slab.capacity, a.dim), a.dtype) for a in spec.arrays]
             slab.evaluate()
         except (MemoryError, RuntimeError) as error:
             slab.layers = [None] * len(slab.layers)
-            needed = slab.bytes
-            raise BudgetError(f"no room on the device: {error}", needed_bytes=needed, available_bytes=0) from error
+            raise BudgetError(
+                f"no room on the device: {error}", needed_bytes=slab.bytes, available_bytes=0
+            ) from error
         if self._direct:
             host.clear(slab, self._wanted.records[-1].end - self._base, slab.capacity)
 

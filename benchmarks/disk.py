@@ -47,7 +47,7 @@ BUDGET = "4GB"
 DISK_BUDGET = "20GB"
 PREFILL_STEP = 512
 RECORDS = 10_000
-DECODING = {"turn": (512, 32), "busy": (4096, 4)}
+DECODING = {"turn": (512, 32), "busy": (4096, 32)}
 """Tokens that are written, and tokens that are decoded meanwhile."""
 
 

@@ -512,7 +512,7 @@ class PrefixCache:
             return
         self._shelf.disk = self._disk
         leases = self._leases
-        self._disk.spiller.computing = lambda: bool(leases) and not device.on_gpu()
+        self._disk.spiller.computing = lambda: bool(leases)
         weakref.finalize(self, self._disk.abandon)
         self._tree("")
 

@@ -79,7 +79,7 @@ class Spiller:
         self.thin: Callable[[Node], None] = lambda node: None
         """Told of a node whose checkpoint has arrived on disk, with the lock held."""
         self.computing: Callable[[], bool] = lambda: False
-        """Whether a request is being computed where this thread would be in its way."""
+        """Whether a request is being computed, which this thread would be in the way of."""
         self.space_of: Callable[[Node], str | None] = lambda node: None
         """The folder that a node's records belong to; None if they have none."""
         self._store, self._nodes, self._gate, self._ledger = store, nodes, gate, ledger

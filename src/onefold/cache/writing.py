@@ -4,7 +4,7 @@
   copy takes two milliseconds. When all buffers are full nothing more is copied: that is the whole queue.
 - The thread asks for the next record when it has none. A caller that is about to write to a buffer can have some copied
   at once (`stage`): they are written first, in order.
-- Where requests are computed on the processor the thread takes a fortieth of it, unless somebody waits.
+- While requests are computed the thread takes a fortieth of one processor, unless somebody waits.
 - What becomes of a record is told to whoever asked for it, with the lock held.
 
 Knows nothing of nodes, or of why a record is written.
@@ -33,7 +33,7 @@ LOOK_AGAIN = 0.5
 
 _COPY_ERRORS = (RuntimeError, ValueError, MemoryError)
 REST = 40.0
-"""Where requests are computed on the processor: so many times as long as a record took of it, the thread rests."""
+"""While requests are computed: so many times as long as a record took of the processor, the thread rests."""
 
 
 class Job(NamedTuple):
@@ -138,8 +138,8 @@ class Writer:
         return True
 
     def _rest(self, worked: float) -> None:
-        """Leave the processor to the requests that are computed there; a core that is taken from a matrix product holds
-        up all the others."""
+        """Leave the processor to the requests: a core that is taken from a matrix product holds up all the others, and
+        the interpreter is what feeds a GPU."""
         until = time.monotonic() + REST * worked
         with self._gate.inner:
             while (left := until - time.monotonic()) > 0 and not self._stop and not self._hurries():

@@ -172,14 +172,14 @@ def _restore_partly(cache: onefold.PrefixCache, known: list[list[int]], rng: np.
 # -- what is there after a kill --------------------------------------------------------------------------
 
 
-def kept_of(cache: onefold.PrefixCache, tokens: list[int]) -> int:
-    """How many of these tokens are kept: all, if the conversation went on and can be resumed further on; the state at
-    its earlier end may then have been thinned out."""
-    path, matched = cache._tree("").match(as_tokens(tokens))
-    if matched == len(tokens) and any(
-        n.disk is not None and n.disk.point is not None and n.disk.point.ready for n in path[-1].walk()
-    ):
-        return matched
+def kept_of(cache: onefold.PrefixCache, tokens: list[int], n: int) -> int:
+    """How many of the first `n` tokens are kept: all, if a conversation goes on from there that can be resumed further
+    on; the state at that place may then have been thinned out."""
+    path, matched = cache._tree("").match(as_tokens(tokens[:n])) if n else ([], 0)
+    if path and matched == n:
+        beyond = [path[-1], *path[-1].walk()] if path[-1].end > n else list(path[-1].walk())
+        if any(x.disk is not None and x.disk.point is not None and x.disk.point.ready for x in beyond):
+            return n
     return cache.durable(tokens)
 
 
@@ -198,7 +198,7 @@ def check(task: Task, say: Say) -> None:
     if cache.stats().disk.rejected_records and task.keeps:
         problems.append(f"records were rejected: {cache.stats().reasons}")
     for tokens, n in task.acknowledged:
-        if task.keeps and (found := kept_of(cache, tokens)) < n:
+        if task.keeps and (found := kept_of(cache, tokens, n)) < n:
             lost += n - found
             problems.append(f"of {n} acknowledged tokens {found} are there")
     rng = np.random.default_rng(task.seed)

@@ -423,3 +423,15 @@ def test_clearing_reaches_namespaces_that_were_not_used_since(model: FakeModel, 
 def test_somebody_elses_folder_is_refused(model: FakeModel) -> None:
     with pytest.raises((ConfigError, PermissionError)):
         opened(model, Path("/"))
+
+
+def test_what_the_disk_refuses_is_not_waited_for(model: FakeModel, tmp_path: Path) -> None:
+    """The daily limit is reached: making room in memory gives up at once what cannot be written."""
+    with opened(model, tmp_path, budget="3MB", disk_daily_limit=1) as cache:
+        began = time.monotonic()
+        for i in range(20):
+            turn(model, cache, [i, *text(120, i)])
+        assert time.monotonic() - began < 10
+        stats = cache.stats()
+        assert stats.evicted_tokens == stats.discarded_tokens > 0
+        assert "disk: disk too slow" not in stats.reasons

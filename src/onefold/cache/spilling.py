@@ -116,15 +116,20 @@ class Spiller:
 
     def save(self, node: Node, until: float) -> bool:
         """Write a node that must make way, and wait for it until then. False if it is not on disk."""
+        asked = False
         while not self.is_clean(node):
             if not self._writer.alive or not (self._writable(node) or self._on_its_way(node)):
+                return False
+            if asked and self._backlog.is_refused(node):
                 return False
             left = until - time.monotonic()
             if left <= 0 or self._slow:
                 self._slow = True
                 self.reasons["disk too slow"] += 1
                 return False
-            self._backlog.hurry(node)
+            if not asked:
+                self._backlog.hurry(node)
+                asked = True
             self._gate.tell()
             self._gate.wait(min(left, LOOK_AGAIN))
         self.await_copies(self._store.slabs)

@@ -89,8 +89,8 @@ class ScriptedEngine:
         totals = {name: 0 for name in EngineStats.__dataclass_fields__}
         return EngineStats(**{**totals, "queued": 2, "cache": Stats(**{**zeros, **held})})
 
-    def clear(self) -> int:
-        return 12
+    def clear(self) -> tuple[int, int]:
+        return 12, 34
 
     def stop(self) -> None:
         self.alive = False

@@ -298,13 +298,30 @@ def test_a_folder_that_vanishes_is_done_without(mode: str, tmp_path: Path, caplo
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_a_folder_that_cannot_be_made_is_done_without(
+    code: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = FakeModel(("full",))
-    (tmp_path / "file").write_text("in the way")
-    with opened(model, tmp_path / "file" / "cache") as cache:
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "mkdir", fails)
+        cache = opened(model, tmp_path / "cache")
+    with cache:
         assert "memory alone" in caplog.text
-        assert cache.stats().disk.mode == "off"
+        disk = cache.stats().disk
+        assert (disk.mode, disk.failed) == ("off", os.strerror(code))
         serves_on(model, cache)
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_file_in_the_way_is_a_mistake(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match="cannot be a folder"):
+        opened(FakeModel(("full",)), tmp_path / name)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")

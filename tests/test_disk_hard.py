@@ -31,7 +31,7 @@ from onefold.cache.restoring import Restore
 from onefold.cache.tiers.folder import Folder
 from onefold.cache.tiers.heads import read_content
 from onefold.cache.tiers.record import Content, parse_name
-from onefold.errors import ConfigError
+from onefold.errors import ConfigError, FolderInUse
 
 
 @pytest.fixture
@@ -331,8 +331,15 @@ def test_a_child_process_does_not_keep_the_folder(tmp_path: Path) -> None:
     assert done.stdout is not None
     child = int(done.stdout.readline())
     done.wait()
+    deadline = time.monotonic() + 20
     try:
-        Folder.make(tmp_path).unlock()
+        while True:
+            try:
+                Folder.make(tmp_path).unlock()
+                break
+            except FolderInUse:  # the child has not run yet
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
     finally:
         os.kill(child, 9)
         done.stdout.close()
@@ -435,3 +442,53 @@ def test_what_the_disk_refuses_is_not_waited_for(model: FakeModel, tmp_path: Pat
         stats = cache.stats()
         assert stats.evicted_tokens == stats.discarded_tokens > 0
         assert "disk: disk too slow" not in stats.reasons
+
+
+def test_clearing_returns_when_the_files_are_gone(model: FakeModel, tmp_path: Path) -> None:
+    with opened(model, tmp_path, disk_mode="through") as cache:
+        turn(model, cache, text(300))
+        cache.clear()
+        assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_script_that_ends_without_closing(mode: str, tmp_path: Path) -> None:
+    """Written through, nothing is lost; written back, it is said."""
+    script = f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import onefold
+        from pathlib import Path
+        from fake import FakeModel, text
+        from test_disk import opened, turn
+        model = FakeModel(("full", "full"), dim=64)
+        cache = opened(model, Path({str(tmp_path)!r}), disk_mode={mode!r})
+        turn(model, cache, text(300))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert ("not closed" in done.stderr) == (mode == "back")
+    assert bool(files(tmp_path)) == (mode == "through")
+
+
+def test_what_was_written_is_noted_when_the_writing_is_over(model: FakeModel, tmp_path: Path) -> None:
+    """Not only at the end: a crash must not set the daily limit back."""
+    with opened(model, tmp_path, disk_mode="through") as cache:
+        turn(model, cache, text(300))
+        assert cache.flush(10)
+        deadline = time.monotonic() + 10
+        while not (tmp_path / "written.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        noted = json.loads((tmp_path / "written.json").read_text())
+        assert noted["today"] == noted["ever"] == cache.stats().disk.written_bytes > 0
+
+
+def test_a_damaged_record_is_the_reason_that_is_given(model: FakeModel, tmp_path: Path) -> None:
+    with opened(model, tmp_path) as cache:
+        tokens = turn(model, cache, text(100))
+    (path,) = files(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with opened(model, tmp_path) as cache:
+        assert cache.lease([*tokens, 1]).reason == "damaged on disk"

@@ -165,7 +165,7 @@ def test_what_there_is_to_look_at(client, engine):
     assert client.get("/v1/models/other").status_code == 404
     assert client.get("/health").json() == {"status": "ok", "model": "some/folder/scripted"}
     assert client.get("/v1/cache").json()["cache"]["budget_bytes"] == 100
-    assert client.delete("/v1/cache").json() == {"freed_bytes": 12}
+    assert client.delete("/v1/cache").json() == {"freed_bytes": 12, "freed_disk_bytes": 34}
     counted = client.post("/v1/messages/count_tokens", json={"messages": [USER]})
     assert counted.json() == {"input_tokens": 10}
     engine.alive = False

@@ -170,7 +170,7 @@ def test_a_model_that_is_not_there(capsys, tmp_path, model):
     ],
 )
 def test_a_server_that_is_open_to_all_is_warned_about(capsys, host, keys, warns):
-    stats = SimpleNamespace(disk=DiskStats(mode="back", used_bytes=5 * 10**9, budget_bytes=10**11))
+    stats = SimpleNamespace(disk=DiskStats(mode="back", folder="/f", used_bytes=5 * 10**9, budget_bytes=10**11))
     cache = SimpleNamespace(budget_bytes=8 * 10**9, token_bytes=131_072, stats=lambda: stats)
     engine: Any = SimpleNamespace(model_id="a/model", cache=cache, most_tokens=50_000)
     settings = serve._settings(given("m", "--host", host, *(a for key in keys for a in ("--api-key", key))))
@@ -180,7 +180,7 @@ def test_a_server_that_is_open_to_all_is_warned_about(capsys, host, keys, warns)
         port = sock.getsockname()[1]
     said = capsys.readouterr()
     assert ("--api-key" in said.err) == warns
-    disk = "5.0 GB of 100.0 GB, written back"
+    disk = "/f: 5.0 GB of 100.0 GB, mode back"
     for part in ("a/model", f":{port}/v1", "8.0 GB", disk, "131.1 kB", "50,000 of them in one conversation"):
         assert part in said.out
 

@@ -34,12 +34,13 @@ from onefold.cache.tiers.record import What
 from onefold.cache.tiers.vault import Loaded, Record, Vault
 from onefold.cache.tree import Node, Tree
 from onefold.errors import ConfigError, OnefoldError
-from onefold.sizes import parse_size
+from onefold.sizes import parse_size, show_size
 
 log = logging.getLogger("onefold")
 
 MODES = ("back", "through")
 ASIDE_SECONDS = 30.0
+ABANDONED_SECONDS = 30.0
 DEFAULT_MOST = 100 * 1000**3
 
 
@@ -56,9 +57,12 @@ class DiskSettings:
             raise ConfigError(f"a disk mode is 'back' or 'through', not {self.mode!r}")
         if not isinstance(self.folder, (str, os.PathLike)) or not os.fspath(self.folder):
             raise ConfigError(f"disk is a folder, not {self.folder!r}")
-        for size in (self.budget, self.daily_limit):
-            if size is not None:
-                parse_size(size, total_bytes=1 << 60)
+        if self.budget is not None:
+            parse_size(self.budget, total_bytes=1 << 60)
+        if isinstance(self.daily_limit, str) and "%" in self.daily_limit:
+            raise ConfigError(f"a daily limit is a size such as '20GB', not a share: {self.daily_limit!r}")
+        if self.daily_limit is not None:
+            parse_size(self.daily_limit)
 
 
 @dataclass(frozen=True)
@@ -67,14 +71,19 @@ class DiskStats:
 
     mode: str = "off"
     """off, back or through."""
+    folder: str = ""
     failed: str = ""
-    """Why nothing is written any more."""
+    """Why nothing is written any more, or was from the start."""
     budget_bytes: int = 0
     used_bytes: int = 0
+    """In blocks of 4,096."""
     records: int = 0
     written_bytes: int = 0
     written_today_bytes: int = 0
     written_ever_bytes: int = 0
+    """To this folder, by whatever process."""
+    daily_limit_bytes: int = 0
+    """0 is none."""
     pending: bool = False
     """Something is being written, or waits for it."""
     spilled_tokens: int = 0
@@ -115,7 +124,7 @@ class Disk:
             """Seconds a byte takes to restore."""
             self.prefill_pace = Pace()
             """Seconds a token takes to compute."""
-            self._about, self._label = about, label
+            self._about, self._label, self._gate = about, label, gate
             self._trees = trees
             self._spaces: dict[Node, str | None] = {}
             self.spiller = Spiller(
@@ -126,6 +135,12 @@ class Disk:
             raise
         self.reader = concurrent.futures.ThreadPoolExecutor(AHEAD, "onefold-read")
         """Reads the next records while one is being looked at. Its threads are made when they are first used."""
+        if self.vault.budget_bytes < 2 * self.spiller.record_bytes:
+            log.warning(
+                "a disk budget of %s is next to nothing: a record takes up to %s",
+                show_size(self.vault.budget_bytes),
+                show_size(self.spiller.record_bytes),
+            )
         self.spiller.gone = self.take_from_nodes
         self.spiller.thin = self._thin
         self.spiller.space_of = self.space_of
@@ -258,7 +273,12 @@ class Disk:
                 self.vault.touch(node.disk.all, used)
 
     def abandon(self) -> None:
-        """The cache is gone without having been closed. Without the lock."""
+        """The cache is gone, or Python ends, without `close`. What was to be written through is; the rest is said to be
+        lost. Without the lock."""
+        with self._gate:
+            lost = self.spiller.left(time.monotonic() + ABANDONED_SECONDS)
+        if lost:
+            log.warning("the cache was not closed: %d tokens are not on disk; use `with`, or close()", lost)
         self.spiller.stop()
         self.reader.shutdown(wait=False)
         self.vault.folder.unlock()
@@ -276,6 +296,7 @@ class Disk:
         vault, spiller = self.vault, self.spiller
         return DiskStats(
             mode=self.mode,
+            folder=str(vault.folder.path),
             failed=vault.failed,
             budget_bytes=vault.budget_bytes,
             used_bytes=vault.total_bytes,
@@ -283,6 +304,7 @@ class Disk:
             written_bytes=vault.counts["written_bytes"],
             written_today_bytes=vault.written_today,
             written_ever_bytes=vault.written_ever,
+            daily_limit_bytes=vault.daily_bytes or 0,
             pending=spiller.pending,
             spilled_tokens=spiller.counts["spilled_tokens"],
             restored_tokens=self.counts["restored_tokens"],

@@ -44,6 +44,7 @@ from onefold.sizes import parse_size
 
 log = logging.getLogger("onefold")
 
+CLEARING_MOST = 10.0
 CLOSING_MOST = 600.0
 """Seconds that `close` waits for what is being written."""
 
@@ -173,6 +174,7 @@ class PrefixCache:
         self._water = (1.0, 1.0)
         self._lock = gate
         self._disk: Disk | None = None
+        self._no_disk = DiskStats()
         self._restores: weakref.WeakSet[Restore] = weakref.WeakSet()
         self._dropped_restores: list[Restore] = []
         self._anatomies = anatomies
@@ -253,6 +255,7 @@ class PrefixCache:
             self._totals["requests"] += 1
             self._totals["tokens_requested"] += len(found)
             restored = 0 if after is None else after.tokens
+            damaged = after is not None and after.rejected
             while read_disk and after is None:
                 try:
                     after = self.restore(found, namespace=namespace, reserve_tokens=reserve_tokens)
@@ -266,6 +269,7 @@ class PrefixCache:
                 finally:
                     after.finish()
                 restored += after.tokens
+                damaged = damaged or after.rejected
                 after = None if after.rejected else after
             track = Track(self._store, contiguous=self._contiguous)
             lease = Lease(self, found, (namespace, self._format), track, self._anatomies, asked)
@@ -284,6 +288,8 @@ class PrefixCache:
             self._totals["tokens_matched"] += lease.matched
             self._totals["tokens_cached"] += lease.cached
             lease.restored = min(restored, lease.cached)
+            if damaged and lease.reason in ("", "nothing known", "no checkpoint"):
+                lease.reason = "damaged on disk"
             self._totals["tokens_from_disk"] += lease.restored
             if lease.reason:
                 self._reasons[lease.reason] += 1
@@ -352,7 +358,8 @@ class PrefixCache:
             return resumable if self._pointwise else min(at, matched)
 
     def clear(self, *, disk: bool = True) -> None:
-        """Drop everything that no lease holds; pins too. With `disk=False` what is on disk stays there."""
+        """Drop everything that no lease holds; pins too. When it returns, the files of this model are gone from disk as
+        well, in every namespace; with `disk=False` what is on disk stays there."""
         with self._lock:
             for restore in list(self._restores):
                 restore.finish()
@@ -369,6 +376,7 @@ class PrefixCache:
                             self._totals["discarded_tokens"] += self._shelf.unload(tree, node)
             if disk and self._shelf.disk is not None:
                 self._shelf.disk.clear()
+                self._shelf.disk.spiller.flush(everything=False, until=time.monotonic() + CLEARING_MOST)
 
     def set_budget(self, budget: int | float | str) -> None:
         """Change the budget while running. Frees what no longer fits; refuses what cannot be freed now."""
@@ -457,7 +465,7 @@ class PrefixCache:
                 bytes=self._ledger.by_purpose(),
                 reasons=dict(self._reasons + (Counter() if self._disk is None else self._disk.all_reasons())),
                 tokens_from_disk=t["tokens_from_disk"],
-                disk=DiskStats() if self._disk is None else self._disk.stats(),
+                disk=self._no_disk if self._disk is None else self._disk.stats(),
             )
 
     def check(self) -> None:
@@ -509,6 +517,7 @@ class PrefixCache:
             )
         except OSError as error:
             log.warning("the disk cache in %s cannot be used, and memory alone is: %s", settings.folder, error)
+            self._no_disk = DiskStats(failed=error.strerror or str(error))
             return
         self._shelf.disk = self._disk
         leases = self._leases

@@ -31,9 +31,10 @@ from onefold.cache.ledger import Ledger, Purpose
 from onefold.cache.ondisk import OnDisk
 from onefold.cache.segment import Slab, Store
 from onefold.cache.tiers.record import Content, Tensor, What
-from onefold.cache.tiers.vault import NO_TOKENS, Record, Vault
+from onefold.cache.tiers.vault import NO_TOKENS, PASSING, Record, Vault
 from onefold.cache.tree import Node
 from onefold.cache.writing import LOOK_AGAIN, Job, Writer
+from onefold.sizes import show_size
 
 log = logging.getLogger("onefold")
 
@@ -52,8 +53,6 @@ CLEAN_FROM = 0.15
 """Of the budget, below the mark where reclaiming begins: from there on the oldest are written ahead."""
 _MISPLACED = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP)
 """Something else lies where this record belongs: that is its trouble alone."""
-_PASSING = (errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.ENOMEM)
-"""Nothing that the disk is to blame for."""
 TRIES = 16
 """Nodes that are tried in one go, with the lock held."""
 
@@ -86,6 +85,7 @@ class Spiller:
         self._mark = max(0.0, high_water - CLEAN_FROM)
         self._backlog = Backlog(self._writable, self._is_owed)
         self._flushing = 0
+        self._said_full = False
         self._slow = False
         """The disk did not keep up: nobody waits for it until a record has arrived."""
         self.record_bytes = min(RECORD_BYTES, max(1 << 16, ledger.budget_bytes // 64))
@@ -182,6 +182,14 @@ class Spiller:
         finally:
             self._flushing -= 1
         return not (self.through or everything) or not self._backlog.left_over()
+
+    def left(self, until: float) -> int:
+        """Tokens that are in memory and not on disk, after what is to be written through has been."""
+        if not self._writer.alive or self.vault.failed:
+            return 0
+        self.flush(everything=False, until=until)
+        dirty = [n for n in self._nodes() if n.span is not None and self.space_of(n) is not None]
+        return sum(n.end - max(n.start, n.disk.readable if n.disk is not None else 0) for n in dirty)
 
     def _hurries(self) -> bool:
         return self._backlog.is_urgent or self._flushing > 0 or not self.computing()
@@ -326,6 +334,12 @@ class Spiller:
             self.gone(victim)
         if reason:
             self.reasons[reason] += 1
+            if reason == "no room on disk" and not self._said_full:
+                self._said_full = True
+                log.warning(
+                    "the disk budget of %s has no room for what is to be written: what is there was used later",
+                    show_size(vault.budget_bytes),
+                )
             return None
         record = Record(
             content.namespace, content.what, content.address, content.start, end, content.size, node.last_use
@@ -359,7 +373,7 @@ class Spiller:
         if not isinstance(error, OSError):
             self.reasons["not yet computed"] += 1
             log.debug("a record could not be copied out: %s", error)
-        elif error.errno in _PASSING:
+        elif error.errno in PASSING:
             self.reasons["not written for now"] += 1
             log.warning("a record could not be written, and will be tried again when it is used again: %s", error)
         elif error.errno in _MISPLACED:

@@ -128,7 +128,7 @@ class Writer:
             touched = self._vault.take_touched()
         began = time.thread_time()
         self._vault.empty_bin()
-        self._vault.note(touched)
+        self._vault.note(touched, force=job is None and staged is None)
         if job is not None and slot is not None:
             staged = self._try(job, slot)
         if staged is not None:
@@ -152,6 +152,8 @@ class Writer:
             if job is not None or self._stop:
                 self.busy = job is not None
                 return job, self._slots.pop() if job is not None else None
+            if self._vault.unnoted:  # a burst is over
+                break
             self.busy = False
             self._gate.tell()
             self._gate.wait(0.001 if self._impatient() else LOOK_AGAIN)

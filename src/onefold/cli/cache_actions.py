@@ -16,7 +16,6 @@ from onefold.cache.tiers import census, pruning
 from onefold.cache.tiers import verify as verifying
 from onefold.cache.tiers.census import Entry, Space
 from onefold.cache.tiers.folder import Folder
-from onefold.cache.tiers.record import parse_name
 from onefold.errors import ConfigError, RecordError
 from onefold.sizes import parse_size, show_size
 
@@ -181,7 +180,6 @@ def verify(folder: Folder, namespace: str | None, remove: bool, progress: Progre
         vanished = {e for s in ours for e in s.entries if not _verified(folder, e, s.about, progress)}
         bad = [e for e in entries if e.problem and e not in vanished]
         gone = pruning.below(entries, set(bad))
-        misplaced = [(s.id, n) for s in ours for n in s.strangers if parse_name(n) is not None]
         if remove:
             pruning.remove(folder, gone)
     return {
@@ -189,12 +187,11 @@ def verify(folder: Folder, namespace: str | None, remove: bool, progress: Progre
         "records": len(entries) - len(vanished),
         "bytes": sum(e.disk_bytes for e in entries if e not in vanished),
         "vanished": len(vanished),
-        "bad": [{"namespace": e.namespace, "name": e.name, "bytes": e.disk_bytes, "reason": e.problem} for e in bad]
-        + [{"namespace": s, "name": n, "bytes": 0, "reason": census.NO_FILE} for s, n in misplaced],
+        "bad": [{"namespace": e.namespace, "name": e.name, "bytes": e.disk_bytes, "reason": e.problem} for e in bad],
         "going_on_from_bad": len(gone) - len(bad),
         "removed_records": len(gone) if remove else 0,
         "removed_bytes": sum(e.disk_bytes for e in gone) if remove else 0,
-        "strangers": [_joined(s.id, n) for s in ours for n in s.strangers if parse_name(n) is None],
+        "strangers": [_joined(s.id, n) for s in ours for n in s.strangers],
         "of_another_format": [s.id for s in spaces if s.foreign],
     }
 
@@ -257,7 +254,8 @@ def clear(folder: Folder, namespace: str | None, agreed: Callable[[str], bool]) 
         told = _removal(folder, spaces, entries, top)
         size, where = show_size(told["bytes"]), folder.path if namespace is None else folder.path / spaces[0].id
         if not agreed(f"delete {told['records']:,} records, {size}, in {where}?"):
-            return told | {"agreed": False, "records": 0, "bytes": 0}
+            left = {"left_records": told["records"], "left_bytes": told["bytes"]}
+            return told | {"agreed": False, "records": 0, "bytes": 0} | left
         pruning.remove(folder, entries)
         pruning.remove_leftovers(folder, spaces, top)
         kept = [s for s in spaces if not pruning.remove_if_empty(folder, s.id)]

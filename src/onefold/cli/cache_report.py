@@ -181,7 +181,7 @@ def _verified(console: Console, told: dict[str, Any]) -> None:
     _names(console, told["strangers"], "not ours")
     result = f"{n_of(len(told['bad']), 'bad one')}" if told["bad"] else "all good"
     if told["going_on_from_bad"]:
-        result += f", and {told['going_on_from_bad']:,} that go on from bad ones"
+        result += f", and {n_of(told['going_on_from_bad'], 'record')} beyond those"
     _say(console, f"{n_of(told['records'], 'record')}, {show_size(told['bytes'])}: {result}")
     if told["removed_records"]:
         _say(console, f"deleted {n_of(told['removed_records'], 'record')}, {show_size(told['removed_bytes'])}")

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -208,10 +209,16 @@ def _serve(given: argparse.Namespace) -> int:
 def _stop(engine: Engine) -> None:
     """What is in memory and belongs on disk is written first; a second interrupt does without."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if engine.cache.stats().disk.mode != "off":
+    before, began = engine.cache.stats().disk, time.monotonic()
+    if before.mode != "off":
         log.info("what is in memory is being written to disk; interrupt once more to leave it")
     with contextlib.suppress(KeyboardInterrupt):
         engine.stop()
+        after = engine.cache.stats().disk
+        if after.mode != "off":
+            size = show_size(after.written_bytes - before.written_bytes)
+            log.info("%s were written in %.1f s; %s are on disk", size, time.monotonic() - began,
+                     show_size(after.used_bytes))
 
 
 def _settings(given: argparse.Namespace) -> Settings:
@@ -240,18 +247,30 @@ def _engine(given: argparse.Namespace) -> Engine:
     limits = Limits(
         rows=given.max_batch, prefill_chunk=given.prefill_chunk, queue_timeout_seconds=given.queue_timeout
     )
-    return make_engine(given, max_queue=given.max_queue, limits=limits, disk=_disk(given))
+    disk = _disk(given)
+    if disk is not None:
+        _try_folder(disk)
+    return make_engine(given, max_queue=given.max_queue, limits=limits, disk=disk)
 
 
 def _disk(given: argparse.Namespace) -> DiskSettings | None:
     from onefold.cache.disk import DiskSettings
 
-    if not given.disk:
-        for name in ("disk_budget", "disk_daily_limit"):
-            if getattr(given, name) is not None:
-                raise ConfigError(f"--{name.replace('_', '-')} is about a folder, and there is none: give --disk DIR")
+    if given.disk is None:
+        for name, default in (("disk-budget", None), ("disk-daily-limit", None), ("disk-mode", "back")):
+            told = getattr(given, name.replace("-", "_"))
+            if told != default and not os.environ.get(Flag(name, "").variable):
+                raise ConfigError(f"--{name} is about a folder, and there is none: give --disk DIR")
         return None
     return DiskSettings(given.disk, given.disk_budget, given.disk_mode, given.disk_daily_limit)
+
+
+def _try_folder(disk: DiskSettings) -> None:
+    """Whatever is wrong with it is better said before the model is loaded. Raises ConfigError."""
+    from onefold.cache.tiers.folder import Folder
+
+    with contextlib.suppress(OSError):  # that is for the cache to say, which does without
+        Folder.make(disk.folder).unlock()
 
 
 def make_engine(given: argparse.Namespace, **more: Any) -> Engine:
@@ -323,7 +342,8 @@ def _disk_line(engine: Engine) -> str:
     disk = engine.cache.stats().disk
     if disk.mode == "off":
         return "none: memory only"
-    return f"{show_size(disk.used_bytes)} of {show_size(disk.budget_bytes)}, written {disk.mode}"
+    limit = f", at most {show_size(disk.daily_limit_bytes)} a day" if disk.daily_limit_bytes else ""
+    return f"{disk.folder}: {show_size(disk.used_bytes)} of {show_size(disk.budget_bytes)}, mode {disk.mode}{limit}"
 
 
 def _room(engine: Engine) -> str:

@@ -214,11 +214,11 @@ class Engine:
         """The longest conversation that there is room for."""
         return self._scheduler.most_tokens
 
-    def clear(self) -> int:
-        """Drop everything that no running request holds; bytes freed."""
-        before = self.cache.held_bytes
+    def clear(self) -> tuple[int, int]:
+        """Drop everything that no running request holds, whoever it was said to; bytes freed in memory, and on disk."""
+        before, on_disk = self.cache.held_bytes, self.cache.stats().disk.used_bytes
         self._do(self.cache.clear)
-        return max(0, before - self.cache.held_bytes)
+        return max(0, before - self.cache.held_bytes), max(0, on_disk - self.cache.stats().disk.used_bytes)
 
     def check(self) -> None:
         """Recount everything that the cache holds; raises IntegrityError."""

@@ -47,8 +47,9 @@ def routes(service: Service) -> APIRouter:
 
     @router.delete("/v1/cache", responses=errors(OPENAI_ERROR, 503))
     def clear() -> dict[str, int]:
-        """Drops everything that no running request holds."""
-        return {"freed_bytes": service.engine.clear()}
+        """Drops everything that no running request holds, in memory and on disk, whoever it was said to."""
+        memory, disk = service.engine.clear()
+        return {"freed_bytes": memory, "freed_disk_bytes": disk}
 
     return router
 

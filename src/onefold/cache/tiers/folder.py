@@ -67,7 +67,10 @@ class Folder:
         """The folder, made if need be, and locked. Raises OSError, ConfigError if it is not one of ours, and
         FolderInUse."""
         self = cls(Path(path).expanduser().absolute())
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ConfigError(f"{self.path} cannot be a folder: {error.strerror}") from error
         if self.path.stat().st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
             raise ConfigError(f"{self.path} is somebody else's; give a folder of your own to the cache")
         marker = self.path / MARKER
@@ -116,8 +119,7 @@ class Folder:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
             raise FolderInUse(
-                f"{self.path} is in use by {who}: one process writes a cache folder at a time; "
-                "give this one a folder of its own, or stop the other"
+                f"{self.path} is in use by {who}: one process writes a cache folder at a time"
             ) from error
         os.ftruncate(held, 0)
         os.pwrite(held, f"process {os.getpid()}\n".encode(), 0)

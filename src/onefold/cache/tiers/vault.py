@@ -35,6 +35,8 @@ log = logging.getLogger("onefold")
 BLOCK = 4096
 """What a file takes on a disk is a multiple of this."""
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
+PASSING = (errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.ENOMEM)
+"""Trouble with writing that the disk is not to blame for."""
 _SAID = 10
 """Rejected records that are named in the log; all are counted."""
 _NOTE_EVERY = 64 << 20
@@ -152,7 +154,7 @@ class Vault:
         victims = self.make_room(0, float("inf"))
         if victims:
             freed = sum(r.size for r in victims)
-            log.info(
+            log.warning(
                 "%d records (%s) were removed from %s to be within its budget of %s",
                 len(victims),
                 show_size(freed),
@@ -235,8 +237,10 @@ class Vault:
             if self._said_limit != self._day:
                 self._said_limit = self._day
                 log.warning(
-                    "%s were written to disk today, which is the limit: no more until tomorrow",
+                    "no more is written to disk today: %s were, and another %s would pass the daily limit of %s",
                     show_size(self.written_today),
+                    show_size(n_bytes),
+                    show_size(self.daily_bytes),
                 )
             return "daily limit"
         return ""
@@ -347,6 +351,11 @@ class Vault:
             self._touched.add(record)
 
     @property
+    def unnoted(self) -> bool:
+        """Whether bytes were written that a restart would not know of."""
+        return self.written_ever != self._noted and not self.failed
+
+    @property
     def has_touched(self) -> bool:
         """Whether uses are to be written down now."""
         return bool(self._touched) and self._clock() - self._touched_at >= _TOUCH_EVERY
@@ -366,12 +375,13 @@ class Vault:
         for record in touched:
             if record.ready:
                 self.folder.touch(record.namespace, record.name, record.used)
-        if force or self.written_ever - self._noted >= _NOTE_EVERY:
+        if self.unnoted and (force or self.written_ever - self._noted >= _NOTE_EVERY):
             self._noted = self.written_ever
             try:
                 self.folder.note_written({"day": self._day, "today": self.written_today, "ever": self.written_ever})
             except OSError as error:
-                self.fail(error)
+                if error.errno not in PASSING:
+                    self.fail(error)
 
     # -- details -----------------------------------------------------------------------------------------
 

@@ -254,23 +254,9 @@ class PrefixCache:
             self._threads.add(threading.get_ident())
             self._totals["requests"] += 1
             self._totals["tokens_requested"] += len(found)
-            restored = 0 if after is None else after.tokens
-            damaged = after is not None and after.rejected
-            while read_disk and after is None:
-                try:
-                    after = self.restore(found, namespace=namespace, reserve_tokens=reserve_tokens)
-                except BudgetError:
-                    self._reasons["no room to restore"] += 1
-                if after is None:
-                    break
-                try:
-                    while after.step():
-                        pass
-                finally:
-                    after.finish()
-                restored += after.tokens
-                damaged = damaged or after.rejected
-                after = None if after.rejected else after
+            restores = [after] if after is not None else []
+            if after is None and read_disk and self._disk is not None:
+                restores = self._read_disk(found, namespace, reserve_tokens)
             track = Track(self._store, contiguous=self._contiguous)
             lease = Lease(self, found, (namespace, self._format), track, self._anatomies, asked)
             if self.uncached_reason:
@@ -287,8 +273,8 @@ class PrefixCache:
             self._totals["hits"] += lease.cached > 0
             self._totals["tokens_matched"] += lease.matched
             self._totals["tokens_cached"] += lease.cached
-            lease.restored = min(restored, lease.cached)
-            if damaged and lease.reason in ("", "nothing known", "no checkpoint"):
+            lease.restored = min(sum(r.tokens for r in restores), lease.cached)
+            if any(r.rejected for r in restores) and lease.reason in ("", "nothing known", "no checkpoint"):
                 lease.reason = "damaged on disk"
             self._totals["tokens_from_disk"] += lease.restored
             if lease.reason:
@@ -332,6 +318,25 @@ class PrefixCache:
             tree = self._tree(namespace)
             room = max(0, len(found) + reserve_tokens - tree.match(found).matched)
             return restoring.plan(self, self._disk, tree, found, room)
+
+    def _read_disk(self, tokens: Tokens, namespace: Hashable, reserve_tokens: int) -> list[Restore]:
+        """All that is on disk of these tokens; again, where a record turned out to be damaged."""
+        restores: list[Restore] = []
+        while not restores or restores[-1].rejected:
+            try:
+                found = self.restore(tokens, namespace=namespace, reserve_tokens=reserve_tokens)
+            except BudgetError:
+                self._reasons["no room to restore"] += 1
+                found = None
+            if found is None:
+                break
+            restores.append(found)
+            try:
+                while found.step():
+                    pass
+            finally:
+                found.finish()
+        return restores
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until what was committed so far is on disk, as the mode has it (with "back" nothing is owed before

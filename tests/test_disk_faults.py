@@ -11,8 +11,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from onefold.cache.tiers import record as format
 from onefold.cache.tiers.folder import Folder
 from onefold.errors import ConfigError
 
+NOBODY = 65534
 KINDS = {"full": ("full", "full"), "hybrid": HYBRID}
 
 
@@ -324,17 +326,48 @@ def test_a_file_in_the_way_is_a_mistake(name: str, tmp_path: Path) -> None:
         opened(FakeModel(("full",)), tmp_path / name)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
-def test_permissions_that_are_taken_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model, _ = filled(("full", "full"), tmp_path / "cache")
-    with opened(model, tmp_path / "cache", disk_mode="through") as cache:
-        for path in [tmp_path / "cache", *(tmp_path / "cache").iterdir()]:
-            path.chmod(0o500)
+@pytest.fixture
+def ordinary_folder() -> Iterator[Path]:
+    """A folder of an ordinary user's, and nobody is root while the test runs: to root nothing is forbidden."""
+    folder = Path(tempfile.mkdtemp())
+    root = os.geteuid() == 0
+    if root:
+        os.chown(folder, NOBODY, NOBODY)
+        os.seteuid(NOBODY)
+    try:
+        yield folder
+    finally:
+        if root:
+            os.seteuid(0)
+        for path in [folder, *folder.rglob("*")]:
+            if path.is_dir():
+                path.chmod(0o700)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("mode", ["back", "through"])
+def test_permissions_that_are_taken_away(
+    mode: str, ordinary_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = ordinary_folder / "cache"
+    model, tokens = filled(("full", "full"), folder)
+    with opened(model, folder, disk_mode=mode) as cache:
+        for path in [folder, *folder.iterdir()]:
+            path.chmod(0o500 if path.is_dir() else 0o400)
         serves_on(model, cache)
         cache.flush(10)
-        assert cache.stats().disk.failed
-    for path in [tmp_path / "cache", *(tmp_path / "cache").iterdir()]:
-        path.chmod(0o700)
+        assert Session(model, cache, [*tokens, 1]).cached == len(tokens), "what may be read is"
+    assert caplog.text.count("is switched off: Permission denied") == 1
+
+
+def test_a_folder_that_may_not_be_written_is_done_without(
+    ordinary_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ordinary_folder.chmod(0o500)
+    model = FakeModel(("full",))
+    with opened(model, ordinary_folder / "cache") as cache:
+        assert "Permission denied" in caplog.text and cache.stats().disk.failed == "Permission denied"
+        serves_on(model, cache)
 
 
 def test_a_newer_folder_is_not_touched(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ import pytest
 from fake import FakeModel, Session, settled, text
 from test_disk import MODES, files, opened, small_records, turn
 
-from onefold import PrefixCache
+from onefold import BudgetError, PrefixCache
 from onefold.cache import host
 from onefold.cache.restoring import Restore
 from onefold.cache.tiers.folder import Folder
@@ -492,3 +492,18 @@ def test_a_damaged_record_is_the_reason_that_is_given(model: FakeModel, tmp_path
     path.write_bytes(data)
     with opened(model, tmp_path) as cache:
         assert cache.lease([*tokens, 1]).reason == "damaged on disk"
+
+
+def test_a_restore_without_room_leaves_nothing_held(model: FakeModel, tmp_path: Path) -> None:
+    with opened(model, tmp_path) as cache:
+        tokens = turn(model, cache, text(600))
+    with opened(model, tmp_path, budget="4MB") as cache:
+        other = Session(model, cache, text(500, 9)).prefill(31)  # has much of it
+        for _ in range(2):
+            with pytest.raises(BudgetError):
+                cache.restore([*tokens, 1], reserve_tokens=1200)
+            gc.collect()
+            settled(cache)
+            assert all(n.pins == 0 for n in cache._shelf.nodes())
+            assert cache._disk is not None and all(r.pins == 0 for r in cache._disk.vault.records())
+        other.commit()

@@ -188,6 +188,7 @@ class Restore:
             try:
                 self._slab = self._cache._store.slab(round_up(stop - self._base))
             except BudgetError:
+                self.done = True
                 self._let_go()
                 raise
             self._slab.tracks.add(self._holder)

@@ -132,3 +132,12 @@ def test_under_pressure_everything_comes_back(mode: str, loaded: tuple[Any, Any]
 def test_a_second_engine_on_the_folder_is_refused(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     with engine(loaded, tmp_path), pytest.raises(FolderInUse, match="in use by process"):
         engine(loaded, tmp_path)
+
+
+def test_clearing_reaches_the_disk(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    with engine(loaded, tmp_path, "through") as made:
+        ask(made, words(200), 3)
+        assert made.cache.flush(10)
+        memory, disk = made.clear()
+        assert memory > 0 and disk > 0 and not list(tmp_path.glob("*/*.safetensors"))
+        assert ask(made, words(200), 3).hit.cached == 0

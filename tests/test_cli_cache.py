@@ -24,8 +24,9 @@ from fake import FakeModel, Session, text
 from terminal import environment, on_terminal
 
 from onefold import PrefixCache
-from onefold.cache.tiers import census, pruning
+from onefold.cache.tiers import census
 from onefold.cache.tiers.folder import Folder
+from onefold.cache.tiers.order import below
 from onefold.cache.tiers.record import Content, What, file_name, parse_name
 from onefold.cache.tiers.vault import NO_TOKENS, on_disk
 from onefold.cli import cache_report, main
@@ -311,7 +312,7 @@ def test_only_the_branch_goes_that_is_bad(told, folder) -> None:
     inside = next(e for e in ranges if e.parent is not None and e.start < e.parent.end)  # begins inside its parent
     flipped(-1)(path_of(folder, inside))
     found = told("verify", "--remove", code=1)
-    gone = pruning.below(space.entries, {inside})
+    gone = below(space.entries, {inside})
     assert found["removed_records"] == len(gone) < len(space.entries)
     assert [b["reason"] for b in found["bad"]] == ["checksum"] and found["going_on_from_bad"] == len(gone) - 1
     no_orphan(folder)

@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from disk_caches import MODES, disk_bytes, files, flip, opened, small_records, turn
 from fake import FakeModel, Session, assert_holds, settled, text
 from test_scenarios_fake import CASES, Case
 from tiny import tiny
@@ -28,23 +29,10 @@ from onefold.cache.disk import DiskStats
 from onefold.cache.pace import Pace
 from onefold.errors import FolderInUse
 
-BUDGET = 40_000_000
-MODES = ("back", "through")
-
 
 def model_of(case: Case) -> FakeModel:
     options = {k: v for k, v in case.options.items() if k in ("dim", "advances")}
     return FakeModel(case.kinds, **options)
-
-
-def opened(model: FakeModel, folder: Path, **options: Any) -> PrefixCache:
-    """A cache on this folder. These models compute in no time: that computing may be quicker than reading is left out,
-    but where it is the point."""
-    options = {"budget": BUDGET, "min_checkpoint_tokens": 1, "disk": folder, "disk_budget": "1GB", **options}
-    cache = PrefixCache(model, **options)
-    if cache._disk is not None:
-        cache._disk.prefill_pace.estimate = lambda units: None  # type: ignore[method-assign]
-    return cache
 
 
 def kv(case: Case) -> dict[str, Any]:
@@ -76,23 +64,6 @@ def test_a_conversation_goes_on_after_a_restart(
         assert stats.tokens_from_disk == len(first) == stats.disk.restored_tokens
         assert stats.disk.rejected_records == 0
         settled(cache)
-
-
-def turn(model: FakeModel, cache: PrefixCache, prompt: list[int], new: int = 3, **options: Any) -> list[int]:
-    return Session(model, cache, prompt, **options).prefill(31).decode(new).commit()
-
-
-def small_records(cache: PrefixCache, tokens: int = 50) -> None:
-    assert cache._disk is not None
-    cache._disk.spiller.record_tokens = tokens
-
-
-def files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*/*.safetensors"))
-
-
-def disk_bytes(folder: Path) -> int:
-    return sum(p.stat().st_size for p in files(folder))
 
 
 @pytest.fixture
@@ -637,9 +608,7 @@ def test_a_restore_left_between_a_record_and_the_branch_inside_it(tmp_path: Path
 def test_a_branch_that_is_damaged_gets_nothing_of_the_other(tmp_path: Path) -> None:
     model, first, second = branched(tmp_path)
     path = next(p for p in files(tmp_path) if p.name.startswith("00000011-"))
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(data)
+    flip(path, -5)
     with opened(model, tmp_path) as cache:
         again = Session(model, cache, [*second, 1])
         assert again.cached == 11
@@ -681,9 +650,7 @@ def test_a_damaged_end_costs_only_the_end(tmp_path: Path) -> None:
         first = turn(model, cache, text(60))
         second = turn(model, cache, [*first, *text(40, 1)])
     last = max((p for p in files(tmp_path) if "point" in p.name), key=lambda p: p.name)
-    data = bytearray(last.read_bytes())
-    data[-5] ^= 1
-    last.write_bytes(data)
+    flip(last, -5)
     with opened(model, tmp_path) as cache:
         again = Session(model, cache, [*second, 1])
         assert len(first) <= again.cached < len(second)

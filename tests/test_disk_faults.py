@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disk_caches import files, flip, opened, small_records, turn
 from fake import FakeModel, Session, settled, text
-from test_disk import HYBRID, files, opened, small_records, turn
+from test_disk import HYBRID
 
 from onefold import PrefixCache
 from onefold.cache.tiers import record as format
@@ -62,12 +63,6 @@ def regions(path: Path) -> dict[str, tuple[int, int]]:
         if name != "__metadata__":
             found[f"tensor {name}"] = (head + entry["data_offsets"][0], head + entry["data_offsets"][1])
     return {name: (lo, hi) for name, (lo, hi) in found.items() if lo < hi <= len(data)}
-
-
-def flip(path: Path, at: int, mask: int = 0x10) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= mask
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -387,7 +382,7 @@ def test_the_file_size_limit_in_the_middle_of_a_record(tmp_path: Path) -> None:
         import onefold
         from pathlib import Path
         from fake import FakeModel, text
-        from test_disk import opened
+        from disk_caches import opened
         from test_disk_faults import serves_on
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))

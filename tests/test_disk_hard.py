@@ -22,8 +22,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from disk_caches import MODES, files, flip, opened, small_records, turn
 from fake import FakeModel, Session, settled, text
-from test_disk import MODES, files, opened, small_records, turn
 
 from onefold import BudgetError, PrefixCache
 from onefold.cache import host
@@ -460,7 +460,7 @@ def test_a_script_that_ends_without_closing(mode: str, tmp_path: Path) -> None:
         import onefold
         from pathlib import Path
         from fake import FakeModel, text
-        from test_disk import opened, turn
+        from disk_caches import opened, turn
         model = FakeModel(("full", "full"), dim=64)
         cache = opened(model, Path({str(tmp_path)!r}), disk_mode={mode!r})
         turn(model, cache, text(300))
@@ -487,9 +487,7 @@ def test_a_damaged_record_is_the_reason_that_is_given(model: FakeModel, tmp_path
     with opened(model, tmp_path) as cache:
         tokens = turn(model, cache, text(100))
     (path,) = files(tmp_path)
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(path, -1)
     with opened(model, tmp_path) as cache:
         assert cache.lease([*tokens, 1]).reason == "damaged on disk"
 

@@ -35,6 +35,13 @@ def engine(loaded: tuple[Any, Any], folder: Path, mode: str = "back", budget: st
     return made
 
 
+def stored(loaded: tuple[Any, Any], folder: Path, tokens: list[int]) -> list[int]:
+    """A prompt that another engine has had, and left on disk."""
+    with engine(loaded, folder) as before:
+        ask(before, tokens, 1)
+    return tokens
+
+
 @pytest.mark.parametrize("mode", ["back", "through"])
 def test_a_conversation_goes_on_after_a_restart(mode: str, loaded: tuple[Any, Any], tmp_path: Path) -> None:
     tokens = words(150)
@@ -53,9 +60,7 @@ def test_a_conversation_goes_on_after_a_restart(mode: str, loaded: tuple[Any, An
 
 
 def test_agents_that_share_a_prompt_read_it_once(loaded: tuple[Any, Any], tmp_path: Path) -> None:
-    common = words(200)
-    with engine(loaded, tmp_path) as first:
-        ask(first, common, 1)
+    common = stored(loaded, tmp_path, words(200))
     with engine(loaded, tmp_path) as second:
         prompts = [[*common, i, *words(8, i)] for i in range(5)]
         answers = ask_all(second, [request(prompt_of(p), 8) for p in prompts])
@@ -70,9 +75,7 @@ def test_reading_from_disk_holds_no_stream_up(
     loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While somebody is being answered there is at most one record between two steps, if records are slow."""
-    tokens = words(400)
-    with engine(loaded, tmp_path) as first:
-        ask(first, tokens, 1)
+    tokens = stored(loaded, tmp_path, words(400))
     with engine(loaded, tmp_path) as second:
         order: list[str] = []
         step, decode = Restore.step, second._scheduler._step
@@ -100,9 +103,7 @@ def test_reading_from_disk_holds_no_stream_up(
 def test_a_request_that_is_cancelled_while_it_is_read_leaves_nothing_behind(
     loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens = words(400)
-    with engine(loaded, tmp_path) as first:
-        ask(first, tokens, 1)
+    tokens = stored(loaded, tmp_path, words(400))
     with engine(loaded, tmp_path) as second:
         monkeypatch.setattr("onefold.engine.scheduler.READ_SECONDS_ALONE", -1.0)
         number = second.submit(request(prompt_of([*tokens, 5]), 5), lambda events: None)

@@ -27,6 +27,7 @@ NO_MLX = (
     "cache/tiers/census.py",
     "cache/tiers/folder.py",
     "cache/tiers/heads.py",
+    "cache/tiers/order.py",
     "cache/tiers/pruning.py",
     "cache/tiers/record.py",
     "cache/tiers/vault.py",

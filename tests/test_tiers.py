@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from onefold.cache.tiers import record as form
-from onefold.cache.tiers.folder import Folder, read_all, write_all
+from onefold.cache.tiers.folder import Folder, Written, read_all, write_all
 from onefold.cache.tiers.record import Content, Named, Tensor, What, content_of, file_name, parse_head, parse_name
 from onefold.cache.tiers.vault import Record, Vault, on_disk
 from onefold.errors import ConfigError, FolderInUse, RecordError
@@ -264,8 +264,8 @@ def test_no_record_goes_before_one_that_goes_on_from_it(shape: list[tuple[int, f
         def namespaces(self) -> list[str]:
             return []
 
-        def written(self) -> dict[str, Any]:
-            return {}
+        def written(self) -> Written:
+            return Written("", 0, 0)
 
         def remove(self, *_: Any) -> None:
             pass

@@ -16,6 +16,7 @@ import mlx.core as mx
 from onefold.cache.kinds.base import Snapshot
 from onefold.cache.kinds.own import OwnSnapshot
 from onefold.cache.ledger import Account
+from onefold.cache.tree import Node
 
 PER_PATH = 4
 POINTS_SHARE = 4
@@ -115,6 +116,12 @@ def surplus(places: list[Place], limit: int = PER_PATH) -> list[int]:
         victim = min(range(len(kept) - 1), key=worth)
         gone.append(kept.pop(victim).position)
     return gone
+
+
+def superfluous(held: list[Node]) -> list[Node]:
+    """Of the nodes of a path that have a checkpoint, those whose checkpoint is to go."""
+    gone = set(surplus([Place(n.end, len(n.children) > 1) for n in held]))
+    return [n for n in held if n.end in gone]
 
 
 def wanted(position: int, last: int, prompt_tokens: int, asked: frozenset[int]) -> bool:

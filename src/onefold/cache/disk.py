@@ -14,22 +14,22 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from onefold.cache.checkpoints import Place, surplus
+from onefold.cache.checkpoints import superfluous
 from onefold.cache.fingerprint import name_of, salt_of
 from onefold.cache.gate import Gate
-from onefold.cache.ledger import Ledger
 from onefold.cache.ondisk import OnDisk
 from onefold.cache.pace import Pace
 from onefold.cache.restoring import AHEAD
-from onefold.cache.segment import Store
+from onefold.cache.shelf import Shelf
 from onefold.cache.spilling import Spiller
 from onefold.cache.tiers.folder import Folder
+from onefold.cache.tiers.order import below
 from onefold.cache.tiers.record import What
 from onefold.cache.tiers.vault import Loaded, Record, Vault
 from onefold.cache.tree import Node, Tree
@@ -99,14 +99,13 @@ class Disk:
     def __init__(
         self,
         settings: DiskSettings,
-        store: Store,
-        trees: dict[Hashable, Tree],
+        shelf: Shelf,
         gate: Gate,
-        ledger: Ledger,
         about: dict[str, Any],
         *,
         label: str,
         high_water: float,
+        computing: Callable[[], bool],
     ) -> None:
         """`about` is everything that changes the bytes; `label` is for people. Raises OSError if the folder cannot be
         used."""
@@ -125,10 +124,20 @@ class Disk:
             self.prefill_pace = Pace()
             """Seconds a token takes to compute."""
             self._about, self._label, self._gate = about, label, gate
-            self._trees = trees
+            self._shelf = shelf
             self._spaces: dict[Node, str | None] = {}
             self.spiller = Spiller(
-                store, self._nodes, self.vault, gate, ledger, through=settings.mode == "through", high_water=high_water
+                shelf.store,
+                shelf.nodes,
+                self.vault,
+                gate,
+                shelf.ledger,
+                through=settings.mode == "through",
+                high_water=high_water,
+                gone=self.take_from_nodes,
+                thin=self._thin,
+                space_of=self.space_of,
+                computing=computing,
             )
         except (OSError, OnefoldError):
             folder.unlock()
@@ -141,13 +150,6 @@ class Disk:
                 show_size(self.vault.budget_bytes),
                 show_size(self.spiller.record_bytes),
             )
-        self.spiller.gone = self.take_from_nodes
-        self.spiller.thin = self._thin
-        self.spiller.space_of = self.space_of
-
-    def _nodes(self) -> Iterator[Node]:
-        for tree in self._trees.values():
-            yield from tree.root.walk()
 
     # -- namespaces ------------------------------------------------------------------------------------
 
@@ -175,22 +177,13 @@ class Disk:
         self.forget([record])
 
     def space_of(self, node: Node) -> str | None:
-        while node.parent is not None:
-            node = node.parent
-        return self._spaces.get(node)
+        return self._spaces.get(node.root)
 
     # -- records and nodes --------------------------------------------------------------------------------
 
     def forget(self, records: Iterable[Record]) -> None:
         """Give up these records, and all that go on from them."""
-        gone = set(records)
-        found = [r for r in self.vault.records() if r.parent is not None]
-        more = True
-        while more and gone:
-            below = {r for r in found if r.parent in gone} - gone
-            gone |= below
-            more = bool(below)
-        for record in sorted(gone, key=lambda r: -r.start):
+        for record in sorted(below(self.vault.records(), records), key=lambda r: -r.start):
             self.take_from_nodes(record)
             if record.ready:
                 self.vault.drop(record)
@@ -231,19 +224,13 @@ class Disk:
                 return
             above = node.parent
             if node.disk is not None and node.disk.covered > node.start:
-                tree = self._tree_of(node)
-                above = tree.split(node, node.disk.covered)
+                above = self._shelf.tree_of(node).split(node, node.disk.covered)
             for record in [] if node.disk is None else node.disk.all:
                 record.nodes.discard(node)
             node.disk = None
-            self._tree_of(node).remove(node)
+            self._shelf.tree_of(node).remove(node)
             if above.span is None and above.checkpoint is None and above.disk is None and above.parent is not None:
                 self.prune(above)
-
-    def _tree_of(self, node: Node) -> Tree:
-        while node.parent is not None:
-            node = node.parent
-        return next(t for t in self._trees.values() if t.root is node)
 
     def leave(self, node: Node) -> None:
         """The node is going from the tree: nobody relies on its records through it."""
@@ -256,15 +243,9 @@ class Disk:
     def _thin(self, node: Node) -> None:
         """Keep the best few checkpoints of a path on disk, as in memory."""
         held = [n for n in node.path() if n.disk is not None and n.disk.point is not None and n.disk.point.ready]
-        gone = set(surplus([Place(n.end, len(n.children) > 1) for n in held]))
-        for n in held:
-            if n.end in gone:
-                self._leave_point(n)
-
-    def _leave_point(self, node: Node) -> None:
-        if node.disk is not None and node.disk.point is not None:
-            record = node.disk.point
-            node.disk.lose(record)
+        for n in superfluous(held):
+            record = n.disk.point
+            n.disk.lose(record)
             self.spiller.let_go(record)
 
     def touch(self, path: list[Node], used: float) -> None:
@@ -328,20 +309,20 @@ def _budget(given: int | float | str | None, folder: Folder) -> int:
 
 def _grow(tree: Tree, loaded: list[Loaded], overlapping: Callable[[Record], None]) -> None:
     """Give an empty tree the nodes that these records are of."""
-    below: dict[Record | None, list[Loaded]] = {}
+    following: dict[Record | None, list[Loaded]] = {}
     for found in loaded:
-        below.setdefault(found.record.parent, []).append(found)
+        following.setdefault(found.record.parent, []).append(found)
     ends: dict[Record, Node] = {}
     points: list[Record] = []
-    todo = list(below.get(None, ()))
+    todo = list(following.get(None, ()))
     while todo:
         found = todo.pop()
         if found.record.what is What.POINT:
             points.append(found.record)
             continue
         chain = [found]
-        while (following := below.get(chain[-1].record, [])) and _continues(chain[-1].record, following):
-            chain.append(following[0])
+        while _continues(chain[-1].record, after := following.get(chain[-1].record, [])):
+            chain.append(after[0])
         attach = _node_at(tree, ends, found.record)
         tokens = np.concatenate([c.tokens for c in chain]) if len(chain) > 1 else found.tokens
         if int(tokens[0]) in attach.children:
@@ -353,16 +334,16 @@ def _grow(tree: Tree, loaded: list[Loaded], overlapping: Callable[[Record], None
         for member in chain:
             node.disk.add(member.record)
             ends[member.record] = node
-        todo += below.get(chain[-1].record, ())
+        todo += following.get(chain[-1].record, ())
     for record in points:
         node = _node_at(tree, ends, record)
         if node.parent is not None and node.disk is not None:
             node.disk.set_point(record)
 
 
-def _continues(record: Record, following: list[Loaded]) -> bool:
-    only = following[0].record
-    return len(following) == 1 and only.what is What.RANGE and only.start == record.end
+def _continues(record: Record, after: list[Loaded]) -> bool:
+    """Whether one range goes on from its end, and nothing else from anywhere in it."""
+    return len(after) == 1 and after[0].record.what is What.RANGE and after[0].record.start == record.end
 
 
 def _node_at(tree: Tree, ends: dict[Record, Node], record: Record) -> Node:

@@ -39,13 +39,15 @@ def model_digest(*models: nn.Module | None) -> str:
     return digest.hexdigest()
 
 
-def lasting_digest(*models: nn.Module | None) -> str:
-    """For KV that outlives the process: all of the weights, and the source of the modules that compute with them."""
-    digest = hashlib.blake2b(model_digest(*models).encode(), digest_size=16)
+def lasting_digest(known: str, *models: nn.Module | None) -> str:
+    """For KV that outlives the process: all of the weights, and the source of the modules that compute with them;
+    `known` is their `model_digest`."""
+    digest = hashlib.blake2b(known.encode(), digest_size=16)
     for model in models:
         if model is None:
             continue
         sums = {n: mx.sum(_words(p)) for n, p in sorted(dict(tree_flatten(model.parameters())).items())}
+        mx.eval(sums)
         for name, total in sums.items():
             digest.update(f"{name}{total.item()}".encode())
         for module in sorted(_code(model)):

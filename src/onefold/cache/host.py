@@ -19,15 +19,12 @@ import numpy.typing as npt
 
 from onefold.cache import device
 from onefold.cache.segment import LayerSpec, Slab
-from onefold.cache.tiers.record import Tensor
+from onefold.cache.tiers import record
+from onefold.cache.tiers.record import TYPE_CODES, Tensor
 
 Bytes = npt.NDArray[np.uint8]
 
-_CODES = {
-    mx.bool_: "BOOL", mx.uint8: "U8", mx.int8: "I8", mx.uint16: "U16", mx.int16: "I16", mx.uint32: "U32",
-    mx.int32: "I32", mx.uint64: "U64", mx.int64: "I64", mx.float16: "F16", mx.bfloat16: "BF16", mx.float32: "F32",
-    mx.complex64: "C64",
-}  # fmt: skip
+_CODES = {getattr(mx, "bool_" if name == "bool" else name): code for name, code in TYPE_CODES.items()}
 _TYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
@@ -36,12 +33,9 @@ def tensor(name: str, array: mx.array) -> Tensor:
 
 
 def range_tensors(specs: Iterable[LayerSpec], n_tokens: int) -> tuple[Tensor, ...]:
-    """What a range of so many tokens is made of: for every layer its arrays, heads first."""
-    return tuple(
-        Tensor(f"kv.{i}.{j}", _CODES[a.dtype], (a.heads, n_tokens, a.dim))
-        for i, spec in enumerate(specs)
-        for j, a in enumerate(spec.arrays)
-    )
+    """What a range of so many tokens is made of."""
+    layout = [[(a.heads, a.dim, str(a.dtype).rpartition(".")[2]) for a in spec.arrays] for spec in specs]
+    return record.range_tensors(layout, n_tokens)
 
 
 def addressable() -> bool:

@@ -139,18 +139,19 @@ class PrefixCache:
         anatomies = [Anatomy.of(m, kv=form, bound=bound) for m in models]
         for anatomy in anatomies:
             anatomy.logit_tokens = logit_tokens
-        settings = disk
         if disk is not None and not isinstance(disk, DiskSettings):
-            settings = DiskSettings(disk, disk_budget, disk_mode, disk_daily_limit)
+            disk = DiskSettings(disk, disk_budget, disk_mode, disk_daily_limit)
         gate = Gate()
         ledger = ElasticLedger(budget_bytes, gate.inner) if elastic else Ledger(budget_bytes, gate.inner)
-        self._set_up(models, anatomies, ledger, (model_digest(*models), adapter, form.bits, bound), gate)
+        digest = model_digest(*models)
+        self._set_up(models, anatomies, ledger, (digest, adapter, form.bits, bound), gate)
         self.min_checkpoint_tokens = min_checkpoint_tokens
         self._water = (low_water, high_water)
-        if isinstance(settings, DiskSettings) and not self.uncached_reason:
+        if disk is not None and not self.uncached_reason:
             about = {"adapter": adapter, "tokenizer": tokenizer, "kv": form.bits, "bound": bound}
+            about["model"] = lasting_digest(digest, *models)
             try:
-                self._open_disk(settings, models, about, label)
+                self._open_disk(disk, about, label)
             except (OnefoldError, ValueError):
                 self.close()
                 raise
@@ -315,9 +316,7 @@ class PrefixCache:
             self._open_for_use()
             if self._disk is None or self.uncached_reason:
                 return None
-            tree = self._tree(namespace)
-            room = max(0, len(found) + reserve_tokens - tree.match(found).matched)
-            return restoring.plan(self, self._disk, tree, found, room)
+            return restoring.plan(self, self._disk, self._tree(namespace), found, reserve_tokens)
 
     def _read_disk(self, tokens: Tokens, namespace: Hashable, reserve_tokens: int) -> list[Restore]:
         """All that is on disk of these tokens; again, where a record turned out to be damaged."""
@@ -504,29 +503,27 @@ class PrefixCache:
             self._disk.attach(tree, namespace)
         return tree
 
-    def _open_disk(self, settings: DiskSettings, models: list[nn.Module], about: dict[str, Any], label: str) -> None:
+    def _open_disk(self, settings: DiskSettings, about: dict[str, Any], label: str) -> None:
         """A folder that cannot be used is said, and the cache goes on without; one that another process writes to is
         refused."""
         layout = [[[a.heads, a.dim, str(a.dtype)] for a in s.arrays] for s in self._store.specs]
-        about |= {"format": VERSION, "model": lasting_digest(*models), "layout": layout}
+        about |= {"format": VERSION, "layout": layout}
+        leases = self._leases
         try:
             self._disk = Disk(
                 settings,
-                self._store,
-                self._shelf.trees,
+                self._shelf,
                 self._lock,
-                self._ledger,
                 about,
                 label=label,
                 high_water=self._water[1],
+                computing=lambda: bool(leases),
             )
         except OSError as error:
             log.warning("the disk cache in %s cannot be used, and memory alone is: %s", settings.folder, error)
             self._no_disk = DiskStats(failed=error.strerror or str(error))
             return
         self._shelf.disk = self._disk
-        leases = self._leases
-        self._disk.spiller.computing = lambda: bool(leases)
         weakref.finalize(self, self._disk.abandon)
         self._tree("")
 

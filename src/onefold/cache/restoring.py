@@ -12,7 +12,6 @@ A restore can be taken in steps, between the steps of other requests. Called wit
 from __future__ import annotations
 
 import concurrent.futures
-import logging
 import os
 import time
 from collections import deque
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
     from onefold.cache.disk import Disk
     from onefold.cache.prefix_cache import PrefixCache
 
-log = logging.getLogger("onefold")
-
-
 
 AHEAD = 2
 """Records that are read while one is being looked at."""
@@ -62,6 +58,7 @@ class Wanted(NamedTuple):
     point: Record | None
     saves: int
     """Tokens that need not be computed then."""
+    matched: int
 
 
 def wanted(cache: PrefixCache, tree: Tree, tokens: Tokens) -> Wanted | None:
@@ -84,7 +81,7 @@ def wanted(cache: PrefixCache, tree: Tree, tokens: Tokens) -> Wanted | None:
         return None
     path = [n for n in path if n.start < target]
     records = _records(path, target) if cache._store.specs and target <= reach else []
-    return Wanted(path, target, records, point, min(target, usable) - have)
+    return Wanted(path, target, records, point, min(target, usable) - have, matched)
 
 
 def _resumable(node: Node) -> bool:
@@ -126,7 +123,7 @@ def _records(path: list[Node], target: int) -> list[Record]:
     return list(found)
 
 
-def plan(cache: PrefixCache, disk: Disk, tree: Tree, tokens: Tokens, room: int) -> Restore | None:
+def plan(cache: PrefixCache, disk: Disk, tree: Tree, tokens: Tokens, reserve_tokens: int) -> Restore | None:
     """A restore that has begun, if one is worth it. Raises BudgetError if there is no room."""
     found = wanted(cache, tree, tokens)
     if found is None or not (found.records or found.point):
@@ -137,7 +134,7 @@ def plan(cache: PrefixCache, disk: Disk, tree: Tree, tokens: Tokens, room: int) 
         disk.counts["skipped_tokens"] += found.saves
         disk.reasons["slower than prefill"] += 1
         return None
-    restore = Restore(cache, disk, tree, found, room)
+    restore = Restore(cache, disk, tree, found, max(0, len(tokens) + reserve_tokens - found.matched))
     restore.begin()
     return restore
 
@@ -320,9 +317,7 @@ class Restore:
             slab.evaluate()
         except (MemoryError, RuntimeError) as error:
             slab.layers = [None] * len(slab.layers)
-            raise BudgetError(
-                f"no room on the device: {error}", needed_bytes=slab.bytes, available_bytes=0
-            ) from error
+            raise BudgetError(f"no room on the device: {error}", needed_bytes=slab.bytes, available_bytes=0) from error
         if self._direct:
             host.clear(slab, self._wanted.records[-1].end - self._base, slab.capacity)
 

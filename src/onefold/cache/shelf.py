@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING
 
 from onefold.cache import eviction
-from onefold.cache.checkpoints import POINTS_SHARE, Checkpoint, Place, surplus
+from onefold.cache.checkpoints import POINTS_SHARE, Checkpoint, superfluous
 from onefold.cache.ledger import Ledger
 from onefold.cache.segment import STEP, Piece, Slab, Span, Store, Track, round_up
 from onefold.cache.tree import Node, Tokens, Tree
@@ -120,11 +120,8 @@ class Shelf:
     def thin(self, node: Node) -> None:
         """Keep the best few checkpoints of the path that ends at `node`. Those on disk are thinned when a new one has
         arrived there, and not before: a crash must not find the old one gone and the new one not there."""
-        held = [n for n in node.path() if n.checkpoint is not None]
-        gone = set(surplus([Place(n.end, len(n.children) > 1) for n in held]))
-        for n in held:
-            if n.end in gone:
-                self.drop_checkpoint(n)
+        for n in superfluous([n for n in node.path() if n.checkpoint is not None]):
+            self.drop_checkpoint(n)
 
     def drop_checkpoint(self, node: Node) -> None:
         if node.checkpoint is not None:
@@ -167,34 +164,27 @@ class Shelf:
 
     def drop(self, tree: Tree, node: Node) -> None:
         """Take a leaf out, with all it owns, on disk too."""
-        self.drop_checkpoint(node)
         if self.disk is not None:
             self.disk.leave(node)
         tree.remove(node)
-        if node.span is not None:
-            span, node.span = node.span, None
-            span.drop()
+        self._empty(node)
 
     def unload(self, tree: Tree, node: Node) -> int:
         """Give up what a node has in memory. What is on disk of it stays; returns how many tokens are not."""
         kept = node.start if node.disk is None else node.disk.readable
-        if kept == node.start:
-            lost = node.end - node.start
+        lost = node.end - kept
+        if kept > node.start:
+            self._empty(tree.split(node, kept) if lost else node)
+        if lost:
             self.drop(tree, node)
-            return lost
-        if kept < node.end:
-            tree.split(node, kept)
-            upper, lost = node.parent, node.end - node.start
-            self.drop(tree, node)
-            assert upper is not None
-            node = upper
-        else:
-            lost = 0
+        return lost
+
+    def _empty(self, node: Node) -> None:
+        """Let go of what it has in memory."""
         self.drop_checkpoint(node)
         if node.span is not None:
             span, node.span = node.span, None
             span.drop()
-        return lost
 
     def frees(self, node: Node) -> int:
         """Bytes that dropping this leaf would really free."""
@@ -269,7 +259,7 @@ class Shelf:
                 return
 
     def _evict(self, victim: eviction.Victim, touched: list[Slab], until: float) -> int:
-        node, tree = victim.node, self._tree_of(victim.node)
+        node, tree = victim.node, self.tree_of(victim.node)
         if victim.keep_tokens:
             tree.split(node, node.start + victim.keep_tokens)
         if self.disk is not None and until:
@@ -282,10 +272,9 @@ class Shelf:
         self.counts["discarded_tokens"] += self.unload(tree, node)
         return freed
 
-    def _tree_of(self, node: Node) -> Tree:
-        while node.parent is not None:
-            node = node.parent
-        return next(t for t in self.trees.values() if t.root is node)
+    def tree_of(self, node: Node) -> Tree:
+        root = node.root
+        return next(t for t in self.trees.values() if t.root is root)
 
     # -- where bytes lie -------------------------------------------------------------------
 
@@ -315,7 +304,7 @@ class Shelf:
         self.counts["lost_tokens"] += slab.owned
         for span in list(slab.spans):
             if span.node.parent is not None:
-                tree = self._tree_of(span.node)
+                tree = self.tree_of(span.node)
                 for node in [*list(span.node.walk())[::-1], span.node]:
                     if node.in_memory:
                         self.unload(tree, node)

@@ -68,19 +68,19 @@ class Spiller:
         *,
         through: bool,
         high_water: float,
+        gone: Callable[[Record], None],
+        thin: Callable[[Node], None],
+        space_of: Callable[[Node], str | None],
+        computing: Callable[[], bool],
     ) -> None:
+        """`gone` is told of a record that is given up, `thin` of a node whose checkpoint has arrived on disk, both with
+        the lock held. `space_of` says to which folder a node's records belong, None if to none; `computing`, whether
+        there is a request that the writer would be in the way of."""
         self.vault = vault
         self.through = through
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
-        self.gone: Callable[[Record], None] = lambda record: None
-        """Told of a record that is given up, with the lock held."""
-        self.thin: Callable[[Node], None] = lambda node: None
-        """Told of a node whose checkpoint has arrived on disk, with the lock held."""
-        self.computing: Callable[[], bool] = lambda: False
-        """Whether a request is being computed, which this thread would be in the way of."""
-        self.space_of: Callable[[Node], str | None] = lambda node: None
-        """The folder that a node's records belong to; None if they have none."""
+        self._gone, self._thin, self._space_of, self._computing = gone, thin, space_of, computing
         self._store, self._nodes, self._gate, self._ledger = store, nodes, gate, ledger
         self._mark = max(0.0, high_water - CLEAN_FROM)
         self._backlog = Backlog(self._writable, self._is_owed)
@@ -95,9 +95,7 @@ class Spiller:
         n_slots = max(2, min(SLOTS_MOST, ledger.budget_bytes // SLOTS_SHARE // max(1, slot_bytes)))
         self._account = ledger.open(Purpose.DISK, n_slots * slot_bytes, "records on their way to the disk")
         slots = [np.empty(slot_bytes, np.uint8) for _ in range(n_slots)]
-        self._writer = Writer(
-            vault, gate, slots, self._next, self._settle, self._hurries, lambda: self._backlog.more
-        )
+        self._writer = Writer(vault, gate, slots, self._next, self._settle, self._hurries, lambda: self._backlog.more)
         self._writer.start()
 
     # -- asked by the cache, with its lock held ----------------------------------------------------
@@ -188,11 +186,11 @@ class Spiller:
         if not self._writer.alive or self.vault.failed:
             return 0
         self.flush(everything=False, until=until)
-        dirty = [n for n in self._nodes() if n.span is not None and self.space_of(n) is not None]
+        dirty = [n for n in self._nodes() if n.span is not None and self._space_of(n) is not None]
         return sum(n.end - max(n.start, n.disk.readable if n.disk is not None else 0) for n in dirty)
 
     def _hurries(self) -> bool:
-        return self._backlog.is_urgent or self._flushing > 0 or not self.computing()
+        return self._backlog.is_urgent or self._flushing > 0 or not self._computing()
 
     def stop(self) -> None:
         """Without the lock."""
@@ -230,14 +228,14 @@ class Spiller:
 
     def _writable(self, node: Node) -> bool:
         """Whether some of it, or of what goes before it, can be written now."""
-        if node.parent is None or self.vault.failed or self.space_of(node) is None:
+        if node.parent is None or self.vault.failed or self._space_of(node) is None:
             return False
         first = self._first_dirty(node)
         return first is not None and (first.span is None or _quiet(first.span.slab) or self._covered(first))
 
     def _is_owed(self, node: Node) -> bool:
         """Whether some of it should be on disk, and is not."""
-        return node.parent is not None and self.space_of(node) is not None and self._first_dirty(node) is not None
+        return node.parent is not None and self._space_of(node) is not None and self._first_dirty(node) is not None
 
     @staticmethod
     def _on_its_way(node: Node) -> bool:
@@ -262,7 +260,7 @@ class Spiller:
 
     def _job(self, node: Node) -> Job | None:
         first = self._first_dirty(node)
-        space = self.space_of(node)
+        space = self._space_of(node)
         if first is None or space is None:
             return None
         if self._covered(first):
@@ -331,7 +329,7 @@ class Spiller:
                     above.pins -= 1
             reason = "" if victims is not None else "no room on disk"
         for victim in victims or ():
-            self.gone(victim)
+            self._gone(victim)
         if reason:
             self.reasons[reason] += 1
             if reason == "no room on disk" and not self._said_full:
@@ -362,14 +360,14 @@ class Spiller:
                 return
             vault.arrived(record)
             for node in list(record.nodes) if record.what is What.POINT else ():
-                self.thin(node)
+                self._thin(node)
             self.counts["spilled_tokens"] += record.end - record.start
             self._slow = False
             return
         for node in list(record.nodes):
             self._backlog.refuse(node)
         vault.drop(record)
-        self.gone(record)
+        self._gone(record)
         if not isinstance(error, OSError):
             self.reasons["not yet computed"] += 1
             log.debug("a record could not be copied out: %s", error)

@@ -113,6 +113,13 @@ class Node:
     def idle(self) -> bool:
         return self.leases == 0 and self.pins == 0
 
+    @property
+    def root(self) -> Node:
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return node
+
     def path(self) -> list[Node]:
         """From the first node below the root down to this one."""
         nodes: list[Node] = []

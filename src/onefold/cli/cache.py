@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from onefold.cli.command_line import INTERRUPTED, Parser, complain
-from onefold.cli.serve import Flag
+from onefold.cli.serve import Flag, size
 
 HELP = "look after the folder of a disk cache: ls, stat, verify, prune, clear"
 NAME = "onefold cache"
@@ -28,17 +28,6 @@ def _age(text: str) -> float:
     if found is None:
         raise argparse.ArgumentTypeError(f"an age is like 7d, 12h or 30m, not {text!r}")
     return float(found[1]) * _SECONDS[found[2]]
-
-
-def _size(text: str) -> str:
-    from onefold.errors import ConfigError
-    from onefold.sizes import parse_size
-
-    try:
-        parse_size(text, total_bytes=1 << 40)  # whether it is a size; what a share is of is known later
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     prune = action("prune", "delete what is not wanted any more, and always what no cache could use")
     namespace(prune)
     told = "delete down to this size, the least recently used first: 20GB, 10%% of the file system"
-    prune.add_argument("--budget", type=_size, metavar="SIZE", help=told)
+    prune.add_argument("--budget", type=size, metavar="SIZE", help=told)
     prune.add_argument("--older-than", type=_age, metavar="AGE", help="delete what was not used for so long: 7d, 12h")
     prune.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
     clear = action("clear", "delete all records")

@@ -5,7 +5,6 @@ Sizes are what files take on a disk, as the budget counts them. Moments are seco
 
 from __future__ import annotations
 
-import datetime
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +14,8 @@ from typing import Any, Protocol
 from onefold.cache.tiers import census, pruning
 from onefold.cache.tiers import verify as verifying
 from onefold.cache.tiers.census import Entry, Space
-from onefold.cache.tiers.folder import Folder
+from onefold.cache.tiers.folder import Folder, day_of
+from onefold.cache.tiers.order import below
 from onefold.errors import ConfigError, RecordError
 from onefold.sizes import parse_size, show_size
 
@@ -77,28 +77,20 @@ def stat(folder: Folder) -> dict[str, Any]:
     usage = shutil.disk_usage(folder.path)
     return {
         "folder": str(folder.path),
-        "in_use_by": census.holder(folder),
+        "in_use_by": folder.holder(),
         "namespaces": len(spaces),
         "records": len(entries),
         "bytes": sum(e.disk_bytes for e in entries),
         "last_used": max((e.used for e in entries), default=None),
         "oldest": min((e.used for e in entries), default=None),
-        "written_today_bytes": _count(written.get("today")) if written.get("day") == _today() else 0,
-        "written_ever_bytes": _count(written.get("ever")),
+        "written_today_bytes": written.today if written.day == day_of(time.time()) else 0,
+        "written_ever_bytes": written.ever,
         "leftovers": [_joined(s, n) for s, n in leftovers],
         "leftover_bytes": sum(census.size_of(folder, s, n) for s, n in leftovers),
         "strangers": [_joined(s.id, n) for s in spaces for n in s.strangers] + top_strangers,
         "free_bytes": usage.free,
         "file_system_bytes": usage.total,
     }
-
-
-def _today() -> str:
-    return datetime.date.today().isoformat()
-
-
-def _count(found: Any) -> int:
-    return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else 0
 
 
 def _joined(namespace: str, name: str) -> str:
@@ -179,7 +171,7 @@ def verify(folder: Folder, namespace: str | None, remove: bool, progress: Progre
         progress.begin(sum(e.size for e in entries))
         vanished = {e for s in ours for e in s.entries if not _verified(folder, e, s.about, progress)}
         bad = [e for e in entries if e.problem and e not in vanished]
-        gone = pruning.below(entries, set(bad))
+        gone = below(entries, bad)
         if remove:
             pruning.remove(folder, gone)
     return {

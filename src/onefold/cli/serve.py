@@ -51,7 +51,7 @@ def _number(text: str, kind: type = float, least: float = 0, most: float = 1e15,
     return found
 
 
-def _size(text: str) -> str:
+def size(text: str) -> str:
     from onefold.sizes import parse_size
 
     try:
@@ -128,13 +128,13 @@ FLAGS = (
     CORS_ORIGIN,
     Flag("namespace-per-key", "share KV only among requests with the same API key", bool),
     Flag("budget", "memory for KV and what it takes to compute: 8GB, 24GiB, 60%%; by default four fifths of the "
-         "device's memory less the weights", _size, None, "SIZE"),
+         "device's memory less the weights", size, None, "SIZE"),
     Flag("disk", "a folder where conversations survive a restart; without it nothing is written", str, None, "DIR"),
     Flag("disk-budget", "the most that may lie there: 100GB, 20%%; by default half of what is free there, and at most "
-         "100GB", _size, None, "SIZE"),
+         "100GB", size, None, "SIZE"),
     Flag("disk-mode", "back: written when it must make way in memory, and at the end; through: after every answer",
          _mode, "back", "MODE"),
-    Flag("disk-daily-limit", "the most that is written in a day; by default no limit", _size, None, "SIZE"),
+    Flag("disk-daily-limit", "the most that is written in a day; by default no limit", size, None, "SIZE"),
     Flag("kv", "bits of stored KV: 16, 8 or 4", str, "16", "BITS"),
     Flag("max-kv-size", "tokens of a conversation that are kept, beyond which its middle is forgotten; 0 is no bound; "
          f"by default {MAX_KV_SIZE}, or no bound with --kv 8 or 4", count, None, "TOKENS"),
@@ -152,7 +152,7 @@ FLAGS = (
     Flag("top-k", "likewise", count, None, "K"),
     Flag("min-p", "likewise", partial(_number, most=1), None, "P"),
     Flag("repetition-penalty", "likewise", partial(_number, most=10, above=True), None, "X"),
-    Flag("body-limit", "largest request", _size, "32MiB", "SIZE"),
+    Flag("body-limit", "largest request", size, "32MiB", "SIZE"),
     Flag("keep-alive", "a stream that is silent for this long says that it is alive", seconds, "5", "SECONDS"),
     Flag("send-timeout", "a client that does not read for this long is hung up on", seconds, "60", "SECONDS"),
     Flag("grace", "what running requests are given when the server ends", partial(_number, most=1e6), "5", "SECONDS"),
@@ -216,9 +216,8 @@ def _stop(engine: Engine) -> None:
         engine.stop()
         after = engine.cache.stats().disk
         if after.mode != "off":
-            size = show_size(after.written_bytes - before.written_bytes)
-            log.info("%s were written in %.1f s; %s are on disk", size, time.monotonic() - began,
-                     show_size(after.used_bytes))
+            written, held = show_size(after.written_bytes - before.written_bytes), show_size(after.used_bytes)
+            log.info("%s were written in %.1f s; %s are on disk", written, time.monotonic() - began, held)
 
 
 def _settings(given: argparse.Namespace) -> Settings:

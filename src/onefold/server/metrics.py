@@ -74,8 +74,11 @@ class EngineCollector(Collector):
             ("onefold_disk_budget_bytes", "All that may be on disk", cache.disk.budget_bytes),
             ("onefold_disk_used_bytes", "On disk now", cache.disk.used_bytes),
             ("onefold_disk_written_today_bytes", "Written to disk today", cache.disk.written_today_bytes),
-            ("onefold_disk_daily_limit_bytes", "The most that is written in a day; 0 is no limit",
-             cache.disk.daily_limit_bytes),
+            (
+                "onefold_disk_daily_limit_bytes",
+                "The most that is written in a day; 0 is no limit",
+                cache.disk.daily_limit_bytes,
+            ),
             ("onefold_disk_records", "Records on disk", cache.disk.records),
             ("onefold_disk_failed", "1 if nothing is written any more", int(bool(cache.disk.failed))),
         ):

@@ -12,22 +12,14 @@ No MLX in this file.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from onefold.cache.tiers.folder import ABOUT, LOCK, MARKER, TEMPORARY, WRITTEN, Filed, Folder
-from onefold.cache.tiers.heads import read_head
-from onefold.cache.tiers.record import (
-    VERSION,
-    Named,
-    What,
-    file_name,
-    parse_name,
-)
+from onefold.cache.tiers.folder import LOCK, MARKER, TEMPORARY, WRITTEN, Filed, Folder, is_leftover
+from onefold.cache.tiers.heads import Wanted, read_heads
+from onefold.cache.tiers.record import VERSION, Named, What, file_name
 from onefold.cache.tiers.vault import on_disk
 from onefold.errors import RecordError
 
@@ -35,7 +27,6 @@ _LOOKS = 3
 
 ORPHAN = "goes on from a record that is not there"
 MISPLACED = "begins outside of the record that it goes on from"
-NO_FILE = "not a file"
 
 
 @dataclass(eq=False)
@@ -152,13 +143,11 @@ def _with_heads(folder: Folder, namespace: str, listed: list[Entry]) -> list[Ent
 
 def _look(folder: Folder, entry: Entry) -> bool:
     """Read its head; False if it has gone."""
-    try:
-        with folder.reading(entry.namespace, entry.name) as file:
-            head = read_head(file, entry.namespace, entry.named, entry.size)
-    except FileNotFoundError:
+    (head,) = read_heads(folder.path / entry.namespace, [Wanted(entry.named, entry.size)])
+    if isinstance(head, FileNotFoundError):
         return False
-    except (OSError, RecordError) as error:
-        entry.problem = reason(error)
+    if isinstance(head, OSError | RecordError):
+        entry.problem = reason(head)
         return True
     entry.tokens = len(head.tokens)
     entry.hollow = head.what is What.RANGE and head.n_tensors == 0
@@ -188,11 +177,8 @@ def _link(entries: list[Entry], ranges: dict[bytes, Entry]) -> None:
 
 def _is_leftover(folder: Folder, namespace: str, name: str) -> bool:
     """A file under the temporary name of something that we write."""
-    of = name.removesuffix(TEMPORARY)
-    if of == name or not (of == ABOUT or parse_name(of) is not None):
-        return False
     path = folder.path / namespace / name
-    return path.is_file() and not path.is_symlink()
+    return is_leftover(name) and path.is_file() and not path.is_symlink()
 
 
 def top_level(folder: Folder) -> tuple[list[str], list[str]]:
@@ -207,27 +193,6 @@ def top_level(folder: Folder) -> tuple[list[str], list[str]]:
             left = of != entry.name and of in ours and entry.is_file(follow_symlinks=False)
             (leftovers if left else strangers).append(entry.name)
     return sorted(leftovers), sorted(strangers)
-
-
-def holder(folder: Folder) -> str:
-    """Who writes there: "process 123"; empty if nobody does."""
-    try:
-        held = os.open(folder.path / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return ""
-    try:
-        who = os.pread(held, 64, 0).decode(errors="replace").strip()
-        if not who:  # whoever takes the lock says so at once, and nobody's start is to be disturbed
-            return ""
-        try:
-            fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
-            return who
-        return ""
-    finally:
-        os.close(held)
 
 
 def size_of(folder: Folder, namespace: str, name: str) -> int:

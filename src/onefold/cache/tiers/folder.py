@@ -18,6 +18,7 @@ Knows nothing of what records mean, but for their names. No MLX in this file.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import errno
 import fcntl
 import json
@@ -40,6 +41,7 @@ _NOFOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC
 READING = os.O_RDONLY | os.O_NONBLOCK | _NOFOLLOW
 """Nothing that was put in a record's place, such as a pipe, is waited for."""
 _F_NOCACHE = 48  # macOS
+_TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 IOV_MOST = 512
 PIECE_MOST = 2 << 20
 _OPEN: weakref.WeakSet[Folder] = weakref.WeakSet()
@@ -52,6 +54,25 @@ class Filed(NamedTuple):
     size: int
     used: float
     """When it was written or last used: its modification time."""
+
+
+class Written(NamedTuple):
+    """Bytes of records that were written: on a day, and ever."""
+
+    day: str
+    today: int
+    ever: int
+
+
+def day_of(moment: float) -> str:
+    """As `Written` has it."""
+    return datetime.datetime.fromtimestamp(moment).date().isoformat()
+
+
+def is_leftover(name: str) -> bool:
+    """The temporary name of something that is written among the records."""
+    of = name.removesuffix(TEMPORARY)
+    return of != name and (of == ABOUT or parse_name(of) is not None)
 
 
 class Folder:
@@ -114,13 +135,11 @@ class Folder:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            who = os.pread(held, 64, 0).decode(errors="replace").strip() or "another process"
+            who = _named_in(held) or "another process"
             os.close(held)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            if error.errno not in _TAKEN:
                 raise
-            raise FolderInUse(
-                f"{self.path} is in use by {who}: one process writes a cache folder at a time"
-            ) from error
+            raise FolderInUse(f"{self.path} is in use by {who}: one process writes a cache folder at a time") from error
         os.ftruncate(held, 0)
         os.pwrite(held, f"process {os.getpid()}\n".encode(), 0)
         self._lock = held
@@ -131,6 +150,24 @@ class Folder:
                 os.ftruncate(self._lock, 0)
             os.close(self._lock)
             self._lock = None
+
+    def holder(self) -> str:
+        """Who has it locked: "process 123"; empty if nobody does."""
+        try:
+            held = os.open(self.path / LOCK, READING)
+        except FileNotFoundError:
+            return ""
+        try:
+            who = _named_in(held)
+            if who:  # whoever takes the lock says so at once, and nobody's start is to be disturbed
+                fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return ""
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            return who
+        finally:
+            os.close(held)
 
     # -- looking -----------------------------------------------------------------------------------
 
@@ -160,20 +197,14 @@ class Folder:
             )
         return []
 
-    def sweep(self, namespace: str) -> int:
-        """Remove what writing left behind when it was cut off; returns the bytes."""
-        freed, left = 0, list[str]()
+    def sweep(self, namespace: str) -> None:
+        """Remove what writing left behind when it was cut off."""
+        left = list[str]()
         with _absent_is_empty(), os.scandir(self.path / namespace) as entries:
-            left = [e.name for e in entries if e.name.endswith(TEMPORARY)]
+            left = [e.name for e in entries if is_leftover(e.name)]
         for name in left:
-            kept = name.removesuffix(TEMPORARY)
-            if kept == ABOUT or parse_name(kept) is not None:
-                path = self.path / namespace / name
-                with contextlib.suppress(OSError):
-                    size = path.lstat().st_size
-                    path.unlink()
-                    freed += size
-        return freed
+            with contextlib.suppress(OSError):
+                self.remove(namespace, name)
 
     def bytes(self) -> int:
         """Of all records."""
@@ -228,11 +259,12 @@ class Folder:
             _let_go(held)
             os.close(held)
 
-    def written(self) -> dict[str, Any]:
-        return read_json(self.path / WRITTEN)
+    def written(self) -> Written:
+        said = read_json(self.path / WRITTEN)
+        return Written(str(said.get("day", "")), _count(said.get("today")), _count(said.get("ever")))
 
-    def note_written(self, counts: dict[str, Any]) -> None:
-        self._write_json(self.path / WRITTEN, counts)
+    def note_written(self, written: Written) -> None:
+        self._write_json(self.path / WRITTEN, written._asdict())
 
     def _write_json(self, path: Path, value: dict[str, Any]) -> None:
         self._write(path, [json.dumps(value, indent=1).encode() + b"\n"])
@@ -257,6 +289,14 @@ class Folder:
                 os.unlink(temporary)
             raise
         _flush_folder(path.parent)
+
+
+def _named_in(lock: int) -> str:
+    return os.pread(lock, 64, 0).decode(errors="replace").strip()
+
+
+def _count(found: Any) -> int:
+    return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else 0
 
 
 def read_json(path: Path) -> dict[str, Any]:

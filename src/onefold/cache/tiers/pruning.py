@@ -1,4 +1,4 @@
-"""Pruning: which records go, so that none that stays goes on from one that went.
+"""Pruning: which records a person wants gone from a folder, and how they are removed.
 
 A record is in use for as long as anything that goes on from it: the beginning of a conversation is as recent as its
 end. Decides, and removes nothing but what it is told to. No MLX in this file.
@@ -6,26 +6,16 @@ end. Decides, and removes nothing but what it is told to. No MLX in this file.
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
 from collections.abc import Iterable
 
 from onefold.cache.tiers.census import Entry, Space
 from onefold.cache.tiers.folder import Folder
+from onefold.cache.tiers.order import oldest_tails_first
 
 
 def broken(entries: Iterable[Entry]) -> set[Entry]:
     """Those that no cache would use, as far as heads tell."""
     return {e for e in entries if e.problem}
-
-
-def below(entries: Iterable[Entry], gone: set[Entry]) -> set[Entry]:
-    """These, and all that go on from them."""
-    found = set(gone)
-    for entry in sorted(entries, key=lambda e: e.order):
-        if entry.parent in found:
-            found.add(entry)
-    return found
 
 
 def last_used(entries: Iterable[Entry]) -> dict[Entry, float]:
@@ -45,19 +35,12 @@ def beyond(entries: Iterable[Entry], budget_bytes: int) -> set[Entry]:
     """Those that make way for the others to be within the budget: the least recently used first, tails first."""
     held = list(entries)
     total = sum(e.disk_bytes for e in held)
-    children = Counter(e.parent for e in held if e.parent is not None)
-    queue = [(e.used, -e.start, i, e) for i, e in enumerate(held) if not children[e]]
-    heapq.heapify(queue)
     gone = set[Entry]()
-    while queue and total > budget_bytes:
-        _, _, i, entry = heapq.heappop(queue)
+    for entry in oldest_tails_first(held):
+        if total <= budget_bytes:
+            break
         gone.add(entry)
         total -= entry.disk_bytes
-        parent = entry.parent
-        if parent is not None:
-            children[parent] -= 1
-            if not children[parent]:
-                heapq.heappush(queue, (parent.used, -parent.start, len(held) + i, parent))
     return gone
 
 

@@ -58,6 +58,23 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
+TYPE_CODES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
+    "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "complex64": "C64",
+}  # fmt: skip
+"""MLX's names of types, and those of safetensors."""
+
+
+def range_tensors(layout: Iterable[Iterable[tuple[int, int, str]]], n_tokens: int) -> tuple[Tensor, ...]:
+    """What a range of so many tokens is made of: for every layer its arrays, each given as heads, dimension and type
+    (in MLX's words); heads first."""
+    return tuple(
+        Tensor(f"kv.{i}.{j}", TYPE_CODES[dtype], (heads, n_tokens, dim))
+        for i, arrays in enumerate(layout)
+        for j, (heads, dim, dtype) in enumerate(arrays)
+    )
+
+
 @dataclass(frozen=True)
 class Content:
     """Everything about a record but its bytes."""

@@ -12,9 +12,7 @@ Not thread safe: the cache's lock guards it. Only `Folder` touches files. No MLX
 
 from __future__ import annotations
 
-import datetime
 import errno
-import heapq
 import logging
 import os
 import time
@@ -24,8 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onefold.cache.tiers.folder import Filed, Folder
+from onefold.cache.tiers.folder import Filed, Folder, Written, day_of
 from onefold.cache.tiers.heads import Wanted, read_heads
+from onefold.cache.tiers.order import oldest_tails_first
 from onefold.cache.tiers.record import OTHER_FORMAT, Head, Named, What, file_name
 from onefold.cache.tree import Tokens
 from onefold.sizes import show_size
@@ -135,18 +134,14 @@ class Vault:
         self._said_limit = ""
         self._no_room_until = 0.0
         """What was last used before this found no room, and would not now."""
-        noted = folder.written()
-        self._day = str(noted.get("day", ""))
-        self.written_today = _count(noted.get("today"))
-        self.written_ever = _count(noted.get("ever"))
+        self._day, self.written_today, self.written_ever = folder.written()
         self._noted = self.written_ever
         self._scan()
 
     def _scan(self) -> None:
         """Count what is there, sweep what a crash left, and be within the budget."""
         for namespace in self.folder.namespaces():
-            swept = self.folder.sweep(namespace)
-            self.counts["swept_bytes"] += swept
+            self.folder.sweep(namespace)
             for filed in self.folder.records(namespace):
                 self._add(_record(namespace, filed, self._clock()))
         if self.total_bytes > _LINK_FROM * self.budget_bytes:
@@ -256,21 +251,12 @@ class Vault:
         self._link_all()
         missing = self.total_bytes + on_disk(size) - self.budget_bytes  # orphans have gone meanwhile
         goal = missing if size == 0 else max(missing, min(self.budget_bytes // 128, 1 << 30))
-        left = Counter[Record]()
-        queue = [(r.used, -r.start, i, r) for i, r in enumerate(self.records()) if not r.children and _free(r)]
-        heapq.heapify(queue)
         victims, freed = list[Record](), 0
-        while queue and freed < goal:
-            when, _, _, record = heapq.heappop(queue)
-            if when >= used and size:
+        for record in oldest_tails_first(self.records(), _free):
+            if freed >= goal or (record.used >= used and size):
                 break
             victims.append(record)
             freed += on_disk(record.size)
-            parent = record.parent
-            if parent is not None:
-                left[parent] += 1
-                if left[parent] == parent.children and _free(parent):
-                    heapq.heappush(queue, (parent.used, -parent.start, -len(victims), parent))
         if freed < missing:
             self._no_room_until = used
             return None
@@ -294,7 +280,6 @@ class Vault:
         self.written_today += record.size
         self.written_ever += record.size
         self.counts["written_bytes"] += record.size
-        self.counts["written_records"] += 1
 
     def fail(self, error: OSError) -> None:
         """The folder takes no more."""
@@ -326,8 +311,7 @@ class Vault:
         self.reasons[reason] += 1
         self.counts["rejected_records"] += 1
         level = logging.WARNING if self.counts["rejected_records"] <= _SAID else logging.DEBUG
-        log.log(
-            level,"a record on disk is not used and removed: %s (%s/%s)", reason, record.namespace, record.name)
+        log.log(level, "a record on disk is not used and removed: %s (%s/%s)", reason, record.namespace, record.name)
         self.drop(record)
 
     def empty_bin(self) -> None:
@@ -378,7 +362,7 @@ class Vault:
         if self.unnoted and (force or self.written_ever - self._noted >= _NOTE_EVERY):
             self._noted = self.written_ever
             try:
-                self.folder.note_written({"day": self._day, "today": self.written_today, "ever": self.written_ever})
+                self.folder.note_written(Written(self._day, self.written_today, self.written_ever))
             except OSError as error:
                 if error.errno not in PASSING:
                     self.fail(error)
@@ -390,7 +374,7 @@ class Vault:
         self.total_bytes += on_disk(record.size)
 
     def _today(self) -> int:
-        day = datetime.datetime.fromtimestamp(self._clock()).date().isoformat()
+        day = day_of(self._clock())
         if day != self._day:
             self._day, self.written_today = day, 0
         return self.written_today
@@ -432,10 +416,6 @@ def is_passing(error: Exception) -> bool:
 
 def _reason(error: Exception) -> str:
     return "unreadable" if isinstance(error, OSError) else str(error)
-
-
-def _count(found: Any) -> int:
-    return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else 0
 
 
 NO_TOKENS: Tokens = np.empty(0, np.int32)

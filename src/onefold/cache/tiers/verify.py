@@ -17,16 +17,10 @@ from typing import Any
 from onefold.cache.tiers.census import Entry
 from onefold.cache.tiers.folder import Folder, read_all
 from onefold.cache.tiers.heads import read_content
-from onefold.cache.tiers.record import Content, Tensor, What
+from onefold.cache.tiers.record import Content, Tensor, What, range_tensors
 from onefold.errors import RecordError
 
 PIECE = 4 << 20
-
-_CODES = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
-    "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "complex64": "C64",
-}  # fmt: skip
-"""MLX's names of types, and those of safetensors."""
 
 
 def verify(folder: Folder, entry: Entry, about: dict[str, Any], read: Callable[[int], None]) -> None:
@@ -78,10 +72,7 @@ def _named_in_state(content: Content) -> set[str]:
 def _range_tensors(layout: Any, n_tokens: int) -> tuple[Tensor, ...] | None:
     """What a range of that namespace is made of; None if its `about.json` does not say."""
     try:
-        return tuple(
-            Tensor(f"kv.{i}.{j}", _CODES[str(dtype).rpartition(".")[2]], (int(heads), n_tokens, int(dim)))
-            for i, arrays in enumerate(layout)
-            for j, (heads, dim, dtype) in enumerate(arrays)
-        )
+        told = [[(int(h), int(d), str(t).rpartition(".")[2]) for h, d, t in arrays] for arrays in layout]
+        return range_tensors(told, n_tokens)
     except (TypeError, ValueError, KeyError):
         return None

@@ -1,0 +1,47 @@
+"""Caches with a disk, for tests: a folder that is opened, a turn of a conversation, the files, and damage to one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fake import FakeModel, Session
+
+from onefold import PrefixCache
+
+BUDGET = 40_000_000
+MODES = ("back", "through")
+
+
+def opened(model: FakeModel, folder: Path, **options: Any) -> PrefixCache:
+    """A cache on this folder. These models compute in no time: that computing may be quicker than reading is left out,
+    but where it is the point."""
+    options = {"budget": BUDGET, "min_checkpoint_tokens": 1, "disk": folder, "disk_budget": "1GB", **options}
+    cache = PrefixCache(model, **options)
+    if cache._disk is not None:
+        cache._disk.prefill_pace.estimate = lambda units: None  # type: ignore[method-assign]
+    return cache
+
+
+def turn(model: FakeModel, cache: PrefixCache, prompt: list[int], new: int = 3, **options: Any) -> list[int]:
+    return Session(model, cache, prompt, **options).prefill(31).decode(new).commit()
+
+
+def small_records(cache: PrefixCache, tokens: int = 50) -> None:
+    assert cache._disk is not None
+    cache._disk.spiller.record_tokens = tokens
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/*.safetensors"))
+
+
+def disk_bytes(folder: Path) -> int:
+    return sum(p.stat().st_size for p in files(folder))
+
+
+def flip(path: Path, at: int, mask: int = 0x10) -> None:
+    """Some bits of one byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= mask
+    path.write_bytes(data)

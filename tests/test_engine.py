@@ -406,6 +406,16 @@ def test_shortage_in_mid_generation_preempts_the_youngest_and_resumes_it(loaded)
         engine.check()
 
 
+def test_a_request_that_waits_for_memory_is_not_counted_again_and_again(loaded):
+    with Engine(*loaded, budget=SMALL) as engine:
+        most = engine.most_tokens
+        ask_all(engine, [request(words(most // 2, seed=i), most // 4) for i in range(3)])
+        stats = engine.stats()
+        assert stats.cache.requests == 3 + stats.preemptions
+        assert stats.cache.tokens_requested >= 3 * (most // 2)
+        assert 0 < stats.cache.reasons["no room"] < stats.generated_tokens / 8, "not asked again in every step"
+
+
 def test_a_preempted_request_with_a_seed_goes_on_as_it_would_have(loaded):
     seeded = [Sampling(temperature=1.0, seed=i) for i in range(4)]
     with Engine(*loaded, budget="256MB") as engine:

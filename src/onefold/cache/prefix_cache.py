@@ -54,6 +54,7 @@ class Stats:
     """A moment of the cache. Tokens and bytes are totals; `bytes` is by purpose."""
 
     requests: int
+    """Leases that were opened. One that found no room is among the reasons."""
     hits: int
     tokens_requested: int
     tokens_matched: int
@@ -253,17 +254,16 @@ class PrefixCache:
             self._open_for_use()
             self.sweep()
             self._threads.add(threading.get_ident())
-            self._totals["requests"] += 1
-            self._totals["tokens_requested"] += len(found)
             restores = [after] if after is not None else []
             if after is None and read_disk and self._disk is not None:
                 restores = self._read_disk(found, namespace, reserve_tokens)
             track = Track(self._store, contiguous=self._contiguous)
             lease = Lease(self, found, (namespace, self._format), track, self._anatomies, asked)
-            if self.uncached_reason:
-                return self._open_uncached(lease)
             try:
-                opening.open_lease(self, lease, reserve_tokens)
+                if self.uncached_reason:
+                    self._open_uncached(lease)
+                else:
+                    opening.open_lease(self, lease, reserve_tokens)
                 self._leases.add(lease)
             except BudgetError:
                 self._reasons["no room"] += 1
@@ -271,6 +271,8 @@ class PrefixCache:
             finally:
                 if lease not in self._leases:
                     settling.release(self, lease)
+            self._totals["requests"] += 1
+            self._totals["tokens_requested"] += len(found)
             self._totals["hits"] += lease.cached > 0
             self._totals["tokens_matched"] += lease.matched
             self._totals["tokens_cached"] += lease.cached
@@ -548,16 +550,13 @@ class PrefixCache:
                         lease.cancel()
                         self.on_dropped(lease)
 
-    def _open_uncached(self, lease: Lease) -> Lease:
+    def _open_uncached(self, lease: Lease) -> None:
         """A model that we do not understand gets its own caches, and nothing is kept."""
-        self._reasons["unknown cache"] += 1
         lease.reason = "unknown cache"
         models = [m for ref in self._refs if (m := ref()) is not None]
         lease.layers = [c for m in models for c in stock.make_prompt_cache(m)]
         lease._handed_out = list(lease.layers)
         lease._beats = []
-        self._leases.add(lease)
-        return lease
 
     # -- for a server's own notion of entries ------------------------------------------------
 

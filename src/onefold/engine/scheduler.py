@@ -37,6 +37,8 @@ WORTH_WAITING_FOR = 64
 """Tokens of another request's prefill."""
 SHORT_REST = 64
 """A rest of so many tokens is run whole, its last token included: one forward instead of two."""
+TRY_AGAIN_SECONDS = 0.25
+"""After which a request that waits for memory is tried again though nobody has let go of any."""
 READ_SECONDS = 0.01
 """Of reading from disk between two steps, beyond which no other record is begun."""
 READ_SECONDS_ALONE = 0.1
@@ -74,6 +76,8 @@ class Scheduler:
         self.decoding: list[Job] = []
         self._hold_off = False
         """Memory was short: nobody new until somebody is done."""
+        self._no_room_until = 0.0
+        """The first who waits found none, and nobody has let go of any since: it need not ask before then."""
         self._odd = False
         self._lifetimes_seconds = 0.0
         self.counts: Counter[str] = Counter()
@@ -114,6 +118,7 @@ class Scheduler:
             if job in jobs:
                 jobs.remove(job)
                 self._hold_off = self._hold_off and jobs is self.waiting
+                self._no_room_until = 0.0
         job.settle()
 
     def _finish(self, job: Job, finish: Finish) -> None:
@@ -159,7 +164,7 @@ class Scheduler:
     # -- admission -----------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        if self._hold_off and self.live:
+        if self.live and (self._hold_off or time.monotonic() < self._no_room_until):
             return
         for job in list(self.waiting):
             if len(self.live) >= self._limits.rows:
@@ -171,6 +176,7 @@ class Scheduler:
                     continue
             except BudgetError:
                 if self.live:
+                    self._no_room_until = time.monotonic() + TRY_AGAIN_SECONDS
                     return
             if not self._open(job):
                 return
@@ -241,6 +247,7 @@ class Scheduler:
         try:
             job.open(self._cache, reserve_tokens)
         except BudgetError:
+            self._no_room_until = time.monotonic() + TRY_AGAIN_SECONDS
             return False
         return True
 

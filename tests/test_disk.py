@@ -164,7 +164,7 @@ def test_without_a_disk_nothing_is_written_and_evicted_is_gone(model: FakeModel,
         stats = cache.stats()
         assert stats.disk == DiskStats() and stats.disk.mode == "off"
         assert stats.discarded_tokens == stats.evicted_tokens > 0
-        assert stats.bytes["to_disk"] == 0
+        assert stats.bytes["disk"] == 0
         assert Session(model, cache, [*first, 1]).cached < len(first)
         assert cache.flush() and cache.durable(first) == 0 and cache.restore(first) is None
         assert threading.active_count() == threads
@@ -203,7 +203,7 @@ def test_a_store_and_a_hit_in_memory_make_no_bytes_and_no_buffer(
     model = FakeModel(("full",) * 4, dim=256)
     tokens = text(1000)
     if mode == "off":
-        for name in ("bytes_of", "rows", "copy_out", "array_out", "places", "copy_in", "array_in"):
+        for name in ("bytes_of", "rows", "copy_out", "Payload", "places", "copy_in", "array_in"):
             monkeypatch.setattr(host, name, lambda *_, name=name, **__: pytest.fail(f"{name} without a disk"))
     options = {} if mode == "off" else {"disk": tmp_path, "disk_budget": "1GB", "disk_mode": mode}
     with PrefixCache(model, "600MB", **options) as cache:
@@ -250,7 +250,7 @@ def test_a_namespace_without_a_lasting_name_stays_in_memory(
     assert "stays in memory" in caplog.text
 
 
-@pytest.mark.parametrize("other", ["weights", "adapter", "tokenizer", "kv", "bound", "code"])
+@pytest.mark.parametrize("other", ["weights", "order of weights", "adapter", "tokenizer", "kv", "bound", "code"])
 def test_what_changes_the_bytes_changes_the_namespace(
     other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +261,10 @@ def test_what_changes_the_bytes_changes_the_namespace(
     if other == "weights":
         weight = np.array(model.lm_head.weight)
         weight[1, 2] += 1  # one number, which no sample would see
+        model.lm_head.weight = mx.array(weight)
+    elif other == "order of weights":
+        weight = np.array(model.lm_head.weight)
+        weight[1, [2, 3]] = weight[1, [3, 2]]
         model.lm_head.weight = mx.array(weight)
     elif other == "code":
         monkeypatch.setattr(fingerprint, "_source", lambda module: b"changed")
@@ -493,6 +497,71 @@ def test_memory_during_a_restore_is_the_entry_and_no_more(tmp_path: Path) -> Non
         assert mx.get_peak_memory() - before <= 1.02 * entry
         assert mx.get_active_memory() - before == pytest.approx(entry, rel=0.01)
         lease.discard()
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["in place", "by operations"])
+@pytest.mark.parametrize("kinds", [("full",) * 4, ("full", "recurrent")], ids=["ranges", "a point too"])
+def test_what_is_on_its_way_from_disk_is_in_the_ledger(
+    kinds: tuple[str, ...], direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where bytes cannot be read into their place, the buffers that they go through are counted; else there are none.
+    The ledger has room for all that MLX was seen to take."""
+    monkeypatch.setattr(host, "addressable", lambda: direct)
+    model = FakeModel(kinds, dim=256)
+    with opened(model, tmp_path, budget="64MB") as cache:
+        tokens = turn(model, cache, text(1500))
+    with opened(model, tmp_path, budget="64MB") as cache:
+        mx.clear_cache()
+        before, idle = mx.get_active_memory(), cache.stats().bytes["disk"]
+        mx.reset_peak_memory()
+        restore = cache.restore([*tokens, 5])
+        assert restore is not None
+        while restore.step():
+            held = cache.stats().bytes["disk"] - idle
+            assert (held == 0) if direct else (held >= 3 * max(p.stat().st_size for p in files(tmp_path)))
+        assert cache.stats().bytes["disk"] == idle
+        assert mx.get_peak_memory() - before <= cache.stats().peak_bytes - idle
+        assert restore.tokens == len(tokens)
+        settled(cache)
+
+
+def test_the_copies_of_what_leaves_for_the_disk_are_in_the_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = FakeModel(("full",) * 4, dim=256)
+    with opened(model, tmp_path / "direct", budget="128MB") as cache:
+        in_place = cache.stats().bytes["disk"]
+    monkeypatch.setattr(host, "addressable", lambda: False)
+    with opened(model, tmp_path / "composed", budget="128MB") as cache:
+        assert cache._disk is not None
+        slot = cache._disk.spiller.record_tokens * cache.token_bytes
+        assert cache.stats().bytes["disk"] == in_place + host.COPIED * slot
+        turn(model, cache, text(1500))
+        (slab,) = cache._store.slabs
+        into = np.empty(slot, np.uint8)
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        host.copy_out(slab, 0, cache._disk.spiller.record_tokens, into, direct=False)
+        assert mx.get_peak_memory() - before <= (host.COPIED - 1) * slot, "the last is in memory that is not MLX's"
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("most", [1, 64, 1000, 10**6])
+def test_the_bytes_of_an_array_come_in_pieces_and_in_order(direct: bool, most: int) -> None:
+    made = mx.arange(7 * 5 * 6, dtype=mx.float32).reshape(7, 5, 6)
+    for array in (made, made.T, made[:, ::2], made[2:3, 1:], made.astype(mx.bfloat16), made > 9, mx.array(3.0)):
+        mx.eval(array)
+        payload = host.Payload([array], most, direct=direct)
+        whole = mx.contiguous(array).astype(mx.float32) if array.dtype == mx.bfloat16 else array
+        for _ in range(2):
+            found = b"".join(part.tobytes() for part in payload)
+            if array.dtype == mx.bfloat16:
+                assert found == b"".join(v.tobytes()[2:] for v in np.array(whole).reshape(-1))
+            else:
+                assert found == np.ascontiguousarray(np.array(whole)).tobytes()
+        if not direct:
+            assert max(len(part) for part in payload) <= max(most, 4)
 
 
 def test_requests_on_several_threads(tmp_path: Path) -> None:

@@ -191,6 +191,19 @@ def test_damage_while_running_is_a_miss(kind: str, damage: Callable[..., None], 
         settled(cache)
 
 
+def test_what_went_on_from_a_damaged_record_is_counted(tmp_path: Path) -> None:
+    model, tokens = filled(("full", "full"), tmp_path)
+    with opened(model, tmp_path) as cache:
+        assert cache.matched(tokens) == len(tokens)
+        there = files(tmp_path)
+        flip(there[0], -5)
+        assert cache.lease([*tokens, 5]).cached == 0
+        stats = cache.stats()
+        assert stats.disk.rejected_records == len(there) > 1
+        assert stats.reasons["disk: checksum"] == 1
+        assert stats.reasons["disk: orphan"] == len(there) - 1
+
+
 def test_another_models_record_is_a_miss(tmp_path: Path) -> None:
     """Copied into this model's folder under its own name, and under the name that this model would look for."""
     model, tokens = filled(("full", "full"), tmp_path / "a")

@@ -173,8 +173,7 @@ class Disk:
         _grow(tree, self.vault.load(space), self._overlapping)
 
     def _overlapping(self, record: Record) -> None:
-        self.vault.reasons["overlaps another"] += 1
-        self.forget([record])
+        self.reject(record, "overlaps another")
 
     def space_of(self, node: Node) -> str | None:
         return self._spaces.get(node.root)
@@ -183,10 +182,20 @@ class Disk:
 
     def forget(self, records: Iterable[Record]) -> None:
         """Give up these records, and all that go on from them."""
-        for record in sorted(below(self.vault.records(), records), key=lambda r: -r.start):
+        for record in self._with_tails(records):
             self.take_from_nodes(record)
             if record.ready:
                 self.vault.drop(record)
+
+    def reject(self, record: Record, reason: str) -> None:
+        """It is not what it should be; then what goes on from it is an orphan."""
+        tails = self._with_tails([record])
+        self.forget([record])
+        for tail in tails:
+            self.vault.count_rejected(tail, reason if tail is record else "orphan")
+
+    def _with_tails(self, records: Iterable[Record]) -> list[Record]:
+        return sorted(below(self.vault.records(), records), key=lambda r: -r.start)
 
     def set_aside(self, record: Record, error: Exception) -> None:
         """It could not be read, through no fault of its own: for a while it is as if it were not there."""

@@ -2,7 +2,7 @@
 
 Another model, adapter, KV format, bound, or salt is another namespace. A model is told by its weights, not by
 its name: shapes and types of all of them, and a sample of the bytes of each. On disk, where KV outlives the process, by
-the sum of all bytes too, and by the code that computes with them.
+every byte of them, and by the code that computes with them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ import numpy as np
 import xxhash
 from mlx.utils import tree_flatten
 
+from onefold.cache import host
+
 _SAMPLE = 64
+COPIED_BYTES = 64 << 20
 
 
 def model_digest(*models: nn.Module | None) -> str:
@@ -46,24 +49,18 @@ def lasting_digest(known: str, *models: nn.Module | None) -> str:
     for model in models:
         if model is None:
             continue
-        sums = {n: mx.sum(_words(p)) for n, p in sorted(dict(tree_flatten(model.parameters())).items())}
-        mx.eval(sums)
-        for name, total in sums.items():
-            digest.update(f"{name}{total.item()}".encode())
+        for name, weight in sorted(dict(tree_flatten(model.parameters())).items()):
+            digest.update(name.encode() + _hash(weight))
         for module in sorted(_code(model)):
             digest.update(module.encode() + _source(module))
     return digest.hexdigest()
 
 
-def _words(array: mx.array) -> mx.array:
-    """Its bytes as whole numbers, whose sum wraps around."""
-    flat = array.reshape(-1)
-    size = flat.dtype.size
-    return (
-        flat.astype(mx.uint32)
-        if flat.dtype == mx.bool_
-        else mx.view(flat, {1: mx.uint8, 2: mx.uint16}.get(size, mx.uint32))
-    )
+def _hash(array: mx.array) -> bytes:
+    digest = xxhash.xxh3_128()
+    for part in host.Payload([array], COPIED_BYTES, direct=host.addressable()):
+        digest.update(part.data)
+    return digest.digest()
 
 
 def _code(model: nn.Module) -> set[str]:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -85,9 +85,38 @@ def copy_out(slab: Slab, lo: int, hi: int, into: Bytes, *, direct: bool) -> None
         raise RuntimeError(f"{at} of {into.size} bytes were there to be copied")
 
 
-def array_out(array: mx.array, *, direct: bool) -> Bytes:
-    """All of an array; where it is not read in place, a copy."""
-    return bytes_of(array) if direct and _in_order(array) else _as_bytes(array)
+COPIED = 3
+"""Times the bytes of a record, that `copy_out` takes beside where they go, unless it is `direct`."""
+
+
+class Payload:
+    """The bytes of some arrays, in their order, to be gone through as often as needed. They are read where they lie;
+    what cannot be is copied, no more than `most` bytes at a time."""
+
+    def __init__(self, arrays: Iterable[mx.array], most: int, *, direct: bool) -> None:
+        self._arrays, self._most, self._direct = list(arrays), most, direct
+
+    def __iter__(self) -> Iterator[Bytes]:
+        for array in self._arrays:
+            if self._direct and _in_order(array):
+                yield bytes_of(array)
+            else:
+                yield from map(_as_bytes, _pieces(array, self._most))
+
+
+def _pieces(array: mx.array, most: int) -> Iterator[mx.array]:
+    """Slices of it, in the order of their bytes."""
+    if array.nbytes <= most or not array.ndim:
+        yield array
+        return
+    n, row = len(array), array.nbytes // len(array)
+    if row > most:
+        for i in range(n):
+            yield from _pieces(array[i], most)
+    else:
+        step = most // row
+        for i in range(0, n, step):
+            yield array[i : i + step]
 
 
 def places(slab: Slab, lo: int, hi: int) -> list[Any]:
@@ -107,6 +136,10 @@ def clear(slab: Slab, lo: int, hi: int) -> None:
             rows(array)[:, lo:hi] = 0
 
 
+TWICE_MORE = 2
+"""Times the bytes of a record, that `copy_in` takes beside them and their place."""
+
+
 def copy_in(slab: Slab, lo: int, hi: int, data: Bytes) -> None:
     """The same by slice updates, from bytes in that order."""
     whole, at = mx.array(data), 0  # one transfer
@@ -119,15 +152,21 @@ def copy_in(slab: Slab, lo: int, hi: int, data: Bytes) -> None:
     mx.eval(arrays)
 
 
-def array_in(data: Bytes, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    """An array of its own with these bytes."""
-    if dtype == mx.bool_:
-        return mx.array(data.view(np.bool_)).reshape(shape)
-    return mx.view(mx.array(data), dtype).reshape(shape)
-
-
-def dtype_of(tensor: Tensor) -> mx.Dtype | None:
-    return _TYPES.get(tensor.dtype)
+def array_in(tensor: Tensor, fill: Callable[[Bytes], None], *, direct: bool) -> tuple[mx.array, Bytes]:
+    """An array of its own, and its bytes, which `fill` is given to be written; unless `direct` they are there twice."""
+    dtype = _TYPES[tensor.dtype]
+    if direct and tensor.nbytes:
+        array = uninitialised(tensor.shape, dtype)
+        mx.eval(array)
+        data = bytes_of(array)
+        fill(data)
+        return array, data
+    data = np.empty(tensor.nbytes, np.uint8)
+    fill(data)
+    flat = mx.array(data.view(np.bool_)) if dtype == mx.bool_ else mx.view(mx.array(data), dtype)
+    array = flat.reshape(tensor.shape)
+    mx.eval(array)
+    return array, data
 
 
 def _as_bytes(array: mx.array) -> Bytes:

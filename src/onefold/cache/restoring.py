@@ -12,6 +12,8 @@ A restore can be taken in steps, between the steps of other requests. Called wit
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import functools
 import os
 import time
 from collections import deque
@@ -23,7 +25,7 @@ import numpy as np
 
 from onefold.cache import host, opening
 from onefold.cache.checkpoints import Checkpoint, revive
-from onefold.cache.ledger import Purpose
+from onefold.cache.ledger import Account, Purpose
 from onefold.cache.segment import Slab, Span, Track, round_up
 from onefold.cache.tiers.folder import read_all
 from onefold.cache.tiers.heads import read_content
@@ -153,6 +155,7 @@ class Restore:
         self._base = found.records[0].start if found.records else 0
         self._reached = self._base
         self._slab: Slab | None = None
+        self._buffers: Account | None = None
         self._holder = Track(cache._store)
         self._read_bytes = 0
         self._seconds = 0.0
@@ -179,17 +182,26 @@ class Restore:
             node.pins += 1
         for record in self._held:
             record.pins += 1
-        records = self._wanted.records
-        if records:
-            stop = max(records[-1].end, self._wanted.target + self._room)
-            try:
-                self._slab = self._cache._store.slab(round_up(stop - self._base))
-            except BudgetError:
-                self.done = True
-                self._let_go()
-                raise
-            self._slab.tracks.add(self._holder)
+        try:
+            self._reserve(self._wanted.records)
+        except BudgetError:
+            self.done = True
+            self._let_go()
+            raise
         self._cache._restores.add(self)
+
+    def _reserve(self, records: list[Record]) -> None:
+        if not records:
+            return
+        if not self._direct:
+            self._buffers = self._on_the_way((AHEAD + 1 + host.TWICE_MORE) * max(r.size for r in records))
+        stop = max(records[-1].end, self._wanted.target + self._room)
+        self._slab = self._cache._store.slab(round_up(stop - self._base))
+        self._slab.tracks.add(self._holder)
+
+    def _on_the_way(self, n_bytes: int) -> Account:
+        """For bytes that cannot be read straight into their place. Raises BudgetError."""
+        return self._cache._ledger.open(Purpose.DISK, n_bytes, "records on their way from the disk")
 
     def step(self) -> bool:
         """Read one record; False when there is nothing more to do."""
@@ -210,8 +222,7 @@ class Restore:
             if is_passing(error):
                 self._disk.set_aside(record, error)
             else:
-                self._disk.vault.reject(record, "unreadable" if isinstance(error, OSError) else str(error))
-                self._disk.forget([record])
+                self._disk.reject(record, "unreadable" if isinstance(error, OSError) else str(error))
         except BudgetError:
             self._left.clear()
             self._disk.reasons["no room to restore"] += 1
@@ -266,6 +277,8 @@ class Restore:
 
     def _let_go(self) -> None:
         self._cache._restores.discard(self)
+        if self._buffers is not None:
+            self._buffers.close()
         for record in self._held:
             record.pins -= 1
         for node in self._end.path():
@@ -317,7 +330,7 @@ class Restore:
             slab.evaluate()
         except (MemoryError, RuntimeError) as error:
             slab.layers = [None] * len(slab.layers)
-            raise BudgetError(f"no room on the device: {error}", needed_bytes=slab.bytes, available_bytes=0) from error
+            raise _no_room(error, slab.bytes) from error
         if self._direct:
             host.clear(slab, self._wanted.records[-1].end - self._base, slab.capacity)
 
@@ -343,27 +356,26 @@ class Restore:
                 raise BudgetError("a checkpoint", needed_bytes=size, available_bytes=0)
             account = cache._ledger.open(Purpose.CHECKPOINT, size, "a checkpoint from disk")
             try:
-                node.checkpoint = self._revive(file, content, data_at, checksum, account)
-            except (OSError, RecordError):
-                account.close()
-                raise
+                largest = max((t.nbytes for t in content.tensors), default=0)
+                with contextlib.closing(self._on_the_way(0 if self._direct else largest)):
+                    node.checkpoint = self._revive(file, content, data_at, checksum, account)
+            except (MemoryError, RuntimeError) as error:
+                raise _no_room(error, size) from error
+            finally:
+                if node.checkpoint is None:
+                    account.close()
         if not self._wanted.records:
             self.tokens += self._wanted.saves
 
-    def _revive(self, file: int, content: Content, data_at: int, checksum: str, account: object) -> Checkpoint:
+    def _revive(self, file: int, content: Content, data_at: int, checksum: str, account: Account) -> Checkpoint:
         arrays: dict[str, mx.array] = {}
 
         def tensors(at: int) -> Iterator[host.Bytes]:
             """One after the other: no more than one is there twice."""
             for tensor in content.tensors:
-                dtype = host.dtype_of(tensor)
-                if dtype is None:
-                    raise RecordError("of another layout")
-                data = np.empty(tensor.nbytes, np.uint8)
-                _fill(file, [data], at)
+                fill = functools.partial(_fill_one, file, at)
                 at += tensor.nbytes
-                arrays[tensor.name] = host.array_in(data, tensor.shape, dtype)
-                mx.eval(arrays[tensor.name])
+                arrays[tensor.name], data = host.array_in(tensor, fill, direct=self._direct)
                 yield data
 
         if content.checksum(tensors(data_at)) != checksum:
@@ -379,7 +391,7 @@ class Restore:
         if not all(fits):
             raise RecordError("of another layout")
         spanless = all(s is not None for s in snapshots)
-        return Checkpoint(position, snapshots, account, spanless=spanless)  # type: ignore[arg-type]
+        return Checkpoint(position, snapshots, account, spanless=spanless)
 
     def _content(self, file: int, record: Record) -> tuple[Content, int, str]:
         """What the file holds, where its tensors begin, and the checksum that all of it must have."""
@@ -387,6 +399,14 @@ class Restore:
         if content.parent != (b"" if record.parent is None else record.parent.address):
             raise RecordError("misnamed")
         return content, head.data_at + content.tokens.nbytes, head.checksum
+
+
+def _no_room(error: Exception, n_bytes: int) -> BudgetError:
+    return BudgetError(f"no room on the device: {error}", needed_bytes=n_bytes, available_bytes=0)
+
+
+def _fill_one(file: int, at: int, place: host.Bytes) -> None:
+    _fill(file, [place], at)
 
 
 def _fill(file: int, places: list[np.ndarray], at: int) -> None:  # type: ignore[type-arg]

@@ -43,6 +43,7 @@ RECORD_BYTES = 8 << 20
 HOLLOW_TOKENS = 1 << 16
 """The most tokens of a range that has no KV."""
 SLOTS_MOST = 8
+SLOT_LEAST = 1 << 16
 SLOTS_SHARE = 32
 """Of the budget, that records on their way may take."""
 YIELD_SECONDS = 0.02
@@ -91,9 +92,10 @@ class Spiller:
         self.record_bytes = min(RECORD_BYTES, max(1 << 16, ledger.budget_bytes // 64))
         per_token = store.token_bytes + 4
         self.record_tokens = max(1, self.record_bytes // per_token) if store.token_bytes else HOLLOW_TOKENS
-        slot_bytes = self.record_tokens * store.token_bytes
-        n_slots = max(2, min(SLOTS_MOST, ledger.budget_bytes // SLOTS_SHARE // max(1, slot_bytes)))
-        self._account = ledger.open(Purpose.DISK, n_slots * slot_bytes, "records on their way to the disk")
+        slot_bytes = max(SLOT_LEAST, self.record_tokens * store.token_bytes)
+        n_slots = max(2, min(SLOTS_MOST, ledger.budget_bytes // SLOTS_SHARE // slot_bytes))
+        copies = 0 if host.addressable() else host.COPIED
+        self._account = ledger.open(Purpose.DISK, (n_slots + copies) * slot_bytes, "records on their way to the disk")
         slots = [np.empty(slot_bytes, np.uint8) for _ in range(n_slots)]
         self._writer = Writer(vault, gate, slots, self._next, self._settle, self._hurries, lambda: self._backlog.more)
         self._writer.start()

@@ -12,11 +12,12 @@ Knows nothing of nodes, or of why a record is written.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,8 +48,8 @@ class Job(NamedTuple):
 
 class Staged(NamedTuple):
     job: Job
-    payload: list[Any]
-    slot: host.Bytes | None
+    payload: Iterable[host.Bytes]
+    slot: host.Bytes
 
 
 class Writer:
@@ -172,9 +173,8 @@ class Writer:
     def _copied(self, job: Job, slot: host.Bytes) -> Staged:
         """Raises RuntimeError, among others, if the arrays are not computed yet."""
         if job.slab is None:
-            self._slots.append(slot)
             arrays = {} if job.checkpoint is None else job.checkpoint.arrays()
-            return Staged(job, [host.array_out(a, direct=self._direct) for a in arrays.values()], None)
+            return Staged(job, host.Payload(arrays.values(), len(slot) // 2, direct=self._direct), slot)
         n = len(job.content.tokens)
         into = slot[: n * job.slab.store.token_bytes]
         try:
@@ -191,17 +191,16 @@ class Writer:
 
     def _write(self, staged: Staged) -> None:
         record, content = staged.job.record, staged.job.content
-        error: OSError | None = None
+        error: Exception | None = None
         try:
             if record.nodes:
                 header = content.header(content.checksum(staged.payload))
                 tokens = np.ascontiguousarray(content.tokens, "<i4")
-                parts = [header, tokens, *staged.payload]
+                parts = itertools.chain([header, tokens], staged.payload)
                 self._vault.folder.write(record.namespace, record.name, parts, record.used)
-        except OSError as caught:
+        except (OSError, *_COPY_ERRORS) as caught:
             error = caught
         with self._gate.inner:
-            if staged.slot is not None:
-                self._slots.append(staged.slot)
+            self._slots.append(staged.slot)
             self._settle(staged.job, error)
             self._gate.tell()

@@ -26,7 +26,7 @@ import os
 import stat
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +44,8 @@ _F_NOCACHE = 48  # macOS
 _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 IOV_MOST = 512
 PIECE_MOST = 2 << 20
+WRITE_MOST = 1 << 30
+"""Bytes; macOS refuses twice as many in one call."""
 _OPEN: weakref.WeakSet[Folder] = weakref.WeakSet()
 
 
@@ -224,7 +226,7 @@ class Folder:
         if not (inside / ABOUT).exists():
             self._write_json(inside / ABOUT, about)
 
-    def write(self, namespace: str, name: str, parts: Sequence[Any], used: float | None = None) -> None:
+    def write(self, namespace: str, name: str, parts: Iterable[Any], used: float | None = None) -> None:
         """A record, all of it or nothing; `used` is when what it holds was last used."""
         self._write(self.path / namespace / name, parts, used)
 
@@ -269,10 +271,11 @@ class Folder:
     def _write_json(self, path: Path, value: dict[str, Any]) -> None:
         self._write(path, [json.dumps(value, indent=1).encode() + b"\n"])
 
-    def _write(self, path: Path, parts: Sequence[Any], used: float | None = None) -> None:
+    def _write(self, path: Path, parts: Iterable[Any], used: float | None = None) -> None:
         temporary = path.with_name(path.name + TEMPORARY)
         held = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NOFOLLOW, 0o600)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(_remove, temporary)
             try:
                 if sys.platform == "darwin":
                     fcntl.fcntl(held, _F_NOCACHE, 1)
@@ -284,11 +287,13 @@ class Folder:
             finally:
                 os.close(held)
             os.rename(temporary, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+            undo.pop_all()
         _flush_folder(path.parent)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _named_in(lock: int) -> str:
@@ -312,14 +317,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def write_all(held: int, parts: Sequence[Any]) -> None:
-    left = _pieces(parts)
-    while left:
-        done = os.writev(held, left[: -IOV_MOST - 1 : -1])
-        while left and done >= len(left[-1]):
-            done -= len(left.pop())
-        if done:
-            left[-1] = left[-1][done:]
+def write_all(held: int, parts: Iterable[Any]) -> None:
+    """One after the other: a part may be made when its turn comes, and gone when the next one's does."""
+    for part in parts:
+        left = memoryview(part).cast("B")
+        while left:
+            left = left[os.write(held, left[:WRITE_MOST]) :]
 
 
 def read_all(held: int, parts: Sequence[Any], at: int) -> int:

@@ -38,7 +38,7 @@ FURTHEST = 1 << 31
 """No conversation is longer."""
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4,
-    "U64": 8, "I64": 8, "F64": 8, "C64": 8,
+    "U64": 8, "I64": 8, "C64": 8,
 }  # fmt: skip
 
 

@@ -308,11 +308,14 @@ class Vault:
 
     def reject(self, record: Record, reason: str) -> None:
         """It is not what its name says."""
+        self.drop(record)
+        self.count_rejected(record, reason)
+
+    def count_rejected(self, record: Record, reason: str) -> None:
         self.reasons[reason] += 1
         self.counts["rejected_records"] += 1
         level = logging.WARNING if self.counts["rejected_records"] <= _SAID else logging.DEBUG
         log.log(level, "a record on disk is not used and removed: %s (%s/%s)", reason, record.namespace, record.name)
-        self.drop(record)
 
     def empty_bin(self) -> None:
         """Remove the files of what was given up; the one method that may run beside the others."""

@@ -92,5 +92,5 @@ class ScriptedEngine:
     def clear(self) -> tuple[int, int]:
         return 12, 34
 
-    def stop(self) -> None:
+    def stop(self, timeout_seconds: float | None = None) -> None:
         self.alive = False

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -214,6 +215,29 @@ def ready(url: str) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=url, transport=transport, timeout=60) as client:
         assert client.get("/health").json()["status"] == "ok"
         yield client
+
+
+@pytest.mark.parametrize("presses", [2, 3])
+def test_an_impatient_interrupt_ends_the_grace_and_nothing_else(model, tmp_path, presses):
+    """The stream is told, what is in memory is written, and there are no tracebacks."""
+    arguments = ("--grace", "60", "--disk", str(tmp_path / "kept"))
+    with running(str(model), *arguments) as (process, url), ready(url) as client:
+        body = {"messages": MESSAGES, "max_tokens": 1_000_000, "stream": True}
+        with client.stream("POST", "/v1/chat/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            for _ in range(6):
+                next(lines)
+            for _ in range(presses):
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.02)
+            last = [line for line in lines if line][-1]
+        assert process.wait(30) == 0
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_stopped"
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert "Traceback" not in said and "ERROR" not in said
+    if presses == 2:
+        assert [*(tmp_path / "kept").glob("*/*.safetensors")]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])

@@ -1,13 +1,15 @@
 """How the app is run: uvicorn's settings, its socket, and an end that leaves nobody without an answer.
 
-When it is told to end, the server takes no more connections and gives running requests a little time. Then the engine
-is stopped, which tells each of those that are left, in the words of its API, that it failed.
+When it is told to end, the server takes no more connections and gives running requests a little time; none, if it is
+told once more. Then the engine is stopped, which tells each of those that are left, in the words of its API, that it
+failed. What the engine still has to write is waited for by whoever runs the server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -22,6 +24,9 @@ LAST_SECONDS = 10
 """After the engine was stopped: then uvicorn cancels whatever is left."""
 
 
+LOOK_SECONDS = 0.05
+
+
 class Server(uvicorn.Server):
     """Stops the engine when it ends. Logging is the caller's: requests have a line of ours, and uvicorn's own loggers
     are left as they are."""
@@ -29,6 +34,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: ASGIApp, engine: Engine, settings: Settings) -> None:
         self._engine = engine
         self._grace_seconds = settings.grace_seconds
+        self._hurried = False
         config = uvicorn.Config(
             app,
             http=Protocol,
@@ -52,8 +58,18 @@ class Server(uvicorn.Server):
             stopping.cancel()
 
     async def _stop_engine(self) -> None:
-        await asyncio.sleep(self._grace_seconds)
-        await asyncio.to_thread(self._engine.stop)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._grace_seconds
+        while not self._hurried and (left := until - loop.time()) > 0:
+            await asyncio.sleep(min(left, LOOK_SECONDS))
+        self._engine.stop(timeout_seconds=0)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Twice is no reason to cut connections off, as uvicorn does: clients would be left without an end."""
+        if self.should_exit:
+            self._hurried = True
+        else:
+            super().handle_exit(sig, frame)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -494,7 +494,8 @@ def test_memory_during_a_restore_is_the_entry_and_no_more(tmp_path: Path) -> Non
         lease = cache.lease([*tokens, 5])
         assert lease.restored == len(tokens)
         entry = cache.stats().bytes["live"] + cache.stats().bytes["stored"]
-        assert mx.get_peak_memory() - before <= 1.02 * entry
+        through = 0 if host.addressable() else host.TWICE_MORE * max(p.stat().st_size for p in files(tmp_path))
+        assert mx.get_peak_memory() - before <= 1.02 * entry + through
         assert mx.get_active_memory() - before == pytest.approx(entry, rel=0.01)
         lease.discard()
 
@@ -529,6 +530,7 @@ def test_the_copies_of_what_leaves_for_the_disk_are_in_the_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = FakeModel(("full",) * 4, dim=256)
+    monkeypatch.setattr(host, "addressable", lambda: True)
     with opened(model, tmp_path / "direct", budget="128MB") as cache:
         in_place = cache.stats().bytes["disk"]
     monkeypatch.setattr(host, "addressable", lambda: False)
@@ -543,7 +545,8 @@ def test_the_copies_of_what_leaves_for_the_disk_are_in_the_ledger(
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         host.copy_out(slab, 0, cache._disk.spiller.record_tokens, into, direct=False)
-        assert mx.get_peak_memory() - before <= (host.COPIED - 1) * slot, "the last is in memory that is not MLX's"
+        elsewhere = 1  # the last copy is in memory that is not MLX's
+        assert mx.get_peak_memory() - before <= 1.05 * (host.COPIED - elsewhere) * slot
 
 
 @pytest.mark.parametrize("direct", [True, False])

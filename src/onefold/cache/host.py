@@ -71,6 +71,7 @@ def copy_out(slab: Slab, lo: int, hi: int, into: Bytes, *, direct: bool) -> None
     if not direct:
         parts = [mx.view(mx.contiguous(a[..., lo:hi, :]).reshape(-1), mx.uint8) for a in arrays]
         into[:] = np.array(mx.concatenate(parts))  # one transfer
+        mx.synchronize()
         return
     at = 0
     for array in arrays:
@@ -150,6 +151,7 @@ def copy_in(slab: Slab, lo: int, hi: int, data: Bytes) -> None:
         array[..., lo:hi, :] = mx.view(whole[at : at + n], array.dtype).reshape(1, heads, hi - lo, dim)
         at += n
     mx.eval(arrays)
+    mx.synchronize()  # or what a record took may be let go of later than the next one takes it
 
 
 def array_in(tensor: Tensor, fill: Callable[[Bytes], None], *, direct: bool) -> tuple[mx.array, Bytes]:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.cache.eviction import SMALLEST_CUT, Victim, choose, leaves
+from onefold.cache.eviction import SMALLEST_CUT, Leaves, Victim, choose, leaves
 from onefold.cache.tree import Node, Tree
 
 TOKEN_BYTES = 10
@@ -26,7 +26,7 @@ def pick(tree: Tree, missing: int = 1, *, frees: dict[int, int] | None = None, m
     def bytes_of(node: Node) -> int:
         return whole(node) if frees is None else frees.get(id(node), whole(node))
 
-    return choose(tree.root.walk(), missing, bytes_of, TOKEN_BYTES, may_cut=may_cut)
+    return choose(Leaves(tree.root.walk()), missing, bytes_of, TOKEN_BYTES, may_cut=may_cut)
 
 
 def test_nothing_to_give_up() -> None:
@@ -94,6 +94,34 @@ def test_a_checkpoint_goes_with_its_whole_leaf() -> None:
     node = leaf(tree, 1, 1000, last_use=1)
     node.checkpoint = object()
     assert pick(tree, 95, may_cut=True) == Victim(node, 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9), st.booleans()), min_size=1, max_size=30))
+def test_looked_through_once_they_go_as_if_looked_through_each_time(found: list[tuple[int, int, bool]]) -> None:
+    """Some nodes have nothing in memory: they are on disk, and whatever is below them may be in memory."""
+    tree = Tree()
+    nodes: list[Node] = [tree.root]
+    for i, (parent, use, on_disk) in enumerate(found):
+        node = leaf(tree, i, 3, last_use=use, parent=nodes[parent % len(nodes)])
+        if on_disk:
+            node.disk = object()
+        else:
+            node.span = object()
+        nodes.append(node)
+
+    def oldest() -> Node | None:
+        held = [n for n in nodes[1:] if n.span is not None]
+        free = [n for n in held if not any(b.span is not None for b in n.walk())]
+        return min(free, key=lambda n: (n.last_use, -n.end), default=None)
+
+    order = Leaves(tree.root.walk())
+    for node in order:
+        best = oldest()
+        assert best is not None and (node.last_use, node.end) == (best.last_use, best.end)
+        assert not any(b.span is not None for b in node.walk())
+        node.span, node.disk = None, object()
+        order.gave_up(node.parent)
+    assert oldest() is None
 
 
 @given(

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
@@ -135,6 +136,7 @@ class Disk:
                 through=settings.mode == "through",
                 high_water=high_water,
                 gone=self.take_from_nodes,
+                forget=self.forget,
                 thin=self._thin,
                 space_of=self.space_of,
                 computing=computing,
@@ -265,6 +267,9 @@ class Disk:
     def abandon(self) -> None:
         """The cache is gone, or Python ends, without `close`. What was to be written through is; the rest is said to be
         lost. Without the lock."""
+        if self.spiller.writes_here:  # the collector came by on the thread that would be waited for
+            threading.Thread(target=self.abandon, name="onefold-abandon").start()
+            return
         with self._gate:
             lost = self.spiller.left(time.monotonic() + ABANDONED_SECONDS)
         if lost:

@@ -9,7 +9,9 @@ No MLX in this file: what a node would free is asked of the caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from onefold.cache.tree import Node
@@ -24,19 +26,51 @@ class Victim(NamedTuple):
     """How much of its head may stay; 0 takes it whole."""
 
 
-def leaves(nodes: Iterable[Node]) -> list[Node]:
-    found = [n for n in nodes if n.in_memory]
-    inner = set[Node]()
-    for node in found:
-        above = node.parent
-        while above is not None and above not in inner:
-            inner.add(above)
+class Leaves:
+    """In which order they go. The nodes are looked through once; a parent follows when its last leaf was given up."""
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        self._below: Counter[Node] = Counter()
+        """For nodes that have something in memory below them: in how many of their branches."""
+        found = [n for n in nodes if n.in_memory]
+        for node in found:
+            while (above := node.parent) is not None:
+                self._below[above] += 1
+                if self._below[above] > 1:
+                    break
+                if above.in_memory:  # it counts for itself
+                    break
+                node = above
+        self._queue: list[tuple[float, int, int, Node]] = []
+        for node in found:
+            self._push(node)
+
+    def _push(self, node: Node) -> None:
+        if node.idle and node.in_memory and not self._below[node]:
+            heapq.heappush(self._queue, (node.last_use, -node.end, id(node), node))
+
+    def __iter__(self) -> Iterator[Node]:
+        while self._queue:
+            yield heapq.heappop(self._queue)[-1]
+
+    def gave_up(self, above: Node | None) -> None:
+        """A leaf whose parent this was has nothing in memory any more."""
+        while above is not None and not above.is_root:
+            self._below[above] -= 1
+            if self._below[above]:
+                return
+            if above.in_memory:
+                self._push(above)
+                return
             above = above.parent
-    return sorted((n for n in found if n.idle and n not in inner), key=lambda n: (n.last_use, -n.end))
+
+
+def leaves(nodes: Iterable[Node]) -> list[Node]:
+    return list(Leaves(nodes))
 
 
 def choose(
-    nodes: Iterable[Node],
+    order: Leaves,
     missing: int,
     frees: Callable[[Node], int],
     token_bytes: int,
@@ -45,7 +79,7 @@ def choose(
     may: Callable[[Node], bool] = lambda node: True,
 ) -> Victim | None:
     """The next leaf to give up, or None if none would free anything. Leaves that may not go are passed over."""
-    for node in leaves(nodes):
+    for node in order:
         freed = frees(node)
         if freed <= 0 or not may(node):
             continue

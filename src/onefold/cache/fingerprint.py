@@ -7,6 +7,7 @@ every byte of them, and by the code that computes with them.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import inspect
 import json
@@ -34,6 +35,8 @@ def model_digest(*models: nn.Module | None) -> str:
             continue
         digest.update(type(model).__module__.encode())
         digest.update(repr(getattr(model, "args", None)).encode())  # what the weights do not show, rope for one
+        for name, module in sorted(model.named_modules(), key=lambda pair: pair[0]):
+            digest.update(f"{name}{type(module).__qualname__}{_settings(module)}".encode())
         for name, p in sorted(dict(tree_flatten(model.parameters())).items()):
             digest.update(f"{name}{p.shape}{p.dtype}".encode())
             flat = p.reshape(-1)
@@ -49,11 +52,44 @@ def lasting_digest(known: str, *models: nn.Module | None) -> str:
     for model in models:
         if model is None:
             continue
-        for name, weight in sorted(dict(tree_flatten(model.parameters())).items()):
+        for name, weight in sorted(_arrays(model).items()):
             digest.update(name.encode() + _hash(weight))
         for module in sorted(_code(model)):
             digest.update(module.encode() + _source(module))
     return digest.hexdigest()
+
+
+def _settings(module: nn.Module) -> list[tuple[str, Any]]:
+    """What a module was told beside its weights, such as the scale of an adapter."""
+    told = {k: v for k, v in {**vars(module), **module}.items() if k not in ("_training", "_no_grad")}
+    return sorted((k, _told(v)) for k, v in told.items() )
+
+
+def _told(value: Any) -> str:
+    """A value in words, without what differs from process to process. Modules and arrays are told elsewhere."""
+    if isinstance(value, (nn.Module, mx.array)):
+        return type(value).__name__
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(_told, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(sorted(f'{k}:{_told(v)}' for k, v in value.items()))}}}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _told({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def _arrays(model: nn.Module) -> dict[str, mx.array]:
+    """All that its modules hold, those that are no parameters included: tables of frequencies, say."""
+    found: dict[str, mx.array] = {}
+    for name, module in model.named_modules():
+        held: Any = {k: v for k, v in {**vars(module), **module}.items() if not isinstance(v, nn.Module)}
+        flat: Any = tree_flatten(held)
+        for key, value in flat:
+            if isinstance(value, mx.array):
+                found[f"{name}.{key}"] = value
+    return found
 
 
 def _hash(array: mx.array) -> bytes:
@@ -85,11 +121,12 @@ def salt_of(namespace: Hashable) -> str | None:
 
 
 def _plain(value: Any) -> list[Any] | None:
-    if value is None or isinstance(value, (bool, int, float, str)):
+    """Of values of just these types: others may be shown as they like, and two of them alike."""
+    if value is None or type(value) in (bool, int, float, str):
         return [type(value).__name__, repr(value)]
-    if isinstance(value, bytes):
+    if type(value) is bytes:
         return ["bytes", value.hex()]
-    if isinstance(value, tuple):
+    if type(value) is tuple:
         parts = [_plain(v) for v in value]
         return None if None in parts else ["tuple", parts]
     return None

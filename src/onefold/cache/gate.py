@@ -17,11 +17,19 @@ class Gate:
 
     def __enter__(self) -> None:
         self._outer.acquire()
-        self.inner.acquire()
+        entered = False
+        try:
+            self.inner.acquire()
+            entered = True
+        finally:
+            if not entered:  # interrupted while the writer was inside
+                self._outer.release()
 
     def __exit__(self, *_: object) -> None:
-        self.inner.release()
-        self._outer.release()
+        try:
+            self.inner.release()
+        finally:
+            self._outer.release()
 
     def wait(self, seconds: float) -> None:
         """Until something has changed, or so long. Both the writer and those who wait for it call this, inside."""

@@ -9,6 +9,7 @@ with its reason.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -203,6 +204,8 @@ class PrefixCache:
         self._totals: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
         self._closed = False
+        self._endings: list[Callable[[], object]] = []
+        """What `close` has begun, and has still to do."""
         self.uncached_reason = next((a.reason for a in self._anatomies if a.reason), "")
         for anatomy in self._anatomies:
             for note in anatomy.notes:
@@ -342,10 +345,10 @@ class PrefixCache:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until what was committed so far is on disk, as the mode has it (with "back" nothing is owed before
         `close`). Not from within a lease's forward. False if `timeout` seconds were not enough, or the disk failed."""
-        with self._lock:
-            if self._disk is None:
-                return True
-            until = time.monotonic() + (timeout if timeout is not None else 1e9)
+        if self._disk is None:
+            return True
+        until = time.monotonic() + (timeout if timeout is not None else 1e9)
+        with self._lock.inner:  # requests go on meanwhile
             return self._disk.spiller.flush(everything=False, until=until) and not self._disk.vault.failed
 
     def durable(self, tokens: Any, *, namespace: Hashable = "") -> int:
@@ -354,19 +357,26 @@ class PrefixCache:
             if self._disk is None:
                 return 0
             path, matched = self._tree(namespace).match(as_tokens(tokens))
-            at = resumable = 0
+            kv = resumable = 0
+            hollow = False
             for node in path:
-                at = node.start if node.disk is None else node.disk.readable
-                if at < node.end:
+                if node.disk is None:
+                    break
+                hollow = hollow or any(r.hollow for r in node.disk.records)
+                kv = kv if hollow else node.disk.readable
+                if node.disk.readable < node.end:
                     break
                 if node.disk.point is not None and node.disk.point.ready and node.end <= matched:
                     resumable = node.end
-            return resumable if self._pointwise else min(at, matched)
+            return resumable if self._pointwise else max(resumable, min(kv, matched))
 
     def clear(self, *, disk: bool = True) -> None:
         """Drop everything that no lease holds; pins too. When it returns, the files of this model are gone from disk as
-        well, in every namespace; with `disk=False` what is on disk stays there."""
+        well, in every namespace; with `disk=False` what is on disk stays there, and what is not is written first, for
+        some seconds at most."""
         with self._lock:
+            if not disk and self._disk is not None:
+                self._disk.spiller.flush(everything=True, until=time.monotonic() + CLEARING_MOST)
             for restore in list(self._restores):
                 restore.finish()
             for node in self._shelf.nodes():
@@ -403,35 +413,47 @@ class PrefixCache:
     def close(self) -> None:
         """Let go of everything, leases included, and take the attention seam out again."""
         with self._lock:
-            if self._closed:
-                return
-            for lease in [*self._leases, *self._dropped]:
-                if lease._thread == threading.get_ident() and not lease.closed:
-                    with contextlib.suppress(DeviceError):
-                        settling.evaluate(self, lease)  # what it committed before may wait for what it did since
-                settling.release(self, lease)
-            self._dropped.clear()
-            for restore in list(self._restores):
-                restore.finish()
-            if self._disk is not None:
-                self._disk.spiller.flush(everything=True, until=time.monotonic() + CLOSING_MOST)
-            self._closed = True
+            if not self._closed:
+                self._settle_all()
+                self._endings = [
+                    self._leave_disk,
+                    self.clear,
+                    functools.partial(stock.uninstall, self._seam),
+                    *(functools.partial(stock.unwatch, cls) for cls in self._watched),
+                    functools.partial(device.restore_pool, self._pool_before),
+                    self._close_accounts,
+                    mx.clear_cache,
+                ]
+                self._closed = True
         if self._disk is not None:
             self._disk.spiller.stop()
         with self._lock:
-            if self._disk is not None:
-                self._disk.close()
-                self._shelf.disk = None
-            self.clear()
-            stock.uninstall(self._seam)
-            for cls in self._watched:
-                stock.unwatch(cls)
-            device.restore_pool(self._pool_before)
-            self._pool.close()
-            for account in self._scratch.values():
+            while self._endings:  # whoever is interrupted here may close once more
+                self._endings[0]()
+                del self._endings[0]
+
+    def _settle_all(self) -> None:
+        for lease in [*self._leases, *self._dropped]:
+            if lease._thread == threading.get_ident() and not lease.closed:
+                with contextlib.suppress(DeviceError):
+                    settling.evaluate(self, lease)  # what it committed before may wait for what it did since
+            settling.release(self, lease)
+        self._dropped.clear()
+        for restore in list(self._restores):
+            restore.finish()
+        if self._disk is not None:
+            self._disk.spiller.flush(everything=True, until=time.monotonic() + CLOSING_MOST)
+
+    def _leave_disk(self) -> None:
+        if self._disk is not None:
+            self._disk.close()
+            self._shelf.disk = None
+
+    def _close_accounts(self) -> None:
+        for account in [self._pool, *self._scratch.values()]:
+            if not account.closed:
                 account.close()
-            self._scratch.clear()
-        mx.clear_cache()
+        self._scratch.clear()
 
     def __enter__(self) -> PrefixCache:
         return self

@@ -14,6 +14,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import logging
 import os
 import time
 from collections import deque
@@ -33,6 +34,8 @@ from onefold.cache.tiers.record import Content, Tensor
 from onefold.cache.tiers.vault import Record, is_passing
 from onefold.cache.tree import Node, Tokens, Tree
 from onefold.errors import BudgetError, RecordError
+
+log = logging.getLogger("onefold")
 
 if TYPE_CHECKING:
     from onefold.cache.disk import Disk
@@ -182,13 +185,15 @@ class Restore:
             node.pins += 1
         for record in self._held:
             record.pins += 1
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._not_begun)
             self._reserve(self._wanted.records)
-        except BudgetError:
-            self.done = True
-            self._let_go()
-            raise
+            undo.pop_all()
         self._cache._restores.add(self)
+
+    def _not_begun(self) -> None:
+        self.done = True
+        self._let_go()
 
     def _reserve(self, records: list[Record]) -> None:
         if not records:
@@ -211,6 +216,20 @@ class Restore:
     def _step(self) -> bool:
         if self.done:
             return False
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._break_off)
+            self._read_one()
+            undo.pop_all()
+        if not self._left:
+            self._finish()
+        return not self.done
+
+    def _break_off(self) -> None:
+        """Interrupted: what was read so far is right, and no more is read."""
+        self._left.clear()
+        self._finish()
+
+    def _read_one(self) -> None:
         began = time.perf_counter()
         record = self._left.pop(0)
         try:
@@ -226,10 +245,12 @@ class Restore:
         except BudgetError:
             self._left.clear()
             self._disk.reasons["no room to restore"] += 1
+        except (RuntimeError, MemoryError) as error:  # of the device, or no more threads
+            self._left.clear()
+            self._reached = self._base  # arrays that are still to be computed may never be
+            self._disk.reasons["failed to restore"] += 1
+            log.warning("what is on disk could not be restored, and is computed: %s", error)
         self._seconds += time.perf_counter() - began
-        if not self._left:
-            self._finish()
-        return not self.done
 
     def _take(self, record: Record) -> None:
         """Have one record; the next are read meanwhile."""
@@ -242,7 +263,8 @@ class Restore:
         following = self._left[0] if self._left and self._left[0] is not self._wanted.point else None
         # a branch's record may begin inside this one, which is another conversation's from there on
         upto = record.end if following is None else min(record.end, following.start)
-        self._believe(record, self._loading.popleft().result(), upto)
+        self._believe(record, self._loading[0].result(), upto)
+        self._loading.popleft()  # not before: who is interrupted has to wait for it, since it is being read into
         self._reached = upto
 
     def _load_ahead(self, records: list[Record]) -> None:

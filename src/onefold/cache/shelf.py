@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from onefold.cache import eviction
 from onefold.cache.checkpoints import POINTS_SHARE, Checkpoint, superfluous
-from onefold.cache.ledger import Ledger
+from onefold.cache.ledger import Ledger, Purpose
 from onefold.cache.segment import STEP, Piece, Slab, Span, Store, Track, round_up
 from onefold.cache.tree import Node, Tokens, Tree
 from onefold.errors import BudgetError, DeviceError
@@ -198,14 +198,16 @@ class Shelf:
         return freed
 
     def reclaimable_bytes(self) -> int:
-        busy = {n.span.slab for n in self.nodes() if n.span is not None and not n.idle}
+        busy = {s for s in self.store.slabs if any(not x.node.idle for x in s.spans)}
         slabs = sum(s.bytes for s in self.store.slabs if s.idle and s not in busy)
         partly = sum(
             s.bytes - sum(x.hi - x.lo for x in s.spans if not x.node.idle) * self.store.token_bytes
             for s in busy
             if s.idle
         )
-        points = sum(n.checkpoint.account.bytes for n in self.nodes() if n.checkpoint is not None and n.idle)
+        points = 0
+        if self.ledger.by_purpose()[Purpose.CHECKPOINT.value]:
+            points = sum(n.checkpoint.account.bytes for n in self.nodes() if n.checkpoint is not None and n.idle)
         return slabs + partly + points
 
     def make_room(self, missing: int, *, patience: float = PATIENCE) -> None:
@@ -240,9 +242,10 @@ class Shelf:
     def _evict_down_to(self, goal: int, may: Callable[[Node], bool], until: float) -> None:
         while (short := self.ledger.used_bytes - goal) > 0:
             victims, freed = list[Slab](), 0
+            order = eviction.Leaves(self.nodes())
             while freed < short:
                 victim = eviction.choose(
-                    self.nodes(),
+                    order,
                     short - freed,
                     self.frees,
                     self.store.token_bytes,
@@ -251,7 +254,10 @@ class Shelf:
                 )
                 if victim is None:
                     break
+                above = victim.node.parent
                 freed += self._evict(victim, victims, until)
+                if not victim.keep_tokens:
+                    order.gave_up(above)
             for slab in victims:
                 if slab in self.store.slabs and slab.idle:
                     self.compact(slab)

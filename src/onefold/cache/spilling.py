@@ -30,6 +30,7 @@ from onefold.cache.gate import Gate
 from onefold.cache.ledger import Ledger, Purpose
 from onefold.cache.ondisk import OnDisk
 from onefold.cache.segment import Slab, Store
+from onefold.cache.tiers.order import below
 from onefold.cache.tiers.record import Content, Tensor, What
 from onefold.cache.tiers.vault import NO_TOKENS, PASSING, Record, Vault
 from onefold.cache.tree import Node
@@ -70,22 +71,26 @@ class Spiller:
         through: bool,
         high_water: float,
         gone: Callable[[Record], None],
+        forget: Callable[[Iterable[Record]], None],
         thin: Callable[[Node], None],
         space_of: Callable[[Node], str | None],
         computing: Callable[[], bool],
     ) -> None:
-        """`gone` is told of a record that is given up, `thin` of a node whose checkpoint has arrived on disk, both with
-        the lock held. `space_of` says to which folder a node's records belong, None if to none; `computing`, whether
-        there is a request that the writer would be in the way of."""
+        """`gone` is told of a record that was given up, and `thin` of a node whose checkpoint has arrived on disk;
+        `forget` gives up records and all that go on from them; all with the lock held. `space_of` says to which folder
+        a node's records belong, None if to none; `computing`, whether there is a request that the writer would be in
+        the way of."""
         self.vault = vault
         self.through = through
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
-        self._gone, self._thin, self._space_of, self._computing = gone, thin, space_of, computing
+        self._gone, self._forget, self._thin, self._space_of, self._computing = gone, forget, thin, space_of, computing
         self._store, self._nodes, self._gate, self._ledger = store, nodes, gate, ledger
         self._mark = max(0.0, high_water - CLEAN_FROM)
         self._backlog = Backlog(self._writable, self._is_owed)
         self._flushing = 0
+        self._lost = self._told = 0
+        """Nodes that were to be written through and made way without; and how many of them a `flush` has told of."""
         self._said_full = False
         self._slow = False
         """The disk did not keep up: nobody waits for it until a record has arrived."""
@@ -116,6 +121,11 @@ class Spiller:
 
     def save(self, node: Node, until: float) -> bool:
         """Write a node that must make way, and wait for it until then. False if it is not on disk."""
+        saved = self._save(node, until)
+        self._lost += not saved and self.through and self._is_owed(node)
+        return saved
+
+    def _save(self, node: Node, until: float) -> bool:
         asked = False
         while not self.is_clean(node):
             if not self._writer.alive or not (self._writable(node) or self._on_its_way(node)):
@@ -169,7 +179,8 @@ class Spiller:
 
     def flush(self, *, everything: bool, until: float) -> bool:
         """Write what is wanted (or everything that memory has), and wait for it. False if that took too long, or if
-        something that was wanted could not be written."""
+        something that was wanted could not be written. The inner door is enough: what changes is the writer's."""
+        told = self._told
         if everything:
             self._backlog.want_all(sorted(self._nodes(), key=lambda n: -n.last_use))
         self._flushing += 1
@@ -181,6 +192,9 @@ class Spiller:
                 self._gate.wait(LOOK_AGAIN)
         finally:
             self._flushing -= 1
+        if self._lost > told:
+            self._told = self._lost
+            return False
         return not (self.through or everything) or not self._backlog.left_over()
 
     def left(self, until: float) -> int:
@@ -190,6 +204,11 @@ class Spiller:
         self.flush(everything=False, until=until)
         dirty = [n for n in self._nodes() if n.span is not None and self._space_of(n) is not None]
         return sum(n.end - max(n.start, n.disk.readable if n.disk is not None else 0) for n in dirty)
+
+    @property
+    def writes_here(self) -> bool:
+        """Whether this is the thread that writes."""
+        return self._writer.is_this_thread
 
     def _hurries(self) -> bool:
         return self._backlog.is_urgent or self._flushing > 0 or not self._computing()
@@ -366,10 +385,11 @@ class Spiller:
             self.counts["spilled_tokens"] += record.end - record.start
             self._slow = False
             return
-        for node in list(record.nodes):
-            self._backlog.refuse(node)
+        for tail in below(vault.records(), [record]):  # staged behind it, some of them
+            for node in tail.nodes:
+                self._backlog.refuse(node)
+        self._forget([record])
         vault.drop(record)
-        self._gone(record)
         if not isinstance(error, OSError):
             self.reasons["not yet computed"] += 1
             log.debug("a record could not be copied out: %s", error)

@@ -12,11 +12,13 @@ Knows nothing of nodes, or of why a record is written.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +30,8 @@ from onefold.cache.segment import Slab
 from onefold.cache.tiers.record import Content
 from onefold.cache.tiers.vault import Record, Vault
 
+log = logging.getLogger("onefold")
+
 LOOK_AGAIN = 0.5
 """Seconds: something may have changed that nobody told of."""
 
@@ -35,6 +39,10 @@ LOOK_AGAIN = 0.5
 _COPY_ERRORS = (RuntimeError, ValueError, MemoryError)
 REST = 40.0
 """While requests are computed: so many times as long as a record took of the processor, the thread rests."""
+
+
+STOPPING_MOST = 60.0
+"""Seconds that a record which is being written is waited for at the end."""
 
 
 class Job(NamedTuple):
@@ -92,19 +100,22 @@ class Writer:
 
     def stage(self, job: Job) -> None:
         """Copy a record out now, on this thread and with the lock held; there must be room."""
-        try:
+        with self._given_up_if_not_copied(job):
             self._staged.append(self._copied(job, self._slots.pop()))
-        except _COPY_ERRORS as error:
-            self._settle(job, error)
-        self._gate.tell()
 
     def stop(self) -> None:
         """End the thread. Without the lock: it may need it to end."""
         with self._gate.inner:
             self._stop = True
             self._gate.tell()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+        if self._thread.is_alive() and not self.is_this_thread:
+            self._thread.join(STOPPING_MOST)
+            if self._thread.is_alive():
+                log.warning("a record is still being written after %.0f s, and is left to itself", STOPPING_MOST)
+
+    @property
+    def is_this_thread(self) -> bool:
+        return self._thread is threading.current_thread()
 
     # -- the thread -------------------------------------------------------------------------------
 
@@ -131,7 +142,8 @@ class Writer:
         self._vault.empty_bin()
         self._vault.note(touched, force=job is None and staged is None)
         if job is not None and slot is not None:
-            staged = self._try(job, slot)
+            with self._given_up_if_not_copied(job):
+                staged = self._copied(job, slot)
         if staged is not None:
             self._write(staged)
         job = slot = staged = None  # while it rests, the thread holds on to nothing that was written
@@ -161,46 +173,58 @@ class Writer:
         self.busy = True
         return None, None
 
-    def _try(self, job: Job, slot: host.Bytes) -> Staged | None:
+    @contextlib.contextmanager
+    def _given_up_if_not_copied(self, job: Job) -> Iterator[None]:
+        """Whoever is interrupted in between must not leave a record that is waited for and never comes."""
+        error: Exception | None = RuntimeError("interrupted")
         try:
-            return self._copied(job, slot)
-        except _COPY_ERRORS as error:
+            yield
+            error = None
+        except _COPY_ERRORS as caught:
+            error = caught
+        finally:
             with self._gate.inner:
-                self._settle(job, error)
+                if error is not None:
+                    self._settle(job, error)
                 self._gate.tell()
-            return None
 
     def _copied(self, job: Job, slot: host.Bytes) -> Staged:
-        """Raises RuntimeError, among others, if the arrays are not computed yet."""
+        """Raises RuntimeError, among others, if the arrays are not computed yet; then the slot is free again."""
         if job.slab is None:
             arrays = {} if job.checkpoint is None else job.checkpoint.arrays()
             return Staged(job, host.Payload(arrays.values(), len(slot) // 2, direct=self._direct), slot)
         n = len(job.content.tokens)
         into = slot[: n * job.slab.store.token_bytes]
-        try:
-            host.copy_out(job.slab, job.lo, job.lo + n, into, direct=self._direct)
-        except _COPY_ERRORS:
-            self._slots.append(slot)
-            raise
-        finally:
-            with self._gate.inner:
-                job.slab.copies -= 1
-                job.slab.settle()
-                self._gate.tell()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._slots.append, slot)
+            try:
+                host.copy_out(job.slab, job.lo, job.lo + n, into, direct=self._direct)
+            finally:
+                with self._gate.inner:
+                    job.slab.copies -= 1
+                    job.slab.settle()
+                    self._gate.tell()
+            undo.pop_all()
         return Staged(job, [into], slot)
 
     def _write(self, staged: Staged) -> None:
         record, content = staged.job.record, staged.job.content
+        with self._gate.inner:
+            if not record.nodes:  # nobody relies on it any more, or on what it goes on from
+                self._end(staged, None)
+                return
         error: Exception | None = None
         try:
-            if record.nodes:
-                header = content.header(content.checksum(staged.payload))
-                tokens = np.ascontiguousarray(content.tokens, "<i4")
-                parts = itertools.chain([header, tokens], staged.payload)
-                self._vault.folder.write(record.namespace, record.name, parts, record.used)
+            header = content.header(content.checksum(staged.payload))
+            tokens = np.ascontiguousarray(content.tokens, "<i4")
+            parts = itertools.chain([header, tokens], staged.payload)
+            self._vault.folder.write(record.namespace, record.name, parts, record.used)
         except (OSError, *_COPY_ERRORS) as caught:
             error = caught
         with self._gate.inner:
-            self._slots.append(staged.slot)
-            self._settle(staged.job, error)
-            self._gate.tell()
+            self._end(staged, error)
+
+    def _end(self, staged: Staged, error: Exception | None) -> None:
+        self._slots.append(staged.slot)
+        self._settle(staged.job, error)
+        self._gate.tell()

@@ -24,7 +24,7 @@ from onefold.cache.prefix_cache import PrefixCache, Stats
 from onefold.engine.job import Deliver, Job
 from onefold.engine.prompt import PromptMaker
 from onefold.engine.request import Done, Event, Failed, Prompt, Request, Sampling
-from onefold.engine.scheduler import SHORT_REST, Limits, Scheduler, too_long
+from onefold.engine.scheduler import SHORT_REST, UNEXPECTED, Limits, Scheduler, too_long
 from onefold.engine.tokenising import tokenizer_digest
 from onefold.errors import Busy, ConfigError, EngineStopped, OnefoldError, PromptError
 from onefold.sizes import show_size
@@ -232,7 +232,7 @@ class Engine:
         def run(_: Scheduler) -> None:
             try:
                 work()
-            except OnefoldError as error:
+            except (OnefoldError, OSError, RuntimeError, MemoryError, *UNEXPECTED) as error:
                 failed.append(error)
             finally:
                 done.set()

@@ -164,7 +164,7 @@ def test_without_a_disk_nothing_is_written_and_evicted_is_gone(model: FakeModel,
         stats = cache.stats()
         assert stats.disk == DiskStats() and stats.disk.mode == "off"
         assert stats.discarded_tokens == stats.evicted_tokens > 0
-        assert stats.bytes["disk"] == 0
+        assert stats.bytes["disk_buffers"] == 0
         assert Session(model, cache, [*first, 1]).cached < len(first)
         assert cache.flush() and cache.durable(first) == 0 and cache.restore(first) is None
         assert threading.active_count() == threads
@@ -456,7 +456,7 @@ def test_a_restore_is_taken_in_steps_beside_other_requests(model: FakeModel, tmp
             cache.check()
             steps += 1
         assert steps >= 2
-        again = cache.lease([*tokens, 5], after=restore, read_disk=False)
+        again = cache.lease([*tokens, 5], after=restore)
         assert (again.cached, again.restored) == (len(tokens), len(tokens))
         again.discard()
         other.commit()
@@ -513,14 +513,14 @@ def test_what_is_on_its_way_from_disk_is_in_the_ledger(
         tokens = turn(model, cache, text(1500))
     with opened(model, tmp_path, budget="64MB") as cache:
         mx.clear_cache()
-        before, idle = mx.get_active_memory(), cache.stats().bytes["disk"]
+        before, idle = mx.get_active_memory(), cache.stats().bytes["disk_buffers"]
         mx.reset_peak_memory()
         restore = cache.restore([*tokens, 5])
         assert restore is not None
         while restore.step():
-            held = cache.stats().bytes["disk"] - idle
+            held = cache.stats().bytes["disk_buffers"] - idle
             assert (held == 0) if direct else (held >= 3 * max(p.stat().st_size for p in files(tmp_path)))
-        assert cache.stats().bytes["disk"] == idle
+        assert cache.stats().bytes["disk_buffers"] == idle
         assert mx.get_peak_memory() - before <= cache.stats().peak_bytes - idle
         assert restore.tokens == len(tokens)
         settled(cache)
@@ -532,12 +532,12 @@ def test_the_copies_of_what_leaves_for_the_disk_are_in_the_ledger(
     model = FakeModel(("full",) * 4, dim=256)
     monkeypatch.setattr(host, "addressable", lambda: True)
     with opened(model, tmp_path / "direct", budget="128MB") as cache:
-        in_place = cache.stats().bytes["disk"]
+        in_place = cache.stats().bytes["disk_buffers"]
     monkeypatch.setattr(host, "addressable", lambda: False)
     with opened(model, tmp_path / "composed", budget="128MB") as cache:
         assert cache._disk is not None
         slot = cache._disk.spiller.record_tokens * cache.token_bytes
-        assert cache.stats().bytes["disk"] == in_place + host.COPIED * slot
+        assert cache.stats().bytes["disk_buffers"] == in_place + host.COPIED * slot
         turn(model, cache, text(1500))
         (slab,) = cache._store.slabs
         into = np.empty(slot, np.uint8)

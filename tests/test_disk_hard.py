@@ -253,7 +253,7 @@ def test_a_thread_that_ends_is_not_waited_for(model: FakeModel, tmp_path: Path, 
 # -- what is let go of ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_a_restore_that_is_interrupted_lets_go(
     error: type[BaseException], model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

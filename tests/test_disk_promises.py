@@ -24,7 +24,7 @@ from disk_caches import MODES, files, flip, opened, small_records, turn
 from fake import FakeModel, Session, settled, text
 from mlx_lm.tuner.lora import LoRALinear
 
-from onefold import PrefixCache
+from onefold import ConfigError, PrefixCache
 from onefold.cache import fingerprint, host
 from onefold.cache.gate import Gate
 
@@ -288,6 +288,63 @@ def test_what_has_tokens_and_no_kv_is_not_durable(tmp_path: Path) -> None:
         durable = [cache.durable(said), cache.durable(said[:150])]
     with opened(model, tmp_path, **bound) as cache:
         assert [cache.lease([*said, 1]).cached, cache.lease([*said[:150], 1]).cached] == durable
+
+
+def test_everything_can_be_written_without_closing(model: FakeModel, tmp_path: Path) -> None:
+    with opened(model, tmp_path) as cache:
+        said = turn(model, cache, text(100))
+        assert cache.flush(30) and cache.durable(said) == 0, "nothing is owed yet"
+        assert cache.flush(30, everything=True) and cache.durable(said) == len(said)
+
+
+def test_a_disk_that_was_never_there_is_no_promise(model: FakeModel) -> None:
+    with PrefixCache(model, "40MB", disk="/proc/nowhere") as cache:
+        assert not cache.flush()
+        assert cache.stats().disk.failed and cache.stats().disk.folder == "/proc/nowhere"
+
+
+@pytest.mark.parametrize(
+    "told", [{"disk_budget": "1GB"}, {"disk_mode": "through"}, {"disk_daily_limit": "1GB"}], ids=str
+)
+def test_what_is_said_of_a_folder_needs_one(told: dict[str, Any], model: FakeModel) -> None:
+    with pytest.raises(ConfigError, match="give disk="):
+        PrefixCache(model, "40MB", **told)
+
+
+def test_closing_tells_what_was_not_written(model: FakeModel, tmp_path: Path) -> None:
+    cache = opened(model, tmp_path, disk_daily_limit="1kB")
+    said = turn(model, cache, text(100))
+    cache.close()
+    assert cache.stats().disk.left_tokens == len(said)
+    with pytest.raises(ConfigError, match="closed"):
+        cache.durable(said)
+
+
+def test_closing_can_be_told_not_to_wait(model: FakeModel, tmp_path: Path) -> None:
+    cache = opened(model, tmp_path)
+    small_records(cache)
+    disk = Held(cache)
+    said = turn(model, cache, text(500))
+    closing = threading.Thread(target=cache.close)
+    closing.start()
+    assert disk.begun.wait(10)
+    cache.close_soon()
+    disk.go()
+    closing.join(10)
+    assert not closing.is_alive()
+    left = cache.stats().disk.left_tokens
+    assert left > 0
+    with opened(model, tmp_path) as again:
+        assert again.lease([*said, 1]).cached >= len(said) - left
+
+
+def test_what_lay_in_memory_was_not_restored(model: FakeModel, tmp_path: Path) -> None:
+    with opened(model, tmp_path) as cache:
+        said = turn(model, cache, text(100))
+    with opened(model, tmp_path) as cache:
+        Session(model, cache, said[:31]).prefill().commit()
+        lease = cache.lease(said)
+        assert (lease.cached, lease.restored) == (len(said) - 1, len(said) - 1 - 31)
 
 
 # -- nobody else waits ------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import mlx_lm
 import pytest
 from asking import ask, ask_all, cold, prompt_of, request
+from disk_caches import files, flip
 from test_engine import words
 
 from onefold.cache.disk import DiskSettings
@@ -40,6 +41,28 @@ def stored(loaded: tuple[Any, Any], folder: Path, tokens: list[int]) -> list[int
     with engine(loaded, folder) as before:
         ask(before, tokens, 1)
     return tokens
+
+
+def test_what_came_before_a_damaged_record_is_told_as_restored(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    tokens = stored(loaded, tmp_path, words(200))
+    flip(files(tmp_path)[2], -5)
+    with engine(loaded, tmp_path) as second:
+        again = ask(second, [*tokens, 5], 3)
+        assert again.tokens == cold(loaded[0], [*tokens, 5], 3)
+        assert again.hit.restored == again.hit.cached == 80
+        assert again.hit.reason == "damaged on disk"
+        second.check()
+
+
+def test_an_error_on_the_engines_thread_is_the_callers(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    with engine(loaded, tmp_path) as running:
+
+        def fails() -> None:
+            raise FileNotFoundError("gone")
+
+        with pytest.raises(FileNotFoundError):
+            running._do(fails)
+        assert ask(running, words(20), 2).done.completion_tokens == 2
 
 
 @pytest.mark.parametrize("mode", ["back", "through"])

@@ -94,6 +94,8 @@ class DiskStats:
     """On disk, and not read because computing them is quicker."""
     rejected_records: int = 0
     evicted_records: int = 0
+    left_tokens: int = 0
+    """In memory and not on disk, when the cache was closed."""
 
 
 class Disk:
@@ -191,10 +193,11 @@ class Disk:
 
     def reject(self, record: Record, reason: str) -> None:
         """It is not what it should be; then what goes on from it is an orphan."""
-        tails = self._with_tails([record])
+        tails = [tail for tail in self._with_tails([record]) if tail is not record]
+        self.vault.count_rejected(record, reason)
+        if tails:
+            self.vault.count_orphans(tails)
         self.forget([record])
-        for tail in tails:
-            self.vault.count_rejected(tail, reason if tail is record else "orphan")
 
     def _with_tails(self, records: Iterable[Record]) -> list[Record]:
         return sorted(below(self.vault.records(), records), key=lambda r: -r.start)
@@ -307,6 +310,7 @@ class Disk:
             skipped_tokens=self.counts["skipped_tokens"],
             rejected_records=vault.counts["rejected_records"],
             evicted_records=vault.counts["evicted_records"],
+            left_tokens=self.counts["left_tokens"],
         )
 
     def all_reasons(self) -> Counter[str]:

@@ -26,7 +26,7 @@ class Purpose(enum.Enum):
     STORED = "stored"  # committed segments that no lease writes
     CHECKPOINT = "checkpoint"  # window and recurrent states kept at a point of the tree
     INFLIGHT = "inflight"  # one layer being copied: growth, compaction, a merge
-    DISK = "disk"  # buffers for bytes on their way to the disk, or from it
+    DISK = "disk_buffers"  # buffers for bytes on their way to the disk, or from it
     SCRATCH = "scratch"  # activations and attention scores of a running forward
     POOL = "pool"  # what MLX may keep in its own buffer pool
 

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,6 +141,8 @@ class PrefixCache:
         anatomies = [Anatomy.of(m, kv=form, bound=bound) for m in models]
         for anatomy in anatomies:
             anatomy.logit_tokens = logit_tokens
+        if disk is None and (disk_budget is not None or disk_daily_limit is not None or disk_mode != "back"):
+            raise ConfigError("a disk's budget, mode and daily limit are about a folder, and there is none: give disk=")
         if disk is not None and not isinstance(disk, DiskSettings):
             disk = DiskSettings(disk, disk_budget, disk_mode, disk_daily_limit)
         gate = Gate()
@@ -242,14 +244,14 @@ class PrefixCache:
         namespace: Hashable = "",
         checkpoints: Iterable[int] = (),
         reserve_tokens: int = 0,
-        after: Restore | None = None,
-        read_disk: bool = True,
+        after: Restore | Sequence[Restore] | None = None,
     ) -> Lease:
         """Hold what is cached of `tokens`, with room for the rest and `reserve_tokens` more.
 
         `checkpoints` are positions where a later request will branch off, such as the end of the prompt as the next
-        turn will render it. What is on disk of them is read first (`read_disk`), unless it was read in steps: `after`
-        is that `restore`. Raises BudgetError if the rest can not be given room; then nothing stored was lost.
+        turn will render it. What is on disk of them is read first, unless the caller has seen to that: `after` is its
+        `restore`, or several, or none (`[]`). Raises BudgetError if the rest can not be given room; then nothing stored
+        was lost.
         """
         found = as_tokens(tokens).copy()  # the caller may go on with its buffer
         asked = _positions(checkpoints, reserve_tokens, namespace)
@@ -257,8 +259,8 @@ class PrefixCache:
             self._open_for_use()
             self.sweep()
             self._threads.add(threading.get_ident())
-            restores = [after] if after is not None else []
-            if after is None and read_disk and self._disk is not None:
+            restores = [after] if isinstance(after, Restore) else list(after or ())
+            if after is None and self._disk is not None:
                 restores = self._read_disk(found, namespace, reserve_tokens)
             track = Track(self._store, contiguous=self._contiguous)
             lease = Lease(self, found, (namespace, self._format), track, self._anatomies, asked)
@@ -279,7 +281,8 @@ class PrefixCache:
             self._totals["hits"] += lease.cached > 0
             self._totals["tokens_matched"] += lease.matched
             self._totals["tokens_cached"] += lease.cached
-            lease.restored = min(sum(r.tokens for r in restores), lease.cached)
+            if restores:
+                lease.restored = min(sum(r.tokens for r in restores), max(0, lease.cached - restores[0].before))
             if any(r.rejected for r in restores) and lease.reason in ("", "nothing known", "no checkpoint"):
                 lease.reason = "damaged on disk"
             self._totals["tokens_from_disk"] += lease.restored
@@ -342,18 +345,20 @@ class PrefixCache:
                 found.finish()
         return restores
 
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until what was committed so far is on disk, as the mode has it (with "back" nothing is owed before
-        `close`). Not from within a lease's forward. False if `timeout` seconds were not enough, or the disk failed."""
+    def flush(self, timeout: float | None = None, *, everything: bool = False) -> bool:
+        """Wait until what was committed so far is on disk, as the mode has it: with "back" nothing is owed before
+        `close`, unless `everything` that is in memory is to be written now. Not from within a lease's forward. False if
+        `timeout` seconds were not enough, if something could not be written, or if the disk failed."""
         if self._disk is None:
-            return True
+            return not self._no_disk.failed
         until = time.monotonic() + (timeout if timeout is not None else 1e9)
         with self._lock.inner:  # requests go on meanwhile
-            return self._disk.spiller.flush(everything=False, until=until) and not self._disk.vault.failed
+            return self._disk.spiller.flush(everything=everything, until=until) and not self._disk.vault.failed
 
     def durable(self, tokens: Any, *, namespace: Hashable = "") -> int:
         """How many of these tokens, from the first on, would survive the end of this process. Touches nothing."""
         with self._lock:
+            self._open_for_use()
             if self._disk is None:
                 return 0
             path, matched = self._tree(namespace).match(as_tokens(tokens))
@@ -443,6 +448,12 @@ class PrefixCache:
             restore.finish()
         if self._disk is not None:
             self._disk.spiller.flush(everything=True, until=time.monotonic() + CLOSING_MOST)
+            self._disk.counts["left_tokens"] = self._disk.spiller.unsaved()
+
+    def close_soon(self) -> None:
+        """Closing, on whatever thread, waits no longer for what is not on disk yet: that is lost."""
+        if self._disk is not None:
+            self._disk.spiller.give_up()
 
     def _leave_disk(self) -> None:
         if self._disk is not None:
@@ -544,8 +555,9 @@ class PrefixCache:
                 computing=lambda: bool(leases),
             )
         except OSError as error:
-            log.warning("the disk cache in %s cannot be used, and memory alone is: %s", settings.folder, error)
-            self._no_disk = DiskStats(failed=error.strerror or str(error))
+            why = error.strerror or str(error)
+            log.warning("the disk cache in %s cannot be used: %s. What is kept is kept in memory", settings.folder, why)
+            self._no_disk = DiskStats(failed=why, folder=os.fspath(settings.folder))
             return
         self._shelf.disk = self._disk
         weakref.finalize(self, self._disk.abandon)

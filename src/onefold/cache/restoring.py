@@ -61,6 +61,8 @@ class Wanted(NamedTuple):
     """How far the path is to be had in memory."""
     records: list[Record]
     point: Record | None
+    before: int
+    """How far a request could begin with memory alone."""
     saves: int
     """Tokens that need not be computed then."""
     matched: int
@@ -86,7 +88,7 @@ def wanted(cache: PrefixCache, tree: Tree, tokens: Tokens) -> Wanted | None:
         return None
     path = [n for n in path if n.start < target]
     records = _records(path, target) if cache._store.specs and target <= reach else []
-    return Wanted(path, target, records, point, min(target, usable) - have, matched)
+    return Wanted(path, target, records, point, have, min(target, usable) - have, matched)
 
 
 def _resumable(node: Node) -> bool:
@@ -170,6 +172,8 @@ class Restore:
         """A record was not what it should be: what is left may be worth another plan."""
         self.tokens = 0
         """Of the path, that came from disk."""
+        self.before = found.before
+        """How far a request could have begun without."""
 
     def __del__(self) -> None:
         """Dropped before it was done: what it holds is let go at the cache's next call."""

@@ -89,6 +89,7 @@ class Spiller:
         self._mark = max(0.0, high_water - CLEAN_FROM)
         self._backlog = Backlog(self._writable, self._is_owed)
         self._flushing = 0
+        self._given_up = False
         self._lost = self._told = 0
         """Nodes that were to be written through and made way without; and how many of them a `flush` has told of."""
         self._said_full = False
@@ -187,7 +188,7 @@ class Spiller:
         self._gate.tell()
         try:
             while self._backlog.next(None) is not None or self._backlog.more or not self._writer.idle:
-                if not self._writer.alive or time.monotonic() > until:
+                if not self._writer.alive or self._given_up or time.monotonic() > until:
                     return False
                 self._gate.wait(LOOK_AGAIN)
         finally:
@@ -195,13 +196,23 @@ class Spiller:
         if self._lost > told:
             self._told = self._lost
             return False
+        if everything and self.unsaved():
+            return False
         return not (self.through or everything) or not self._backlog.left_over()
+
+    def give_up(self) -> None:
+        """Nobody waits any more. Without the lock."""
+        self._given_up = True
 
     def left(self, until: float) -> int:
         """Tokens that are in memory and not on disk, after what is to be written through has been."""
         if not self._writer.alive or self.vault.failed:
             return 0
         self.flush(everything=False, until=until)
+        return self.unsaved()
+
+    def unsaved(self) -> int:
+        """Tokens that are in memory and not on disk."""
         dirty = [n for n in self._nodes() if n.span is not None and self._space_of(n) is not None]
         return sum(n.end - max(n.start, n.disk.readable if n.disk is not None else 0) for n in dirty)
 

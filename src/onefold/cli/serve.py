@@ -25,7 +25,8 @@ from onefold.errors import ConfigError
 from onefold.sizes import show_size
 
 if TYPE_CHECKING:
-    from onefold.cache.disk import DiskSettings
+    from onefold.cache.disk import DiskSettings, DiskStats
+    from onefold.cache.prefix_cache import Stats
     from onefold.engine.engine import Engine
     from onefold.server.settings import Settings
 
@@ -207,17 +208,33 @@ def _serve(given: argparse.Namespace) -> int:
 
 
 def _stop(engine: Engine) -> None:
-    """What is in memory and belongs on disk is written first; a second interrupt does without."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    """What is in memory and belongs on disk is written first; an interrupt meanwhile does without."""
     before, began = engine.cache.stats().disk, time.monotonic()
-    if before.mode != "off":
-        log.info("what is in memory is being written to disk; interrupt once more to leave it")
-    with contextlib.suppress(KeyboardInterrupt):
+    why = ""
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if before.mode != "off":
+            log.info("what is in memory is being written to disk; interrupt once more to leave it")
         engine.stop()
-        after = engine.cache.stats().disk
-        if after.mode != "off":
-            written, held = show_size(after.written_bytes - before.written_bytes), show_size(after.used_bytes)
-            log.info("%s were written in %.1f s; %s are on disk", written, time.monotonic() - began, held)
+    except KeyboardInterrupt:
+        why = "interrupted"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # no thread may be left when the process ends: MLX would abort it
+    if why:
+        engine.cache.close_soon()
+        engine.stop()
+    if before.mode != "off":
+        log.info("%s", _farewell(engine.cache.stats(), before, time.monotonic() - began, why))
+
+
+def _farewell(after: Stats, before: DiskStats, seconds: float, why: str) -> str:
+    """What became of the memory."""
+    written, held = after.disk.written_bytes - before.written_bytes, show_size(after.disk.used_bytes)
+    said = f"{show_size(written)} were written in {seconds:.1f} s; {held} are on disk"
+    if after.disk.left_tokens:
+        refused = [r for r in ("daily limit", "no room on disk", "disk too slow") if after.reasons.get(f"disk: {r}")]
+        why = why or after.disk.failed or ", ".join(refused) or "not all could be"
+        return f"{said}; {after.disk.left_tokens:,} tokens were not written: {why}"
+    return said if written else f"all of it is on disk already: {held}"
 
 
 def _settings(given: argparse.Namespace) -> Settings:
@@ -340,7 +357,7 @@ def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
 def _disk_line(engine: Engine) -> str:
     disk = engine.cache.stats().disk
     if disk.mode == "off":
-        return "none: memory only"
+        return f"OFF: {disk.folder}: {disk.failed}" if disk.failed else "none: memory only"
     limit = f", at most {show_size(disk.daily_limit_bytes)} a day" if disk.daily_limit_bytes else ""
     return f"{disk.folder}: {show_size(disk.used_bytes)} of {show_size(disk.budget_bytes)}, mode {disk.mode}{limit}"
 

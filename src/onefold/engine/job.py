@@ -46,6 +46,8 @@ class Job:
         """What it has on disk, on its way into memory."""
         self.looked = False
         """On the disk."""
+        self._read: list[Restore] = []
+        """What was read before that, until something turned out to be damaged."""
         self.position = 0
         """Tokens that the layers hold."""
         self.chosen: Chosen | None = None
@@ -69,6 +71,8 @@ class Job:
         """Whether it has to wait for what is being read for it. Raises BudgetError if there is no room for that."""
         if not self.looked or (self.restore is not None and self.restore.done and self.restore.rejected):
             room = min(self.left, reserve_tokens)
+            if self.restore is not None:
+                self._read.append(self.restore)
             self.restore = cache.restore(self._so_far, namespace=self.request.namespace, reserve_tokens=room)
             self.looked = True
         return self.restore is not None and not self.restore.done
@@ -86,16 +90,18 @@ class Job:
             namespace=namespace,
             checkpoints=prompt.checkpoints,
             reserve_tokens=min(self.left, reserve_tokens),
-            after=self.restore,
-            read_disk=False,
+            after=self._read if self.restore is None else [*self._read, self.restore],
         )
-        self.restore, self.looked = None, False
+        self._forget_restores()
         self.position = self.lease.cached
         if self.hit is None:
             lease = self.lease
             diverged = describe_divergence(prompt, lease.matched, known.tolist(), self._tokenizer)
             self.hit = Hit(len(prompt), lease.matched, lease.cached, lease.reason, diverged, lease.restored)
             self._events.append(Started(self.hit))
+
+    def _forget_restores(self) -> None:
+        self.restore, self.looked, self._read = None, False, []
 
     def publish(self) -> None:
         """Let others borrow what the layers hold by now."""
@@ -106,7 +112,7 @@ class Job:
         """Give the lease back, and keep what its layers hold."""
         if self.restore is not None:
             self.restore.finish()
-        self.restore, self.looked = None, False
+        self._forget_restores()
         lease, self.lease, self.chosen = self.lease, None, None
         if lease is None or lease.closed:
             return

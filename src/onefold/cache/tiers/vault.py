@@ -317,6 +317,13 @@ class Vault:
         level = logging.WARNING if self.counts["rejected_records"] <= _SAID else logging.DEBUG
         log.log(level, "a record on disk is not used and removed: %s (%s/%s)", reason, record.namespace, record.name)
 
+    def count_orphans(self, records: list[Record]) -> None:
+        """They went on from one that was rejected."""
+        self.reasons["orphan"] += len(records)
+        self.counts["rejected_records"] += len(records)
+        size = show_size(sum(r.size for r in records))
+        log.warning("with it go %d records (%s) that go on from it", len(records), size)
+
     def empty_bin(self) -> None:
         """Remove the files of what was given up; the one method that may run beside the others."""
         while self._doomed:

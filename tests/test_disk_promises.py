@@ -27,6 +27,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from onefold import ConfigError, PrefixCache
 from onefold.cache import fingerprint, host
 from onefold.cache.gate import Gate
+from onefold.cache.worker import Worker
 
 
 @pytest.fixture
@@ -398,18 +399,31 @@ def test_a_gate_that_was_interrupted_on_the_way_in_is_open() -> None:
     assert entered
 
 
+def test_a_worker_is_waited_for_though_the_wait_was_interrupted() -> None:
+    leave = threading.Event()
+    worker = Worker(lambda: leave.wait(10) and None, "test")
+    assert not worker.working
+    worker.start()
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        worker.wait(10)
+    assert worker.working and not worker.wait(0.05)
+    leave.set()
+    assert worker.wait(10) and not worker.working
+
+
 def test_closing_that_was_interrupted_can_be_done_again(model: FakeModel, tmp_path: Path) -> None:
     cache = opened(model, tmp_path, disk_mode="through")
     said = turn(model, cache, text(100))
     assert cache._disk is not None
     thread = cache._disk.spiller._writer._thread
-    join = thread.join
+    wait = thread.wait
 
-    def once(timeout: float | None = None) -> None:
-        thread.join = join  # type: ignore[method-assign]
+    def once(seconds: float | None = None) -> bool:
+        thread.wait = wait  # type: ignore[method-assign]
         raise KeyboardInterrupt
 
-    thread.join = once  # type: ignore[method-assign]
+    thread.wait = once  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         cache.close()
     cache.close()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +28,7 @@ from onefold.cache.gate import Gate
 from onefold.cache.segment import Slab
 from onefold.cache.tiers.record import Content
 from onefold.cache.tiers.vault import Record, Vault
+from onefold.cache.worker import Worker
 
 log = logging.getLogger("onefold")
 
@@ -81,7 +81,7 @@ class Writer:
         self._staged: deque[Staged] = deque()
         self._direct = host.addressable()
         self._stop = False
-        self._thread = threading.Thread(target=self._run, name="onefold-disk", daemon=True)
+        self._thread = Worker(self._run, "onefold-disk")
 
     def start(self) -> None:
         self._thread.start()
@@ -92,7 +92,7 @@ class Writer:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive() and not self._stop
+        return self._thread.working and not self._stop
 
     @property
     def has_room(self) -> bool:
@@ -108,14 +108,12 @@ class Writer:
         with self._gate.inner:
             self._stop = True
             self._gate.tell()
-        if self._thread.is_alive() and not self.is_this_thread:
-            self._thread.join(STOPPING_MOST)
-            if self._thread.is_alive():
-                log.warning("a record is still being written after %.0f s, and is left to itself", STOPPING_MOST)
+        if self._thread.working and not self.is_this_thread and not self._thread.wait(STOPPING_MOST):
+            log.warning("a record is still being written after %.0f s, and is left to itself", STOPPING_MOST)
 
     @property
     def is_this_thread(self) -> bool:
-        return self._thread is threading.current_thread()
+        return self._thread.is_this_thread
 
     # -- the thread -------------------------------------------------------------------------------
 

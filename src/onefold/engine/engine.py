@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import queue
 import threading
@@ -21,6 +22,7 @@ from mlx.utils import tree_flatten
 
 from onefold.cache.disk import DiskSettings
 from onefold.cache.prefix_cache import PrefixCache, Stats
+from onefold.cache.worker import Worker
 from onefold.engine.job import Deliver, Job
 from onefold.engine.prompt import PromptMaker
 from onefold.engine.request import Done, Event, Failed, Prompt, Request, Sampling
@@ -115,15 +117,13 @@ class Engine:
 
         refused: list[OnefoldError] = []
         ready = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(begin, refused, ready), name="onefold-engine", daemon=True
-        )
+        self._thread = Worker(functools.partial(self._run, begin, refused, ready), "onefold-engine")
         self._thread.start()
         # or what MLX leaves of the thread aborts Python's exit
         weakref.finalize(self, _end_thread, self._mailbox, self._thread)
         ready.wait()
         if refused:
-            self._thread.join()
+            self._thread.wait()
             raise refused[0]
         if self.most_tokens < LEAST_TOKENS:
             self.stop()
@@ -207,7 +207,7 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive() and not self._ended
+        return self._thread.working and not self._ended
 
     @property
     def most_tokens(self) -> int:
@@ -239,7 +239,7 @@ class Engine:
 
         self._mailbox.put(run)
         while not done.wait(0.2):
-            if not self._thread.is_alive():
+            if not self._thread.working:
                 raise EngineStopped("the engine has stopped")
         if failed:
             raise failed[0]
@@ -300,10 +300,10 @@ class Engine:
                 letter(scheduler)
 
 
-def _end_thread(mailbox: queue.SimpleQueue[Any], thread: threading.Thread, timeout_seconds: float = 10.0) -> None:
+def _end_thread(mailbox: queue.SimpleQueue[Any], thread: Worker, timeout_seconds: float = 10.0) -> None:
     mailbox.put(None)
-    if thread is not threading.current_thread():
-        thread.join(timeout_seconds)
+    if not thread.is_this_thread:
+        thread.wait(timeout_seconds)
 
 
 def _evaluate(model: nn.Module) -> None:

@@ -1,0 +1,36 @@
+"""A thread whose end can be waited for, also by somebody who was interrupted while waiting.
+
+`Thread.join` takes a thread for ended when the wait for it is interrupted (Python 3.11), and whoever leaves the process
+then leaves it with MLX at work, which aborts.
+
+No MLX in this file.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class Worker(threading.Thread):
+    def __init__(self, target: Callable[[], None], name: str) -> None:
+        super().__init__(target=target, name=name, daemon=True)
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self._over.set()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Until it has ended, or so long; whether it has."""
+        return self._over.wait(seconds)
+
+    @property
+    def working(self) -> bool:
+        return self.ident is not None and not self._over.is_set()
+
+    @property
+    def is_this_thread(self) -> bool:
+        return self is threading.current_thread()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import stat
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +48,13 @@ def put(folder: Folder, made: Content, used: float | None = None) -> Path:
     payload = payload_of(made)
     folder.write(made.namespace, made.name, [made.header(made.checksum([payload])), made.tokens, payload], used)
     return folder.path / made.namespace / made.name
+
+
+def raising(code: int) -> Callable[..., Any]:
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fails
 
 
 @pytest.fixture
@@ -160,11 +172,8 @@ def test_parts_are_written_and_read_however_they_are_cut(tmp_path: Path) -> None
 
 
 def test_a_write_that_fails_leaves_nothing(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     folder.describe(SPACE, {})
-    monkeypatch.setattr("onefold.cache.tiers.folder.write_all", fails)
+    monkeypatch.setattr("onefold.cache.tiers.folder.write_all", raising(errno.ENOSPC))
     with pytest.raises(OSError):
         folder.write(SPACE, content().name, [b"x"])
     assert [p.name for p in (folder.path / SPACE).iterdir()] == ["about.json"]
@@ -175,6 +184,95 @@ def test_one_process_writes_and_others_look(folder: Folder) -> None:
         Folder.make(folder.path)
     put(folder, content())
     assert len(Folder.look(folder.path).records(SPACE)) == 1
+
+
+def test_whatever_has_a_temporary_name_is_not_written_to(folder: Folder, tmp_path: Path) -> None:
+    """Not a pipe that nobody reads from, and not somebody's file that has a second name there."""
+    mine = tmp_path / "thesis.txt"
+    mine.write_text("precious")
+    temporary = folder.path / "written.json.tmp"
+    os.link(mine, temporary)
+    folder.note_written(Written("2026-05-04", 1, 1))
+    assert mine.read_text() == "precious"
+    os.mkfifo(temporary)
+    folder.note_written(Written("2026-05-04", 2, 2))
+    assert folder.written().ever == 2 and not temporary.exists()
+
+
+def test_a_folder_under_a_temporary_name_is_left_there(folder: Folder) -> None:
+    (folder.path / "written.json.tmp").mkdir()
+    with pytest.raises(FileExistsError):
+        folder.note_written(Written("2026-05-04", 1, 1))
+
+
+def test_what_a_crash_left_at_the_top_is_swept(folder: Folder) -> None:
+    folder.unlock()
+    for name in ("written.json.tmp", "onefold.json.tmp", "notes.tmp"):
+        (folder.path / name).write_text("half")
+    Folder.make(folder.path).unlock()
+    assert sorted(p.name for p in folder.path.glob("*.tmp")) == ["notes.tmp"]
+
+
+def test_a_full_disk_can_be_opened(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock is taken though nothing can be written into it, and is let go of with its holder."""
+    folder.unlock()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", raising(errno.ENOSPC))
+        again = Folder.make(folder.path)
+        with pytest.raises(FolderInUse, match="another process"):
+            Folder.make(folder.path)
+    again.unlock()
+    Folder.make(folder.path).unlock()
+
+
+def test_a_lock_that_cannot_be_taken_is_closed(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.unlock()
+    before = os.open(os.devnull, os.O_RDONLY)
+    os.close(before)
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", raising(errno.ENOLCK))
+        with pytest.raises(OSError):
+            Folder.make(folder.path)
+    after = os.open(os.devnull, os.O_RDONLY)
+    os.close(after)
+    assert before == after, "no descriptor is left open"
+
+
+def test_whoever_asks_who_holds_the_lock_is_waited_for(folder: Folder) -> None:
+    folder.unlock()
+    asking = os.open(folder.path / "lock", os.O_RDONLY)
+    fcntl.flock(asking, fcntl.LOCK_SH)
+    answered = threading.Timer(0.05, os.close, [asking])
+    answered.start()
+    Folder.make(folder.path).unlock()
+    answered.join()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EPERM, errno.ENOTSUP])
+def test_a_file_system_without_times(code: int, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "utime", raising(code))
+    assert put(folder, content(), used=1.0).exists()
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS, errno.EACCES])
+def test_a_file_system_that_cannot_flush_a_folder(code: int, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    flush, open_ = os.fsync, os.open
+
+    def fsync(file: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(code, os.strerror(code))
+        flush(file)
+
+    def opens(path: Any, *how: Any) -> int:
+        if Path(path).is_dir():
+            raise OSError(code, os.strerror(code))
+        return open_(path, *how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fsync)
+        assert put(folder, content()).exists()
+    monkeypatch.setattr(os, "open", opens)
+    assert put(folder, content(seed=1)).exists()
 
 
 def test_a_folder_that_is_not_ours_is_not_looked_at(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import json
 import os
 import stat
 import sys
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -42,6 +43,10 @@ READING = os.O_RDONLY | os.O_NONBLOCK | _NOFOLLOW
 """Nothing that was put in a record's place, such as a pipe, is waited for."""
 _F_NOCACHE = 48  # macOS
 _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
+_LOCK_SECONDS = 0.2
+"""That the lock is waited for: whoever asks who holds it has it for an instant."""
+_UNFLUSHED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.ENOSYS, errno.EACCES)
+"""What a file system says that cannot flush a folder, or a folder that may not be read."""
 IOV_MOST = 512
 PIECE_MOST = 2 << 20
 WRITE_MOST = 1 << 30
@@ -106,6 +111,8 @@ class Folder:
         self.lock()
         try:
             self.path.chmod(0o700)
+            for name in (MARKER, WRITTEN):
+                _remove(self.path / (name + TEMPORARY))
             if not marker.exists():
                 self._write_json(marker, {"is": "a Onefold cache", "layout": LAYOUT})
             self._require_layout()
@@ -135,16 +142,16 @@ class Folder:
         """One process writes at a time; it ends with the process, however that ends."""
         held = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | _NOFOLLOW, 0o600)
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            who = _named_in(held) or "another process"
+            if not _locked(held, time.monotonic() + _LOCK_SECONDS):
+                who = _named_in(held) or "another process"
+                raise FolderInUse(f"{self.path} is in use by {who}: one process writes a cache folder at a time")
+        except (OSError, FolderInUse):
             os.close(held)
-            if error.errno not in _TAKEN:
-                raise
-            raise FolderInUse(f"{self.path} is in use by {who}: one process writes a cache folder at a time") from error
-        os.ftruncate(held, 0)
-        os.pwrite(held, f"process {os.getpid()}\n".encode(), 0)
+            raise
         self._lock = held
+        with contextlib.suppress(OSError):  # the text is for people: a full disk can be read from
+            os.ftruncate(held, 0)
+            os.pwrite(held, f"process {os.getpid()}\n".encode(), 0)
 
     def unlock(self) -> None:
         if self._lock is not None:
@@ -273,7 +280,8 @@ class Folder:
 
     def _write(self, path: Path, parts: Iterable[Any], used: float | None = None) -> None:
         temporary = path.with_name(path.name + TEMPORARY)
-        held = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NOFOLLOW, 0o600)
+        _remove(temporary)  # whatever it is: nothing is written to that is not new
+        held = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o600)
         with contextlib.ExitStack() as undo:
             undo.callback(_remove, temporary)
             try:
@@ -281,7 +289,8 @@ class Folder:
                     fcntl.fcntl(held, _F_NOCACHE, 1)
                 write_all(held, parts)
                 if used is not None:
-                    os.utime(held, (used, used))
+                    with contextlib.suppress(OSError):  # a file system that cannot
+                        os.utime(held, (used, used))
                 os.fsync(held)
                 _let_go(held)
             finally:
@@ -294,6 +303,20 @@ class Folder:
 def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
+
+
+def _locked(held: int, until: float) -> bool:
+    """Whether this file is ours alone; False if it is somebody else's until then. Raises OSError."""
+    while True:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.005)
 
 
 def _named_in(lock: int) -> str:
@@ -357,14 +380,15 @@ def _let_go(held: int) -> None:
 
 
 def _flush_folder(path: Path) -> None:
-    held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(held)
+        held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(held)
+        finally:
+            os.close(held)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that cannot
+        if error.errno not in _UNFLUSHED:
             raise
-    finally:
-        os.close(held)
 
 
 def _is_namespace(name: str) -> bool:

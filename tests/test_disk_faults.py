@@ -225,7 +225,7 @@ def test_no_record_is_read_that_says_it_is_of_another_layout(tmp_path: Path) -> 
     """A file that is sound by itself, and is not what this model needs."""
     model, tokens = filled(("full", "full"), tmp_path)
     path = files(tmp_path)[0]
-    folder = Folder.look(tmp_path)
+    folder = Folder.make(tmp_path)
     head = format.parse_head(path.read_bytes())
     assert isinstance(head, format.Head)
     named = format.parse_name(path.name)
@@ -237,6 +237,7 @@ def test_no_record_is_read_that_says_it_is_of_another_layout(tmp_path: Path) -> 
     folder.write(
         path.parent.name, path.name, [lying.header(lying.checksum([payload])), content.tokens.astype("<i4"), payload]
     )
+    folder.unlock()
     cached, reasons = goes_on(model, tmp_path, tokens)
     assert cached == 0 and reasons["disk: of another layout"] == 1
 
@@ -302,10 +303,29 @@ def test_a_folder_that_vanishes_is_done_without(mode: str, tmp_path: Path, caplo
         assert session.cached == 0
         session.prefill().commit()
         cache.flush(10)
-        assert bool(cache.stats().disk.failed) == (mode == "through"), "written back, nothing is until the end"
+        assert "the folder was removed" in cache.stats().disk.failed
         settled(cache)
     assert caplog.text.count("is switched off") == 1
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_folder_that_is_made_anew_is_left_to_its_new_owner(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, tokens = filled(("full", "full"), tmp_path / "cache")
+    with opened(model, tmp_path / "cache", disk_mode="through") as cache:
+        assert cache.matched(tokens) == len(tokens)
+        shutil.rmtree(tmp_path / "cache")
+        with opened(model, tmp_path / "cache", disk_mode="through") as theirs:
+            said = turn(model, theirs, tokens)
+            assert theirs.flush(10)
+            before = files(tmp_path / "cache")
+            serves_on(model, cache)
+            assert not cache.flush(10) and "made anew" in cache.stats().disk.failed
+            cache.clear()
+            assert files(tmp_path / "cache") == before and theirs.durable(said) == len(said)
+            assert theirs.stats().disk.failed == ""
+    assert caplog.text.count("is switched off") == 1
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
+import shutil
 import stat
 import threading
 import time
@@ -273,6 +275,37 @@ def test_a_file_system_that_cannot_flush_a_folder(code: int, folder: Folder, mon
         assert put(folder, content()).exists()
     monkeypatch.setattr(os, "open", opens)
     assert put(folder, content(seed=1)).exists()
+
+
+def test_a_folder_that_was_made_anew_is_somebody_elses(folder: Folder) -> None:
+    """Nothing is written there by whoever had the folder of that name before, and nothing removed."""
+    shutil.rmtree(folder.path)
+    theirs = Folder.make(folder.path)
+    path = put(theirs, content(), used=1000.0)
+    theirs.note_written(Written("2026-05-04", 7, 7))
+    for act in (
+        lambda: put(folder, content(seed=1)),
+        lambda: folder.note_written(Written("2026-05-04", 1, 1)),
+        lambda: folder.remove(SPACE, path.name),
+        lambda: folder.remove_namespace(SPACE),
+    ):
+        with pytest.raises(OSError, match="made anew"):
+            act()
+    folder.touch(SPACE, path.name, 2000.0)
+    assert [f.used for f in theirs.records(SPACE)] == [1000.0]
+    assert theirs.written().ever == 7 and theirs.about(SPACE) == {"label": "a model"}
+    theirs.unlock()
+
+
+def test_a_child_of_the_process_removes_nothing(folder: Folder) -> None:
+    path = put(folder, content())
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(OSError):
+            folder.remove(SPACE, path.name)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert path.exists()
 
 
 def test_a_folder_that_is_not_ours_is_not_looked_at(tmp_path: Path) -> None:

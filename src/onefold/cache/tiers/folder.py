@@ -9,6 +9,8 @@
 
 - A file is written under a temporary name, flushed, and renamed: what has a record's name is whole, or was damaged
   afterwards.
+- Nothing is written or removed but by the process that holds the lock, and only while `lock` is the file that it holds:
+  a folder that was deleted and made anew is somebody else's.
 - Folders are 0700, files 0600. A folder that holds something else is refused, and links are not followed.
 - The file cache of the operating system is told to let go of what was written or read.
 
@@ -160,6 +162,14 @@ class Folder:
             os.close(self._lock)
             self._lock = None
 
+    def _require_lock(self) -> None:
+        """Raises OSError if the folder is not the one that was locked: it may be somebody else's by now."""
+        if self._lock is not None:
+            with _absent_is_empty():
+                if os.path.samestat(os.fstat(self._lock), os.lstat(self.path / LOCK)):
+                    return
+        raise OSError(errno.ESTALE, "its lock is gone: the folder was removed, or made anew by another process")
+
     def holder(self) -> str:
         """Who has it locked: "process 123"; empty if nobody does."""
         try:
@@ -226,6 +236,7 @@ class Folder:
 
     def describe(self, namespace: str, about: dict[str, Any]) -> None:
         """Make a namespace's folder, and say in it what it is of."""
+        self._require_lock()
         inside = self.path / namespace
         inside.mkdir(mode=0o700, exist_ok=True)
         if inside.is_symlink():
@@ -234,15 +245,19 @@ class Folder:
             self._write_json(inside / ABOUT, about)
 
     def write(self, namespace: str, name: str, parts: Iterable[Any], used: float | None = None) -> None:
-        """A record, all of it or nothing; `used` is when what it holds was last used."""
+        """A record, all of it or nothing; `used` is when what it holds was last used. Raises OSError."""
+        self._require_lock()
         self._write(self.path / namespace / name, parts, used)
 
     def remove(self, namespace: str, name: str) -> None:
+        """Raises OSError, but not if it has gone."""
+        self._require_lock()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path / namespace / name)
 
     def remove_namespace(self, namespace: str) -> None:
-        """An empty one."""
+        """An empty one. Raises OSError."""
+        self._require_lock()
         with contextlib.suppress(OSError):
             (self.path / namespace / ABOUT).unlink()
         with contextlib.suppress(OSError):
@@ -250,6 +265,7 @@ class Folder:
 
     def touch(self, namespace: str, name: str, used: float) -> None:
         with contextlib.suppress(OSError):
+            self._require_lock()
             os.utime(self.path / namespace / name, (used, used), follow_symlinks=False)
 
     @contextlib.contextmanager
@@ -273,6 +289,7 @@ class Folder:
         return Written(str(said.get("day", "")), _count(said.get("today")), _count(said.get("ever")))
 
     def note_written(self, written: Written) -> None:
+        self._require_lock()
         self._write_json(self.path / WRITTEN, written._asdict())
 
     def _write_json(self, path: Path, value: dict[str, Any]) -> None:

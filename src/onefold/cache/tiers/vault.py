@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -284,7 +283,7 @@ class Vault:
     def fail(self, error: OSError) -> None:
         """The folder takes no more."""
         if not self.failed:
-            self.failed = f"{os.strerror(error.errno) if error.errno else error}"
+            self.failed = error.strerror or str(error)
             log.warning(
                 "the disk cache in %s is switched off: %s. Serving goes on from memory; restart to try again",
                 self.folder.path,
@@ -325,6 +324,8 @@ class Vault:
                 self.folder.remove(record.namespace, record.name)
             except OSError as error:
                 log.debug("%s could not be removed: %s", record.name, error)
+                if error.errno == errno.ESTALE:
+                    self.fail(error)
 
     @property
     def has_bin(self) -> bool:

@@ -174,7 +174,7 @@ def test_parts_are_written_and_read_however_they_are_cut(tmp_path: Path) -> None
 
 
 def test_a_write_that_fails_leaves_nothing(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder.describe(SPACE, {})
+    put(folder, content(seed=1)).unlink()
     monkeypatch.setattr("onefold.cache.tiers.folder.write_all", raising(errno.ENOSPC))
     with pytest.raises(OSError):
         folder.write(SPACE, content().name, [b"x"])
@@ -287,7 +287,7 @@ def test_a_folder_that_was_made_anew_is_somebody_elses(folder: Folder) -> None:
         lambda: put(folder, content(seed=1)),
         lambda: folder.note_written(Written("2026-05-04", 1, 1)),
         lambda: folder.remove(SPACE, path.name),
-        lambda: folder.remove_namespace(SPACE),
+        lambda: folder.remove_if_empty(SPACE),
     ):
         with pytest.raises(OSError, match="made anew"):
             act()
@@ -311,6 +311,13 @@ def test_a_child_of_the_process_removes_nothing(folder: Folder) -> None:
 def test_a_folder_that_is_not_ours_is_not_looked_at(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a cache"):
         Folder.look(tmp_path)
+
+
+def test_a_namespace_comes_with_its_first_record(folder: Folder) -> None:
+    folder.describe(SPACE, {"label": "a model"})
+    assert folder.namespaces() == []
+    put(folder, content())
+    assert folder.about(SPACE) == {"label": "a model"}
 
 
 # -- the vault -------------------------------------------------------------------------------------
@@ -379,6 +386,38 @@ def test_what_another_version_wrote_is_left_to_it(folder: Folder) -> None:
         path.write_bytes(path.read_bytes().replace(b'"onefold":"1"', b'"onefold":"2"', 1))
     vault = Vault(folder, 3 * on_disk(made[0].size) + 5000)
     assert len(left(folder, OTHER)) == 3 and vault.counts["rejected_records"] == 0
+
+
+def test_a_namespace_goes_with_its_last_record_and_comes_again(folder: Folder) -> None:
+    chain(folder, 2)
+    vault = Vault(folder, 10**9)
+    first, second = sorted(vault.records(), key=lambda r: r.start)
+    vault.drop(second)
+    vault.empty_bin()
+    assert folder.namespaces() == [SPACE]
+    vault.drop(first)
+    vault.empty_bin()
+    assert folder.namespaces() == []
+    put(folder, content())
+    assert folder.about(SPACE) == {"label": "a model"}
+
+
+def test_a_namespace_stays_for_a_record_that_is_on_its_way(folder: Folder) -> None:
+    chain(folder, 1)
+    vault = Vault(folder, 10**9)
+    vault.drop(vault.records()[0])
+    vault.expect(Record(SPACE, What.RANGE, b"a" * 20, 0, 20, 100, 0.0))
+    vault.empty_bin()
+    assert folder.namespaces() == [SPACE] and left(folder) == set()
+
+
+def test_empty_namespaces_are_swept_but_for_what_was_put_there(folder: Folder) -> None:
+    for made in (content(), content(space=OTHER)):
+        put(folder, made).unlink()
+    (folder.path / OTHER / "notes.txt").write_text("mine")
+    Vault(folder, 10**9)
+    assert folder.namespaces() == [OTHER]
+    assert sorted(p.name for p in (folder.path / OTHER).iterdir()) == ["about.json", "notes.txt"]
 
 
 FOREST = st.lists(st.tuples(st.integers(0, 30), st.floats(0, 1000), st.integers(1, 9000)), min_size=1, max_size=40)

@@ -9,6 +9,7 @@
 
 - A file is written under a temporary name, flushed, and renamed: what has a record's name is whole, or was damaged
   afterwards.
+- A namespace's folder comes with its first record, and goes with its last.
 - Nothing is written or removed but by the process that holds the lock, and only while `lock` is the file that it holds:
   a folder that was deleted and made anew is somebody else's.
 - Folders are 0700, files 0600. A folder that holds something else is refused, and links are not followed.
@@ -88,6 +89,8 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: int | None = None
+        self._abouts: dict[str, dict[str, Any]] = {}
+        """What namespaces are of, for when they are made."""
         _OPEN.add(self)
 
     # -- opening ---------------------------------------------------------------------------------
@@ -235,19 +238,19 @@ class Folder:
     # -- files -----------------------------------------------------------------------------------------
 
     def describe(self, namespace: str, about: dict[str, Any]) -> None:
-        """Make a namespace's folder, and say in it what it is of."""
+        """What a namespace is of: it says so in its folder, which is made when its first record is written."""
+        self._abouts[namespace] = about
+
+    def write(self, namespace: str, name: str, parts: Iterable[Any], used: float | None = None) -> None:
+        """A record, all of it or nothing; `used` is when what it holds was last used. Raises OSError."""
         self._require_lock()
         inside = self.path / namespace
         inside.mkdir(mode=0o700, exist_ok=True)
         if inside.is_symlink():
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(inside))
-        if not (inside / ABOUT).exists():
-            self._write_json(inside / ABOUT, about)
-
-    def write(self, namespace: str, name: str, parts: Iterable[Any], used: float | None = None) -> None:
-        """A record, all of it or nothing; `used` is when what it holds was last used. Raises OSError."""
-        self._require_lock()
-        self._write(self.path / namespace / name, parts, used)
+        if namespace in self._abouts and not (inside / ABOUT).exists():
+            self._write_json(inside / ABOUT, self._abouts[namespace])
+        self._write(inside / name, parts, used)
 
     def remove(self, namespace: str, name: str) -> None:
         """Raises OSError, but not if it has gone."""
@@ -255,13 +258,16 @@ class Folder:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path / namespace / name)
 
-    def remove_namespace(self, namespace: str) -> None:
-        """An empty one. Raises OSError."""
+    def remove_if_empty(self, namespace: str) -> bool:
+        """A namespace that has nothing but the word of what it is of goes. Raises OSError."""
         self._require_lock()
+        if self.records(namespace) or self.strangers(namespace):
+            return False
         with contextlib.suppress(OSError):
             (self.path / namespace / ABOUT).unlink()
         with contextlib.suppress(OSError):
             (self.path / namespace).rmdir()
+        return True
 
     def touch(self, namespace: str, name: str, used: float) -> None:
         with contextlib.suppress(OSError):

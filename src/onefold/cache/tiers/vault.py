@@ -141,7 +141,10 @@ class Vault:
         """Count what is there, sweep what a crash left, and be within the budget."""
         for namespace in self.folder.namespaces():
             self.folder.sweep(namespace)
-            for filed in self.folder.records(namespace):
+            found = self.folder.records(namespace)
+            if not found:
+                self._remove_if_empty(namespace)
+            for filed in found:
                 self._add(_record(namespace, filed, self._clock()))
         if self.total_bytes > _LINK_FROM * self.budget_bytes:
             self._link_all()  # while nobody waits
@@ -317,15 +320,30 @@ class Vault:
         log.log(level, "a record on disk is not used and removed: %s (%s/%s)", reason, record.namespace, record.name)
 
     def empty_bin(self) -> None:
-        """Remove the files of what was given up; the one method that may run beside the others."""
+        """Remove the files of what was given up, and namespaces that have none any more. May run beside the other
+        methods, but not while records are written: one thread does both."""
+        emptied = set[str]()
         while self._doomed:
             record = self._doomed.popleft()
+            emptied.add(record.namespace)
             try:
                 self.folder.remove(record.namespace, record.name)
             except OSError as error:
-                log.debug("%s could not be removed: %s", record.name, error)
-                if error.errno == errno.ESTALE:
-                    self.fail(error)
+                self._not_removed(record.name, error)
+        for namespace in emptied:
+            if not self._records[namespace]:  # what is on its way is there already
+                self._remove_if_empty(namespace)
+
+    def _remove_if_empty(self, namespace: str) -> None:
+        try:
+            self.folder.remove_if_empty(namespace)
+        except OSError as error:
+            self._not_removed(namespace, error)
+
+    def _not_removed(self, name: str, error: OSError) -> None:
+        log.debug("%s could not be removed: %s", name, error)
+        if error.errno == errno.ESTALE:
+            self.fail(error)
 
     @property
     def has_bin(self) -> bool:

@@ -420,6 +420,50 @@ def test_empty_namespaces_are_swept_but_for_what_was_put_there(folder: Folder) -
     assert sorted(p.name for p in (folder.path / OTHER).iterdir()) == ["about.json", "notes.txt"]
 
 
+DAY = 86_400.0
+NOON = time.mktime((2026, 5, 4, 12, 0, 0, 0, 0, -1))
+
+
+def test_the_daily_limit_is_for_a_day_however_the_clock_is_set(folder: Folder) -> None:
+    now = NOON
+    vault = Vault(folder, 10**9, daily_bytes=1000, clock=lambda: now)
+    vault.arrived(Record(SPACE, What.RANGE, b"a" * 20, 0, 20, 1000, 0.0))
+    assert vault.refuses(1) == "daily limit"
+    now = NOON - DAY
+    assert vault.refuses(1) == "daily limit"
+    now = NOON
+    assert vault.refuses(1) == "daily limit", "the clock was set back and forth"
+    now = NOON + DAY
+    assert vault.refuses(1) == "" and vault.written_today == 0
+
+
+@pytest.mark.parametrize("day", ["2062-05-04", "9999-99-99", "next week"])
+def test_a_day_that_never_was_does_not_stop_writing_for_ever(day: str, folder: Folder) -> None:
+    """What was counted on it counts for today, as it may well have been written today."""
+    folder.note_written(Written(day, 1000, 5000))
+    now = NOON
+    vault = Vault(folder, 10**9, daily_bytes=1000, clock=lambda: now)
+    assert vault.refuses(1) == "daily limit"
+    now = NOON + DAY
+    assert vault.refuses(1) == "" and vault.written_ever == 5000
+
+
+def test_uses_are_written_down_however_the_clock_is_set(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain(folder, 1)
+    now, passed = NOON, time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: passed)
+    vault = Vault(folder, 10**9, clock=lambda: now)
+    now -= 3600
+    vault.touch(vault.records(), now)
+    assert not vault.has_touched and vault.take_touched() == []
+    passed += 61
+    assert vault.has_touched and vault.take_touched() == vault.records()
+    vault.touch(vault.records(), now)
+    assert not vault.has_touched
+    now += 2 * 3600
+    assert not vault.has_touched
+
+
 FOREST = st.lists(st.tuples(st.integers(0, 30), st.floats(0, 1000), st.integers(1, 9000)), min_size=1, max_size=40)
 
 

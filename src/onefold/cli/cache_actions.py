@@ -83,7 +83,7 @@ def stat(folder: Folder) -> dict[str, Any]:
         "bytes": sum(e.disk_bytes for e in entries),
         "last_used": max((e.used for e in entries), default=None),
         "oldest": min((e.used for e in entries), default=None),
-        "written_today_bytes": written.today if written.day == day_of(time.time()) else 0,
+        "written_today_bytes": written.today if written.day >= day_of(time.time()) else 0,
         "written_ever_bytes": written.ever,
         "leftovers": [_joined(s, n) for s, n in leftovers],
         "leftover_bytes": sum(census.size_of(folder, s, n) for s, n in leftovers),

@@ -74,9 +74,9 @@ class Written(NamedTuple):
     ever: int
 
 
-def day_of(moment: float) -> str:
-    """As `Written` has it."""
-    return datetime.datetime.fromtimestamp(moment).date().isoformat()
+def day_of(moment: float, later: int = 0) -> str:
+    """As `Written` has it; or so many days later. Later days compare greater."""
+    return (datetime.date.fromtimestamp(moment) + datetime.timedelta(later)).isoformat()
 
 
 def is_leftover(name: str) -> bool:

@@ -129,7 +129,7 @@ class Vault:
         self._linked: set[str] = set()
         """Namespaces whose records know what they go on from."""
         self._touched: set[Record] = set()
-        self._touched_at = clock()
+        self._touched_at = time.monotonic()
         self._said_limit = ""
         self._no_room_until = 0.0
         """What was last used before this found no room, and would not now."""
@@ -364,13 +364,13 @@ class Vault:
     @property
     def has_touched(self) -> bool:
         """Whether uses are to be written down now."""
-        return bool(self._touched) and self._clock() - self._touched_at >= _TOUCH_EVERY
+        return bool(self._touched) and time.monotonic() - self._touched_at >= _TOUCH_EVERY
 
     def take_touched(self, *, force: bool = False) -> list[Record]:
         """Those whose use is to be written down now: not more often than once a minute."""
-        if not force and self._clock() - self._touched_at < _TOUCH_EVERY:
+        if not force and time.monotonic() - self._touched_at < _TOUCH_EVERY:
             return []
-        self._touched_at = self._clock()
+        self._touched_at = time.monotonic()
         touched, self._touched = self._touched, set()
         return list(touched)
 
@@ -396,9 +396,13 @@ class Vault:
         self.total_bytes += on_disk(record.size)
 
     def _today(self) -> int:
-        day = day_of(self._clock())
-        if day != self._day:
-            self._day, self.written_today = day, 0
+        """A count is that of the latest day there was, until that is over: clocks are set back, and time zones change.
+        A day that is not even tomorrow there never was; what was counted then is taken to be today's."""
+        now = self._clock()
+        if day_of(now) > self._day:
+            self._day, self.written_today = day_of(now), 0
+        elif self._day > day_of(now, later=1):
+            self._day = day_of(now)
         return self.written_today
 
     def check(self) -> list[str]:

@@ -11,6 +11,7 @@ import shutil
 import stat
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -377,6 +378,20 @@ def test_orphans_go(folder: Folder) -> None:
     vault.empty_bin()
     assert left(folder) == {made[0].address} and vault.reasons["orphan"] == 2
     assert vault.check() == []
+
+
+def test_loading_keeps_tokens_and_no_headers(folder: Folder) -> None:
+    """The headers of large models take many times what is wanted of them."""
+    layers = tuple(Tensor(f"kv.{i}.{j}", "BF16", (1, 4, 1)) for i in range(64) for j in range(2))
+    for i in range(100):
+        put(folder, Content(What.RANGE, SPACE, b"", 0, np.full(4, i, np.int32), layers))
+    vault = Vault(folder, 10**9)
+    vault.load(SPACE)
+    tracemalloc.start()
+    loaded = vault.load(SPACE)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(loaded) == 100 and peak < 200_000, f"{peak // 100} bytes for each"
 
 
 def test_what_another_version_wrote_is_left_to_it(folder: Folder) -> None:

@@ -16,7 +16,7 @@ import errno
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -176,37 +176,35 @@ class Vault:
         """The records of a namespace with their tokens, each after the one that it goes on from. What cannot be
         understood, or goes on from nothing, is removed."""
         self._linked.discard(namespace)
-        return [Loaded(record, head.tokens) for record, head in self._link(namespace, ours=True)]
+        return list(self._link(namespace, ours=True))
 
     def _link_all(self) -> None:
         """Learn what goes on from what in the namespaces that nobody has used yet, before any of theirs is given up."""
         for namespace in self._records:
             if namespace not in self._linked:
-                self._link(namespace, ours=False)
+                for _ in self._link(namespace, ours=False):
+                    pass
 
-    def _link(self, namespace: str, *, ours: bool) -> list[tuple[Record, Head]]:
+    def _link(self, namespace: str, *, ours: bool) -> Iterator[Loaded]:
         """Read the heads of a namespace's records; each comes after the one that it goes on from. What another version
         wrote is left to it, in the order of its names."""
         self._linked.add(namespace)
         held = self._records.get(namespace, {})
         for record in held.values():
             record.parent, record.children = None, 0
-        heads: list[tuple[Record, Head]] = []
         unread: set[bytes] = set()
-        there = sorted(held.values(), key=lambda r: r.start)
-        found = read_heads(self.folder.path / namespace, [Wanted(r.named, r.size) for r in there])
-        for record, head in zip(there, found, strict=True):
-            if isinstance(head, Head):
-                heads.append((record, head))
-            elif is_passing(head):
-                unread.add(record.address)
-                self.reasons["unreadable"] += 1
-                log.warning("a record on disk cannot be read now, and is left there: %s", head)
-            elif ours or str(head) != OTHER_FORMAT:
-                self.reject(record, _reason(head))
-        linked: list[tuple[Record, Head]] = []
         known: set[Record | None] = set()
-        for record, head in heads:  # by start: parents come first
+        there = sorted(held.values(), key=lambda r: r.start)  # parents come first
+        heads = read_heads(self.folder.path / namespace, (Wanted(r.named, r.size) for r in there))
+        for record, head in zip(there, heads, strict=True):
+            if not isinstance(head, Head):
+                if is_passing(head):
+                    unread.add(record.address)
+                    self.reasons["unreadable"] += 1
+                    log.warning("a record on disk cannot be read now, and is left there: %s", head)
+                elif ours or str(head) != OTHER_FORMAT:
+                    self.reject(record, _reason(head))
+                continue
             parent = held.get(head.parent) if head.parent else None
             if head.parent in unread:
                 unread.add(record.address)
@@ -221,8 +219,7 @@ class Vault:
                 parent.children += 1
             if record.what is What.RANGE:
                 known.add(record)
-            linked.append((record, head))
-        return linked
+            yield Loaded(record, head.tokens)
 
     # -- coming --------------------------------------------------------------------------------------
 

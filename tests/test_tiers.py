@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
+import shutil
+import stat
+import threading
 import time
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +51,13 @@ def put(folder: Folder, made: Content, used: float | None = None) -> Path:
     payload = payload_of(made)
     folder.write(made.namespace, made.name, [made.header(made.checksum([payload])), made.tokens, payload], used)
     return folder.path / made.namespace / made.name
+
+
+def raising(code: int) -> Callable[..., Any]:
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fails
 
 
 @pytest.fixture
@@ -160,11 +175,8 @@ def test_parts_are_written_and_read_however_they_are_cut(tmp_path: Path) -> None
 
 
 def test_a_write_that_fails_leaves_nothing(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    folder.describe(SPACE, {})
-    monkeypatch.setattr("onefold.cache.tiers.folder.write_all", fails)
+    put(folder, content(seed=1)).unlink()
+    monkeypatch.setattr("onefold.cache.tiers.folder.write_all", raising(errno.ENOSPC))
     with pytest.raises(OSError):
         folder.write(SPACE, content().name, [b"x"])
     assert [p.name for p in (folder.path / SPACE).iterdir()] == ["about.json"]
@@ -177,9 +189,136 @@ def test_one_process_writes_and_others_look(folder: Folder) -> None:
     assert len(Folder.look(folder.path).records(SPACE)) == 1
 
 
+def test_whatever_has_a_temporary_name_is_not_written_to(folder: Folder, tmp_path: Path) -> None:
+    """Not a pipe that nobody reads from, and not somebody's file that has a second name there."""
+    mine = tmp_path / "thesis.txt"
+    mine.write_text("precious")
+    temporary = folder.path / "written.json.tmp"
+    os.link(mine, temporary)
+    folder.note_written(Written("2026-05-04", 1, 1))
+    assert mine.read_text() == "precious"
+    os.mkfifo(temporary)
+    folder.note_written(Written("2026-05-04", 2, 2))
+    assert folder.written().ever == 2 and not temporary.exists()
+
+
+def test_a_folder_under_a_temporary_name_is_left_there(folder: Folder) -> None:
+    (folder.path / "written.json.tmp").mkdir()
+    with pytest.raises(FileExistsError):
+        folder.note_written(Written("2026-05-04", 1, 1))
+
+
+def test_what_a_crash_left_at_the_top_is_swept(folder: Folder) -> None:
+    folder.unlock()
+    for name in ("written.json.tmp", "onefold.json.tmp", "notes.tmp"):
+        (folder.path / name).write_text("half")
+    Folder.make(folder.path).unlock()
+    assert sorted(p.name for p in folder.path.glob("*.tmp")) == ["notes.tmp"]
+
+
+def test_a_full_disk_can_be_opened(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock is taken though nothing can be written into it, and is let go of with its holder."""
+    folder.unlock()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", raising(errno.ENOSPC))
+        again = Folder.make(folder.path)
+        with pytest.raises(FolderInUse, match="another process"):
+            Folder.make(folder.path)
+    again.unlock()
+    Folder.make(folder.path).unlock()
+
+
+def test_a_lock_that_cannot_be_taken_is_closed(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.unlock()
+    before = os.open(os.devnull, os.O_RDONLY)
+    os.close(before)
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", raising(errno.ENOLCK))
+        with pytest.raises(OSError):
+            Folder.make(folder.path)
+    after = os.open(os.devnull, os.O_RDONLY)
+    os.close(after)
+    assert before == after, "no descriptor is left open"
+
+
+def test_whoever_asks_who_holds_the_lock_is_waited_for(folder: Folder) -> None:
+    folder.unlock()
+    asking = os.open(folder.path / "lock", os.O_RDONLY)
+    fcntl.flock(asking, fcntl.LOCK_SH)
+    answered = threading.Timer(0.05, os.close, [asking])
+    answered.start()
+    Folder.make(folder.path).unlock()
+    answered.join()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EPERM, errno.ENOTSUP])
+def test_a_file_system_without_times(code: int, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "utime", raising(code))
+    assert put(folder, content(), used=1.0).exists()
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS, errno.EACCES])
+def test_a_file_system_that_cannot_flush_a_folder(code: int, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    flush, open_ = os.fsync, os.open
+
+    def fsync(file: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(code, os.strerror(code))
+        flush(file)
+
+    def opens(path: Any, *how: Any) -> int:
+        if Path(path).is_dir():
+            raise OSError(code, os.strerror(code))
+        return open_(path, *how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fsync)
+        assert put(folder, content()).exists()
+    monkeypatch.setattr(os, "open", opens)
+    assert put(folder, content(seed=1)).exists()
+
+
+def test_a_folder_that_was_made_anew_is_somebody_elses(folder: Folder) -> None:
+    """Nothing is written there by whoever had the folder of that name before, and nothing removed."""
+    shutil.rmtree(folder.path)
+    theirs = Folder.make(folder.path)
+    path = put(theirs, content(), used=1000.0)
+    theirs.note_written(Written("2026-05-04", 7, 7))
+    for act in (
+        lambda: put(folder, content(seed=1)),
+        lambda: folder.note_written(Written("2026-05-04", 1, 1)),
+        lambda: folder.remove(SPACE, path.name),
+        lambda: folder.remove_if_empty(SPACE),
+    ):
+        with pytest.raises(OSError, match="made anew"):
+            act()
+    folder.touch(SPACE, path.name, 2000.0)
+    assert [f.used for f in theirs.records(SPACE)] == [1000.0]
+    assert theirs.written().ever == 7 and theirs.about(SPACE) == {"label": "a model"}
+    theirs.unlock()
+
+
+def test_a_child_of_the_process_removes_nothing(folder: Folder) -> None:
+    path = put(folder, content())
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(OSError):
+            folder.remove(SPACE, path.name)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert path.exists()
+
+
 def test_a_folder_that_is_not_ours_is_not_looked_at(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a cache"):
         Folder.look(tmp_path)
+
+
+def test_a_namespace_comes_with_its_first_record(folder: Folder) -> None:
+    folder.describe(SPACE, {"label": "a model"})
+    assert folder.namespaces() == []
+    put(folder, content())
+    assert folder.about(SPACE) == {"label": "a model"}
 
 
 # -- the vault -------------------------------------------------------------------------------------
@@ -241,6 +380,20 @@ def test_orphans_go(folder: Folder) -> None:
     assert vault.check() == []
 
 
+def test_loading_keeps_tokens_and_no_headers(folder: Folder) -> None:
+    """The headers of large models take many times what is wanted of them."""
+    layers = tuple(Tensor(f"kv.{i}.{j}", "BF16", (1, 4, 1)) for i in range(64) for j in range(2))
+    for i in range(100):
+        put(folder, Content(What.RANGE, SPACE, b"", 0, np.full(4, i, np.int32), layers))
+    vault = Vault(folder, 10**9)
+    vault.load(SPACE)
+    tracemalloc.start()
+    loaded = vault.load(SPACE)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(loaded) == 100 and peak < 200_000, f"{peak // 100} bytes for each"
+
+
 def test_what_another_version_wrote_is_left_to_it(folder: Folder) -> None:
     made = chain(folder, 3, used=time.time(), space=OTHER)
     for m in made:
@@ -248,6 +401,82 @@ def test_what_another_version_wrote_is_left_to_it(folder: Folder) -> None:
         path.write_bytes(path.read_bytes().replace(b'"onefold":"1"', b'"onefold":"2"', 1))
     vault = Vault(folder, 3 * on_disk(made[0].size) + 5000)
     assert len(left(folder, OTHER)) == 3 and vault.counts["rejected_records"] == 0
+
+
+def test_a_namespace_goes_with_its_last_record_and_comes_again(folder: Folder) -> None:
+    chain(folder, 2)
+    vault = Vault(folder, 10**9)
+    first, second = sorted(vault.records(), key=lambda r: r.start)
+    vault.drop(second)
+    vault.empty_bin()
+    assert folder.namespaces() == [SPACE]
+    vault.drop(first)
+    vault.empty_bin()
+    assert folder.namespaces() == []
+    put(folder, content())
+    assert folder.about(SPACE) == {"label": "a model"}
+
+
+def test_a_namespace_stays_for_a_record_that_is_on_its_way(folder: Folder) -> None:
+    chain(folder, 1)
+    vault = Vault(folder, 10**9)
+    vault.drop(vault.records()[0])
+    vault.expect(Record(SPACE, What.RANGE, b"a" * 20, 0, 20, 100, 0.0))
+    vault.empty_bin()
+    assert folder.namespaces() == [SPACE] and left(folder) == set()
+
+
+def test_empty_namespaces_are_swept_but_for_what_was_put_there(folder: Folder) -> None:
+    for made in (content(), content(space=OTHER)):
+        put(folder, made).unlink()
+    (folder.path / OTHER / "notes.txt").write_text("mine")
+    Vault(folder, 10**9)
+    assert folder.namespaces() == [OTHER]
+    assert sorted(p.name for p in (folder.path / OTHER).iterdir()) == ["about.json", "notes.txt"]
+
+
+DAY = 86_400.0
+NOON = time.mktime((2026, 5, 4, 12, 0, 0, 0, 0, -1))
+
+
+def test_the_daily_limit_is_for_a_day_however_the_clock_is_set(folder: Folder) -> None:
+    now = NOON
+    vault = Vault(folder, 10**9, daily_bytes=1000, clock=lambda: now)
+    vault.arrived(Record(SPACE, What.RANGE, b"a" * 20, 0, 20, 1000, 0.0))
+    assert vault.refuses(1) == "daily limit"
+    now = NOON - DAY
+    assert vault.refuses(1) == "daily limit"
+    now = NOON
+    assert vault.refuses(1) == "daily limit", "the clock was set back and forth"
+    now = NOON + DAY
+    assert vault.refuses(1) == "" and vault.written_today == 0
+
+
+@pytest.mark.parametrize("day", ["2062-05-04", "9999-99-99", "next week"])
+def test_a_day_that_never_was_does_not_stop_writing_for_ever(day: str, folder: Folder) -> None:
+    """What was counted on it counts for today, as it may well have been written today."""
+    folder.note_written(Written(day, 1000, 5000))
+    now = NOON
+    vault = Vault(folder, 10**9, daily_bytes=1000, clock=lambda: now)
+    assert vault.refuses(1) == "daily limit"
+    now = NOON + DAY
+    assert vault.refuses(1) == "" and vault.written_ever == 5000
+
+
+def test_uses_are_written_down_however_the_clock_is_set(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain(folder, 1)
+    now, passed = NOON, time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: passed)
+    vault = Vault(folder, 10**9, clock=lambda: now)
+    now -= 3600
+    vault.touch(vault.records(), now)
+    assert not vault.has_touched and vault.take_touched() == []
+    passed += 61
+    assert vault.has_touched and vault.take_touched() == vault.records()
+    vault.touch(vault.records(), now)
+    assert not vault.has_touched
+    now += 2 * 3600
+    assert not vault.has_touched
 
 
 FOREST = st.lists(st.tuples(st.integers(0, 30), st.floats(0, 1000), st.integers(1, 9000)), min_size=1, max_size=40)

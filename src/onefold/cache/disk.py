@@ -169,11 +169,7 @@ class Disk:
         space = name_of(self._about, salt)
         self._spaces[tree.root] = space
         salted = namespace not in ("", None)
-        try:
-            self.vault.folder.describe(space, {"label": self._label} | self._about | {"salted": salted})
-        except OSError as error:
-            self.vault.fail(error)
-            return
+        self.vault.folder.describe(space, {"label": self._label} | self._about | {"salted": salted})
         _grow(tree, self.vault.load(space), self._overlapping)
 
     def _overlapping(self, record: Record) -> None:
@@ -209,13 +205,15 @@ class Disk:
         record.aside = time.monotonic() + ASIDE_SECONDS
 
     def clear(self) -> None:
-        """Everything of this model's, in whatever namespace, but for what is in use or on its way."""
+        """Everything of this model's that no node has, in whatever namespace, but for what is on its way."""
         told = json.loads(json.dumps(self._about))
         ours = {s for s in self._spaces.values() if s is not None}
-        for space in self.vault.folder.namespaces():
+        unused = [r for r in self.vault.records() if not r.nodes]
+        for space in {r.namespace for r in unused} - ours:
             about = self.vault.folder.about(space)
-            if space not in ours and {k: about.get(k) for k in told} == told:
-                self.forget([r for r in self.vault.records() if r.namespace == space])
+            if {k: about.get(k) for k in told} == told:
+                ours.add(space)
+        self.forget([r for r in unused if r.namespace in ours])
 
     def take_from_nodes(self, record: Record) -> None:
         for node in list(record.nodes):

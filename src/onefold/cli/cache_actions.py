@@ -83,7 +83,7 @@ def stat(folder: Folder) -> dict[str, Any]:
         "bytes": sum(e.disk_bytes for e in entries),
         "last_used": max((e.used for e in entries), default=None),
         "oldest": min((e.used for e in entries), default=None),
-        "written_today_bytes": written.today if written.day == day_of(time.time()) else 0,
+        "written_today_bytes": written.today if written.day >= day_of(time.time()) else 0,
         "written_ever_bytes": written.ever,
         "leftovers": [_joined(s, n) for s, n in leftovers],
         "leftover_bytes": sum(census.size_of(folder, s, n) for s, n in leftovers),
@@ -233,7 +233,7 @@ def prune(
             pruning.remove(folder, gone)
             pruning.remove_leftovers(folder, spaces, top)
             for space in spaces:
-                pruning.remove_if_empty(folder, space.id)
+                folder.remove_if_empty(space.id)
     return told | {"dry_run": dry_run, "why": {reason: len(found) for reason, found in why.items()}}
 
 
@@ -250,7 +250,7 @@ def clear(folder: Folder, namespace: str | None, agreed: Callable[[str], bool]) 
             return told | {"agreed": False, "records": 0, "bytes": 0} | left
         pruning.remove(folder, entries)
         pruning.remove_leftovers(folder, spaces, top)
-        kept = [s for s in spaces if not pruning.remove_if_empty(folder, s.id)]
+        kept = [s for s in spaces if not folder.remove_if_empty(s.id)]
     return told | {"agreed": True, "strangers": [_joined(s.id, n) for s in kept for n in s.strangers]}
 
 

@@ -9,6 +9,9 @@
 
 - A file is written under a temporary name, flushed, and renamed: what has a record's name is whole, or was damaged
   afterwards.
+- A namespace's folder comes with its first record, and goes with its last.
+- Nothing is written or removed but by the process that holds the lock, and only while `lock` is the file that it holds:
+  a folder that was deleted and made anew is somebody else's.
 - Folders are 0700, files 0600. A folder that holds something else is refused, and links are not followed.
 - The file cache of the operating system is told to let go of what was written or read.
 
@@ -25,6 +28,7 @@ import json
 import os
 import stat
 import sys
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -42,6 +46,10 @@ READING = os.O_RDONLY | os.O_NONBLOCK | _NOFOLLOW
 """Nothing that was put in a record's place, such as a pipe, is waited for."""
 _F_NOCACHE = 48  # macOS
 _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
+_LOCK_SECONDS = 0.2
+"""That the lock is waited for: whoever asks who holds it has it for an instant."""
+_UNFLUSHED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.ENOSYS, errno.EACCES)
+"""What a file system says that cannot flush a folder, or a folder that may not be read."""
 IOV_MOST = 512
 PIECE_MOST = 2 << 20
 WRITE_MOST = 1 << 30
@@ -66,9 +74,9 @@ class Written(NamedTuple):
     ever: int
 
 
-def day_of(moment: float) -> str:
-    """As `Written` has it."""
-    return datetime.datetime.fromtimestamp(moment).date().isoformat()
+def day_of(moment: float, later: int = 0) -> str:
+    """As `Written` has it; or so many days later. Later days compare greater."""
+    return (datetime.date.fromtimestamp(moment) + datetime.timedelta(later)).isoformat()
 
 
 def is_leftover(name: str) -> bool:
@@ -81,6 +89,8 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: int | None = None
+        self._abouts: dict[str, dict[str, Any]] = {}
+        """What namespaces are of, for when they are made."""
         _OPEN.add(self)
 
     # -- opening ---------------------------------------------------------------------------------
@@ -106,6 +116,8 @@ class Folder:
         self.lock()
         try:
             self.path.chmod(0o700)
+            for name in (MARKER, WRITTEN):
+                _remove(self.path / (name + TEMPORARY))
             if not marker.exists():
                 self._write_json(marker, {"is": "a Onefold cache", "layout": LAYOUT})
             self._require_layout()
@@ -135,16 +147,16 @@ class Folder:
         """One process writes at a time; it ends with the process, however that ends."""
         held = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | _NOFOLLOW, 0o600)
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            who = _named_in(held) or "another process"
+            if not _locked(held, time.monotonic() + _LOCK_SECONDS):
+                who = _named_in(held) or "another process"
+                raise FolderInUse(f"{self.path} is in use by {who}: one process writes a cache folder at a time")
+        except (OSError, FolderInUse):
             os.close(held)
-            if error.errno not in _TAKEN:
-                raise
-            raise FolderInUse(f"{self.path} is in use by {who}: one process writes a cache folder at a time") from error
-        os.ftruncate(held, 0)
-        os.pwrite(held, f"process {os.getpid()}\n".encode(), 0)
+            raise
         self._lock = held
+        with contextlib.suppress(OSError):  # the text is for people: a full disk can be read from
+            os.ftruncate(held, 0)
+            os.pwrite(held, f"process {os.getpid()}\n".encode(), 0)
 
     def unlock(self) -> None:
         if self._lock is not None:
@@ -152,6 +164,14 @@ class Folder:
                 os.ftruncate(self._lock, 0)
             os.close(self._lock)
             self._lock = None
+
+    def _require_lock(self) -> None:
+        """Raises OSError if the folder is not the one that was locked: it may be somebody else's by now."""
+        if self._lock is not None:
+            with _absent_is_empty():
+                if os.path.samestat(os.fstat(self._lock), os.lstat(self.path / LOCK)):
+                    return
+        raise OSError(errno.ESTALE, "its lock is gone: the folder was removed, or made anew by another process")
 
     def holder(self) -> str:
         """Who has it locked: "process 123"; empty if nobody does."""
@@ -218,31 +238,40 @@ class Folder:
     # -- files -----------------------------------------------------------------------------------------
 
     def describe(self, namespace: str, about: dict[str, Any]) -> None:
-        """Make a namespace's folder, and say in it what it is of."""
+        """What a namespace is of: it says so in its folder, which is made when its first record is written."""
+        self._abouts[namespace] = about
+
+    def write(self, namespace: str, name: str, parts: Iterable[Any], used: float | None = None) -> None:
+        """A record, all of it or nothing; `used` is when what it holds was last used. Raises OSError."""
+        self._require_lock()
         inside = self.path / namespace
         inside.mkdir(mode=0o700, exist_ok=True)
         if inside.is_symlink():
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(inside))
-        if not (inside / ABOUT).exists():
-            self._write_json(inside / ABOUT, about)
-
-    def write(self, namespace: str, name: str, parts: Iterable[Any], used: float | None = None) -> None:
-        """A record, all of it or nothing; `used` is when what it holds was last used."""
-        self._write(self.path / namespace / name, parts, used)
+        if namespace in self._abouts and not (inside / ABOUT).exists():
+            self._write_json(inside / ABOUT, self._abouts[namespace])
+        self._write(inside / name, parts, used)
 
     def remove(self, namespace: str, name: str) -> None:
+        """Raises OSError, but not if it has gone."""
+        self._require_lock()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path / namespace / name)
 
-    def remove_namespace(self, namespace: str) -> None:
-        """An empty one."""
+    def remove_if_empty(self, namespace: str) -> bool:
+        """A namespace that has nothing but the word of what it is of goes. Raises OSError."""
+        self._require_lock()
+        if self.records(namespace) or self.strangers(namespace):
+            return False
         with contextlib.suppress(OSError):
             (self.path / namespace / ABOUT).unlink()
         with contextlib.suppress(OSError):
             (self.path / namespace).rmdir()
+        return True
 
     def touch(self, namespace: str, name: str, used: float) -> None:
         with contextlib.suppress(OSError):
+            self._require_lock()
             os.utime(self.path / namespace / name, (used, used), follow_symlinks=False)
 
     @contextlib.contextmanager
@@ -266,6 +295,7 @@ class Folder:
         return Written(str(said.get("day", "")), _count(said.get("today")), _count(said.get("ever")))
 
     def note_written(self, written: Written) -> None:
+        self._require_lock()
         self._write_json(self.path / WRITTEN, written._asdict())
 
     def _write_json(self, path: Path, value: dict[str, Any]) -> None:
@@ -273,7 +303,8 @@ class Folder:
 
     def _write(self, path: Path, parts: Iterable[Any], used: float | None = None) -> None:
         temporary = path.with_name(path.name + TEMPORARY)
-        held = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NOFOLLOW, 0o600)
+        _remove(temporary)  # whatever it is: nothing is written to that is not new
+        held = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o600)
         with contextlib.ExitStack() as undo:
             undo.callback(_remove, temporary)
             try:
@@ -281,7 +312,8 @@ class Folder:
                     fcntl.fcntl(held, _F_NOCACHE, 1)
                 write_all(held, parts)
                 if used is not None:
-                    os.utime(held, (used, used))
+                    with contextlib.suppress(OSError):  # a file system that cannot
+                        os.utime(held, (used, used))
                 os.fsync(held)
                 _let_go(held)
             finally:
@@ -294,6 +326,20 @@ class Folder:
 def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
+
+
+def _locked(held: int, until: float) -> bool:
+    """Whether this file is ours alone; False if it is somebody else's until then. Raises OSError."""
+    while True:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.005)
 
 
 def _named_in(lock: int) -> str:
@@ -357,14 +403,15 @@ def _let_go(held: int) -> None:
 
 
 def _flush_folder(path: Path) -> None:
-    held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(held)
+        held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(held)
+        finally:
+            os.close(held)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that cannot
+        if error.errno not in _UNFLUSHED:
             raise
-    finally:
-        os.close(held)
 
 
 def _is_namespace(name: str) -> bool:

@@ -6,7 +6,7 @@ No MLX in this file.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,8 +40,9 @@ class Wanted(NamedTuple):
     size: int
 
 
-def read_heads(folder: Path, wanted: Sequence[Wanted]) -> list[Head | OSError | RecordError]:
-    """Of many records of a namespace's folder, in order."""
+def read_heads(folder: Path, wanted: Iterable[Wanted]) -> Iterator[Head | OSError | RecordError]:
+    """Of many records of a namespace's folder, in order, each when its turn comes: a head takes much more than what is
+    kept of it."""
     inside, namespace = str(folder), folder.name
 
     def read(one: Wanted) -> Head | OSError | RecordError:
@@ -54,7 +55,7 @@ def read_heads(folder: Path, wanted: Sequence[Wanted]) -> list[Head | OSError | 
         except (OSError, RecordError) as error:
             return error
 
-    return [read(one) for one in wanted]
+    return map(read, wanted)
 
 
 def read_content(file: int, namespace: str, named: Named, size: int) -> tuple[Head, Content]:

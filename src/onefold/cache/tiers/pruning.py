@@ -59,13 +59,5 @@ def remove_leftovers(folder: Folder, spaces: Iterable[Space], top: Iterable[str]
         folder.remove("", name)
 
 
-def remove_if_empty(folder: Folder, namespace: str) -> bool:
-    """A namespace that has nothing but the word of what it is of."""
-    if folder.records(namespace) or folder.strangers(namespace):
-        return False
-    folder.remove_namespace(namespace)
-    return True
-
-
 def _tails_first(entries: Iterable[Entry]) -> list[Entry]:
     return sorted(entries, key=lambda e: e.order, reverse=True)

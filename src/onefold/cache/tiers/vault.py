@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -130,7 +129,7 @@ class Vault:
         self._linked: set[str] = set()
         """Namespaces whose records know what they go on from."""
         self._touched: set[Record] = set()
-        self._touched_at = clock()
+        self._touched_at = time.monotonic()
         self._said_limit = ""
         self._no_room_until = 0.0
         """What was last used before this found no room, and would not now."""
@@ -142,7 +141,10 @@ class Vault:
         """Count what is there, sweep what a crash left, and be within the budget."""
         for namespace in self.folder.namespaces():
             self.folder.sweep(namespace)
-            for filed in self.folder.records(namespace):
+            found = self.folder.records(namespace)
+            if not found:
+                self._remove_if_empty(namespace)
+            for filed in found:
                 self._add(_record(namespace, filed, self._clock()))
         if self.total_bytes > _LINK_FROM * self.budget_bytes:
             self._link_all()  # while nobody waits
@@ -174,37 +176,35 @@ class Vault:
         """The records of a namespace with their tokens, each after the one that it goes on from. What cannot be
         understood, or goes on from nothing, is removed."""
         self._linked.discard(namespace)
-        return [Loaded(record, head.tokens) for record, head in self._link(namespace, ours=True)]
+        return list(self._link(namespace, ours=True))
 
     def _link_all(self) -> None:
         """Learn what goes on from what in the namespaces that nobody has used yet, before any of theirs is given up."""
         for namespace in self._records:
             if namespace not in self._linked:
-                self._link(namespace, ours=False)
+                for _ in self._link(namespace, ours=False):
+                    pass
 
-    def _link(self, namespace: str, *, ours: bool) -> list[tuple[Record, Head]]:
+    def _link(self, namespace: str, *, ours: bool) -> Iterator[Loaded]:
         """Read the heads of a namespace's records; each comes after the one that it goes on from. What another version
         wrote is left to it, in the order of its names."""
         self._linked.add(namespace)
         held = self._records.get(namespace, {})
         for record in held.values():
             record.parent, record.children = None, 0
-        heads: list[tuple[Record, Head]] = []
         unread: set[bytes] = set()
-        there = sorted(held.values(), key=lambda r: r.start)
-        found = read_heads(self.folder.path / namespace, [Wanted(r.named, r.size) for r in there])
-        for record, head in zip(there, found, strict=True):
-            if isinstance(head, Head):
-                heads.append((record, head))
-            elif is_passing(head):
-                unread.add(record.address)
-                self.reasons["unreadable"] += 1
-                log.warning("a record on disk cannot be read now, and is left there: %s", head)
-            elif ours or str(head) != OTHER_FORMAT:
-                self.reject(record, _reason(head))
-        linked: list[tuple[Record, Head]] = []
         known: set[Record | None] = set()
-        for record, head in heads:  # by start: parents come first
+        there = sorted(held.values(), key=lambda r: r.start)  # parents come first
+        heads = read_heads(self.folder.path / namespace, (Wanted(r.named, r.size) for r in there))
+        for record, head in zip(there, heads, strict=True):
+            if not isinstance(head, Head):
+                if is_passing(head):
+                    unread.add(record.address)
+                    self.reasons["unreadable"] += 1
+                    log.warning("a record on disk cannot be read now, and is left there: %s", head)
+                elif ours or str(head) != OTHER_FORMAT:
+                    self.reject(record, _reason(head))
+                continue
             parent = held.get(head.parent) if head.parent else None
             if head.parent in unread:
                 unread.add(record.address)
@@ -219,8 +219,7 @@ class Vault:
                 parent.children += 1
             if record.what is What.RANGE:
                 known.add(record)
-            linked.append((record, head))
-        return linked
+            yield Loaded(record, head.tokens)
 
     # -- coming --------------------------------------------------------------------------------------
 
@@ -284,7 +283,7 @@ class Vault:
     def fail(self, error: OSError) -> None:
         """The folder takes no more."""
         if not self.failed:
-            self.failed = f"{os.strerror(error.errno) if error.errno else error}"
+            self.failed = error.strerror or str(error)
             log.warning(
                 "the disk cache in %s is switched off: %s. Serving goes on from memory; restart to try again",
                 self.folder.path,
@@ -325,13 +324,30 @@ class Vault:
         log.warning("with it go %d records (%s) that go on from it", len(records), size)
 
     def empty_bin(self) -> None:
-        """Remove the files of what was given up; the one method that may run beside the others."""
+        """Remove the files of what was given up, and namespaces that have none any more. May run beside the other
+        methods, but not while records are written: one thread does both."""
+        emptied = set[str]()
         while self._doomed:
             record = self._doomed.popleft()
+            emptied.add(record.namespace)
             try:
                 self.folder.remove(record.namespace, record.name)
             except OSError as error:
-                log.debug("%s could not be removed: %s", record.name, error)
+                self._not_removed(record.name, error)
+        for namespace in emptied:
+            if not self._records[namespace]:  # what is on its way is there already
+                self._remove_if_empty(namespace)
+
+    def _remove_if_empty(self, namespace: str) -> None:
+        try:
+            self.folder.remove_if_empty(namespace)
+        except OSError as error:
+            self._not_removed(namespace, error)
+
+    def _not_removed(self, name: str, error: OSError) -> None:
+        log.debug("%s could not be removed: %s", name, error)
+        if error.errno == errno.ESTALE:
+            self.fail(error)
 
     @property
     def has_bin(self) -> bool:
@@ -352,13 +368,13 @@ class Vault:
     @property
     def has_touched(self) -> bool:
         """Whether uses are to be written down now."""
-        return bool(self._touched) and self._clock() - self._touched_at >= _TOUCH_EVERY
+        return bool(self._touched) and time.monotonic() - self._touched_at >= _TOUCH_EVERY
 
     def take_touched(self, *, force: bool = False) -> list[Record]:
         """Those whose use is to be written down now: not more often than once a minute."""
-        if not force and self._clock() - self._touched_at < _TOUCH_EVERY:
+        if not force and time.monotonic() - self._touched_at < _TOUCH_EVERY:
             return []
-        self._touched_at = self._clock()
+        self._touched_at = time.monotonic()
         touched, self._touched = self._touched, set()
         return list(touched)
 
@@ -384,9 +400,13 @@ class Vault:
         self.total_bytes += on_disk(record.size)
 
     def _today(self) -> int:
-        day = day_of(self._clock())
-        if day != self._day:
-            self._day, self.written_today = day, 0
+        """A count is that of the latest day there was, until that is over: clocks are set back, and time zones change.
+        A day that is not even tomorrow there never was; what was counted then is taken to be today's."""
+        now = self._clock()
+        if day_of(now) > self._day:
+            self._day, self.written_today = day_of(now), 0
+        elif self._day > day_of(now, later=1):
+            self._day = day_of(now)
         return self.written_today
 
     def check(self) -> list[str]:

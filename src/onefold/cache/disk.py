@@ -284,8 +284,9 @@ class Disk:
     def close(self) -> None:
         """After `spiller.stop`, and not before."""
         self.reader.shutdown()
-        self.vault.empty_bin()
-        self.vault.note(self.vault.take_touched(force=True), force=True)
+        if not self.spiller.writes:  # else a record is still being written, and files are that thread's
+            self.vault.empty_bin()
+            self.vault.note(self.vault.take_touched(force=True), force=True)
         self.vault.folder.unlock()
 
     def stats(self) -> DiskStats:

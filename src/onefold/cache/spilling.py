@@ -217,6 +217,11 @@ class Spiller:
         return sum(n.end - max(n.start, n.disk.readable if n.disk is not None else 0) for n in dirty)
 
     @property
+    def writes(self) -> bool:
+        """Whether the thread that writes has not ended."""
+        return self._writer.working
+
+    @property
     def writes_here(self) -> bool:
         """Whether this is the thread that writes."""
         return self._writer.is_this_thread

@@ -112,6 +112,11 @@ class Writer:
             log.warning("a record is still being written after %.0f s, and is left to itself", STOPPING_MOST)
 
     @property
+    def working(self) -> bool:
+        """Whether the thread has not ended, though it may have been told to."""
+        return self._thread.working
+
+    @property
     def is_this_thread(self) -> bool:
         return self._thread.is_this_thread
 

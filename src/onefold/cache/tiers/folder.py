@@ -245,7 +245,9 @@ class Folder:
         """A record, all of it or nothing; `used` is when what it holds was last used. Raises OSError."""
         self._require_lock()
         inside = self.path / namespace
-        inside.mkdir(mode=0o700, exist_ok=True)
+        if not inside.exists():
+            inside.mkdir(mode=0o700, exist_ok=True)
+            _flush_folder(self.path)
         if inside.is_symlink():
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(inside))
         if namespace in self._abouts and not (inside / ABOUT).exists():

@@ -190,9 +190,7 @@ class Disk:
     def reject(self, record: Record, reason: str) -> None:
         """It is not what it should be; then what goes on from it is an orphan."""
         tails = [tail for tail in self._with_tails([record]) if tail is not record]
-        self.vault.count_rejected(record, reason)
-        if tails:
-            self.vault.count_orphans(tails)
+        self.vault.count_rejected(record, reason, tails)
         self.forget([record])
 
     def _with_tails(self, records: Iterable[Record]) -> list[Record]:

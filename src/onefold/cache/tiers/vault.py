@@ -308,20 +308,18 @@ class Vault:
     def reject(self, record: Record, reason: str) -> None:
         """It is not what its name says."""
         self.drop(record)
-        self.count_rejected(record, reason)
+        self.count_rejected(record, reason, [])
 
-    def count_rejected(self, record: Record, reason: str) -> None:
+    def count_rejected(self, record: Record, reason: str, tails: list[Record]) -> None:
+        """`tails` go on from it, and go with it."""
         self.reasons[reason] += 1
-        self.counts["rejected_records"] += 1
-        level = logging.WARNING if self.counts["rejected_records"] <= _SAID else logging.DEBUG
-        log.log(level, "a record on disk is not used and removed: %s (%s/%s)", reason, record.namespace, record.name)
-
-    def count_orphans(self, records: list[Record]) -> None:
-        """They went on from one that was rejected."""
-        self.reasons["orphan"] += len(records)
-        self.counts["rejected_records"] += len(records)
-        size = show_size(sum(r.size for r in records))
-        log.warning("with it go %d records (%s) that go on from it", len(records), size)
+        if tails:
+            self.reasons["orphan"] += len(tails)
+        self.counts["rejected_records"] += 1 + len(tails)
+        level = logging.WARNING if self.counts["rejected_records"] <= _SAID + len(tails) else logging.DEBUG
+        name = f"{record.namespace}/{record.name}"
+        more = f"; and {len(tails)} that go on from it, {show_size(sum(r.size for r in tails))}" if tails else ""
+        log.log(level, "a record on disk is not used and removed: %s (%s)%s", reason, name, more)
 
     def empty_bin(self) -> None:
         """Remove the files of what was given up, and namespaces that have none any more. May run beside the other

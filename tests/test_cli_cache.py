@@ -170,6 +170,65 @@ def test_ls_shows_some_records_and_all_when_asked(run, folder, monkeypatch) -> N
     assert "more" not in every and every.count("\n") == some.count("\n") + len(space.entries) - 3
 
 
+LONG = "mlx-community/Qwen3-30B-A3B-Instruct-2507-4bit"
+COLUMNS = "namespace", "model", "kv", "salted", "records", "tokens", "size", "last used", "oldest"
+
+
+def relabelled(folder: Path, label: str = LONG) -> census.Space:
+    space = hybrid_space(folder)
+    (folder / space.id / "about.json").write_text(json.dumps(space.about | {"label": label}))
+    return space
+
+
+def seen(width: int, folder: Path, *arguments: str) -> list[str]:
+    """The lines on a terminal of that width, without colours."""
+    with on_terminal("cache", *arguments, COLUMNS=str(width), ONEFOLD_DISK=str(folder)) as terminal:
+        assert terminal.end() == 0
+    return re.sub(r"\x1b\[[0-9;]*m", "", terminal.seen).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("width", "without"),
+    [
+        (120, ()),
+        (80, ("oldest", "salted")),
+        (60, ("oldest", "salted", "kv", "tokens", "records")),
+        (40, ("oldest", "salted", "kv", "tokens", "records", "last used")),
+        (20, ("oldest", "salted", "kv", "tokens", "records", "last used")),
+    ],
+)
+def test_a_narrow_terminal_shows_fewer_columns_and_cuts_nothing(width: int, without: tuple[str, ...], folder) -> None:
+    space = relabelled(folder)
+    head, *lines = seen(width, folder, "ls")
+    assert [c for c in COLUMNS if c not in without] == re.split(r"  +", head.strip())
+    assert max(map(len, [head, *lines])) <= max(width, 30) and "…" not in "".join(lines)
+    at = next(i for i, line in enumerate(lines) if line.startswith(space.id[:8]))
+    assert cache_report.show_size(space.disk_bytes) in lines[at]
+    model, end = head.index("model"), at + 1
+    while end < len(lines) and lines[end].startswith(" "):  # what the model's name takes more lines for
+        end += 1
+    folded = [line[model:].split()[0] for line in lines[at:end]]
+    assert "".join(folded) == LONG and len(folded) == {120: 1, 80: 2, 60: 2, 40: 3, 20: 6}[width]
+
+
+def test_a_narrow_terminal_shows_the_numbers_of_records_whole(folder) -> None:
+    space = hybrid_space(folder)
+    for width in (80, 60, 40):
+        lines = seen(width, folder, "ls", space.id)[1:]
+        assert max(map(len, lines)) <= width and "…" not in "".join(lines)
+        for entry in space.entries:
+            (line,) = [line for line in lines if entry.named.address.hex()[:12] in line and f" {entry.start} " in line]
+            assert cache_report.show_size(entry.disk_bytes) in line and str(entry.tokens) in line.split()
+
+
+def test_what_is_no_terminal_gets_everything(run, folder, monkeypatch) -> None:
+    relabelled(folder, LONG * 10)
+    for name, value in (("COLUMNS", "40"), ("FORCE_COLOR", "1"), ("TERM", "xterm")):
+        monkeypatch.setenv(name, value)
+    out = re.sub(r"\x1b\[[0-9;]*m", "", run("ls")[1])
+    assert LONG * 10 in out and re.split(r"  +", out.splitlines()[0].strip()) == list(COLUMNS)
+
+
 def test_stat_sums_up(run, told, folder) -> None:
     name = records(folder)[0].name
     (records(folder)[0].parent / (name + ".tmp")).write_bytes(b"x" * 100)

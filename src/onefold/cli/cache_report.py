@@ -1,14 +1,18 @@
-"""How `onefold cache` looks. Nothing is found out here; names that others chose cannot move a terminal's cursor."""
+"""How `onefold cache` looks. Nothing is found out here; names that others chose cannot move a terminal's cursor.
+
+A table has fewer columns on a narrow terminal, and what is too long takes more lines: nothing is cut.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -17,8 +21,11 @@ from rich.text import Text
 from onefold.cli.screen import CONTROL
 from onefold.sizes import show_size
 
-PLAIN_WIDTH = 160
-"""Of what is no terminal."""
+PLAIN_WIDTH = 1_000_000
+"""Of what is no terminal: as wide as it takes."""
+GAP = 2
+FOLDED, LEAST = 24, 8
+"""The width that a folding column gets if others can go for it, and if none can."""
 MOST_ROWS = 40
 MOST_NAMES = 10
 
@@ -50,8 +57,7 @@ def bar(*, shown: bool) -> Iterator[Bar]:
 
 
 def show(action: str, told: dict[str, Any], *, every: bool = False) -> None:
-    made = Console(highlight=False)
-    console = made if made.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     match action:
         case "ls" if "namespace" in told:
             _records(console, told, every)
@@ -104,15 +110,35 @@ def _names(console: Console, names: list[str], what: str) -> None:
 # -- tables ------------------------------------------------------------------------------------------
 
 
-def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", no_wrap=column != "model")
-    return table
+def _table(
+    console: Console,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    right: Collection[str] = (),
+    spare: Sequence[str] = (),
+    folds: str,
+) -> None:
+    """Where there is no room for all columns the `spare` ones go, one by one, for the one that `folds`."""
+    cells = [[plain(cell) for cell in row] for row in rows]
+    wide = {name: max(cell_len(row[i]) for row in (columns, *cells)) for i, name in enumerate(columns)}
+    shown = list(columns)
 
+    def room() -> int:
+        return console.width - sum(wide[name] + GAP for name in shown if name != folds)
 
-def _add(table: Table, *cells: object) -> None:
-    table.add_row(*(Text(plain(cell)) for cell in cells))
+    for name in spare:
+        if room() < min(wide[folds], FOLDED):
+            shown.remove(name)
+    wide[folds] = min(wide[folds], max(room(), LEAST))
+    console.width = max(console.width, console.width - room() + wide[folds])
+    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
+    for name in shown:
+        justify: Literal["left", "right"] = "right" if name in right else "left"
+        table.add_column(name, justify=justify, width=wide[name], no_wrap=name != folds, overflow="fold")
+    for row in cells:
+        table.add_row(*(Text(cell) for name, cell in zip(columns, row, strict=True) if name in shown))
+    console.print(table, crop=False)
 
 
 def _count(count: int | None) -> str:
@@ -123,16 +149,21 @@ def _namespaces(console: Console, told: dict[str, Any]) -> None:
     if not told["namespaces"]:
         _say(console, f"{told['folder']} is empty")
         return
-    table = _table(
-        "namespace", "model", "kv", "salted", "records", "tokens", "size", "last used", "oldest",
-        right=("kv", "records", "tokens", "size"),
-    )  # fmt: skip
+    rows = []
     for space in sorted(told["namespaces"], key=lambda s: -(s["last_used"] or 0)):
         salted = {True: "yes", False: "no"}.get(space["salted"], "?")
         kv = "?" if space["kv"] is None else space["kv"]
         counts = _count(space["records"]), _count(space["tokens"]), show_size(space["bytes"])
-        _add(table, space["short"], space["label"], kv, salted, *counts, age(space["last_used"]), age(space["oldest"]))
-    console.print(table)
+        used = age(space["last_used"]), age(space["oldest"])
+        rows.append((space["short"], space["label"], kv, salted, *counts, *used))
+    _table(
+        console,
+        ("namespace", "model", "kv", "salted", "records", "tokens", "size", "last used", "oldest"),
+        rows,
+        right=("kv", "records", "tokens", "size"),
+        spare=("oldest", "salted", "kv", "tokens", "records", "last used"),
+        folds="model",
+    )
     bad = sum(space["unusable"] for space in told["namespaces"])
     if bad:
         _say(console, f"{n_of(bad, 'record')} cannot be used: onefold cache verify says why, prune deletes them")
@@ -143,20 +174,26 @@ def _records(console: Console, told: dict[str, Any], every: bool) -> None:
     _say(console, f"{space['id']}: {space['label']}, {n_of(len(records), 'record')}, {show_size(space['bytes'])}")
     if not records:
         return
-    table = _table("start", "tokens", "kind", "size", "last used", "record", right=("start", "tokens", "size"))
     shown = records if every else records[:MOST_ROWS]
+    rows = []
     for record in shown:
         name = record["name"].partition("-")[2].partition(".")[0][:12]
         problem = f"{name}  {record['problem']}" if record["problem"] else name
         size, used = show_size(record["bytes"]), age(record["last_used"])
-        _add(table, f"{record['start']:,}", _count(record["tokens"]), record["kind"], size, used, problem)
-    console.print(table)
+        rows.append((f"{record['start']:,}", _count(record["tokens"]), record["kind"], size, used, problem))
+    _table(
+        console,
+        ("start", "tokens", "kind", "size", "last used", "record"),
+        rows,
+        right=("start", "tokens", "size"),
+        spare=("last used", "kind", "size"),
+        folds="record",
+    )
     if len(shown) < len(records):
         _say(console, f"and {len(records) - len(shown):,} more: --all shows them")
 
 
 def _stat(console: Console, told: dict[str, Any]) -> None:
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     rows = [
         ("folder", told["folder"]),
         ("in use by", told["in_use_by"] or "nobody"),
@@ -169,8 +206,7 @@ def _stat(console: Console, told: dict[str, Any]) -> None:
         ("free", f"{show_size(told['free_bytes'])} of {show_size(told['file_system_bytes'])}"),
     ]
     for name, value in rows:
-        _add(table, name, value)
-    console.print(table, soft_wrap=True)
+        _say(console, f"{name:<9}  {value}")
     _names(console, told["strangers"], "not ours")
 
 
@@ -211,9 +247,8 @@ def _cleared(console: Console, told: dict[str, Any]) -> None:
 
 def _removed(console: Console, told: dict[str, Any], verb: str) -> None:
     if told["namespaces"]:
-        table = _table("namespace", "model", "records", "size", right=("records", "size"))
-        for space in told["namespaces"]:
-            _add(table, space["short"], space["label"], f"{space['records']:,}", show_size(space["bytes"]))
-        console.print(table)
+        rows = [(s["short"], s["label"], f"{s['records']:,}", show_size(s["bytes"])) for s in told["namespaces"]]
+        columns, numbers = ("namespace", "model", "records", "size"), ("records", "size")
+        _table(console, columns, rows, right=numbers, spare=("records",), folds="model")
     left = f" and {n_of(told['leftovers'], 'leftover')}" if told["leftovers"] else ""
     _say(console, f"{verb} {n_of(told['records'], 'record')}, {show_size(told['bytes'])}{left}")

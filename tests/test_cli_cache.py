@@ -27,9 +27,9 @@ from onefold import PrefixCache
 from onefold.cache.tiers import census
 from onefold.cache.tiers.folder import Folder
 from onefold.cache.tiers.order import below
-from onefold.cache.tiers.record import Content, What, file_name, parse_name
+from onefold.cache.tiers.record import Content, Named, What, file_name, parse_name
 from onefold.cache.tiers.vault import NO_TOKENS, on_disk
-from onefold.cli import cache_report, main
+from onefold.cli import cache_actions, cache_report, main
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "disk-format.md"
 SALT = "somebody's key"
@@ -161,13 +161,49 @@ def test_ls_lists_the_records_of_a_namespace_by_conversation(run, told, folder) 
     assert code == 0 and out.count("point") == sum(r["kind"] == "point" for r in found["records"])
 
 
+def read_off(lines: list[tuple[int, bool, Any]]) -> dict[Any, Any]:
+    """What each record goes on from, as one sees it: by how far in it is, and whether it begins something."""
+    above: list[Any] = []
+    found = {}
+    for level, begins, name in lines:
+        found[name] = (above[level - 1] if level else None) if begins else above[level]
+        above[level:] = [name]
+    return found
+
+
+def test_one_sees_what_each_record_goes_on_from(run, told, folder) -> None:
+    space = hybrid_space(folder)
+    listed = told("ls", space.id)["records"]
+    parents = {r["name"]: r["parent"] for r in listed}
+    assert read_off([(r["level"], r["begins"], r["name"]) for r in listed]) == parents
+    shown = []
+    for line, record in zip(run("ls", space.id)[1].splitlines()[2:], listed, strict=False):
+        found = re.match(r"( *)(\+ )?([0-9a-f]{12}) ", line)
+        assert found is not None and found[3] in record["name"]
+        begins = found[2] is not None
+        shown.append((len(found[1]) // 2 - (not begins), begins, record["name"]))
+    assert read_off(shown) == parents and len({level for level, *_ in shown}) > 1
+
+
+@pytest.mark.parametrize("goes_on_from", [lambda i: i - 1, lambda i: i // 2 - 1, lambda i: i - 1 - i % 2])
+def test_deep_trees_have_few_levels(goes_on_from: Callable[[int], int]) -> None:
+    """A chain, a tree that branches at every record, and a chain with something beside each."""
+    entries: list[census.Entry] = []
+    for i in range(3000):
+        entries.append(census.Entry("n", Named(What.RANGE, i, i.to_bytes(20, "big")), 1, used=float(i % 7), tokens=1))
+        entries[-1].parent = entries[goes_on_from(i)] if i and goes_on_from(i) >= 0 else None
+    listed = cache_actions._by_conversation(entries)
+    assert read_off([(level, begins, e) for e, level, begins in listed]) == {e: e.parent for e in entries}
+    assert max(level for _, level, _ in listed) <= 12
+
+
 def test_ls_shows_some_records_and_all_when_asked(run, folder, monkeypatch) -> None:
     monkeypatch.setattr(cache_report, "MOST_ROWS", 2)
     space = hybrid_space(folder)
     _, some, _ = run("ls", space.id)
     assert f"and {len(space.entries) - 2} more" in some
     _, every, _ = run("ls", space.id, "--all")
-    assert "more" not in every and every.count("\n") == some.count("\n") + len(space.entries) - 3
+    assert " more:" not in every and every.count("just now") == some.count("just now") + len(space.entries) - 2
 
 
 LONG = "mlx-community/Qwen3-30B-A3B-Instruct-2507-4bit"
@@ -214,7 +250,7 @@ def test_a_narrow_terminal_shows_fewer_columns_and_cuts_nothing(width: int, with
 def test_a_narrow_terminal_shows_the_numbers_of_records_whole(folder) -> None:
     space = hybrid_space(folder)
     for width in (80, 60, 40):
-        lines = seen(width, folder, "ls", space.id)[1:]
+        lines = seen(width, folder, "ls", space.id)[1:-1]
         assert max(map(len, lines)) <= width and "…" not in "".join(lines)
         for entry in space.entries:
             (line,) = [line for line in lines if entry.named.address.hex()[:12] in line and f" {entry.start} " in line]

@@ -64,7 +64,7 @@ def ls(folder: Folder, namespace: str | None) -> dict[str, Any]:
         return told | {"namespaces": [_space(s, short) for s in spaces]}
     (space,) = spaces
     told["namespace"] = _space(space, short) | {"about": space.about}
-    told["records"] = [_record(e, space.foreign) for e in _by_conversation(space.entries)]
+    told["records"] = [_record(e, space.foreign, *shape) for e, *shape in _by_conversation(space.entries)]
     return told
 
 
@@ -131,7 +131,7 @@ def _space(space: Space, short: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _record(entry: Entry, foreign: bool) -> dict[str, Any]:
+def _record(entry: Entry, foreign: bool, level: int, begins: bool) -> dict[str, Any]:
     parent = None if entry.parent is None or foreign else entry.parent.name
     kind = "hollow range" if entry.hollow else entry.named.what.value
     return {
@@ -143,20 +143,34 @@ def _record(entry: Entry, foreign: bool) -> dict[str, Any]:
         "file_bytes": entry.size,
         "last_used": entry.used,
         "parent": parent,
+        "level": None if foreign else level,
+        "begins": None if foreign else begins,
         "problem": entry.problem,
     }
 
 
-def _by_conversation(entries: list[Entry]) -> list[Entry]:
-    """Each followed by what goes on from it; the most recently used first."""
+def _by_conversation(entries: list[Entry]) -> list[tuple[Entry, int, bool]]:
+    """Each followed by what goes on from it, with its level and whether a conversation or a branch begins with it.
+
+    The most recently used conversation is the first. Of all that goes on from a record, the part with the most records
+    stays at its level and comes last; the others are branches, a level further in. So there are few levels, however
+    long conversations are and however often they branch: with each there are at most half as many records."""
     used = pruning.last_used(entries)
     following: dict[Entry | None, list[Entry]] = {}
     for entry in sorted(entries, key=lambda e: (used[e], e.order)):
         following.setdefault(entry.parent, []).append(entry)
-    found, todo = [], list(following.get(None, ()))
+    records = dict.fromkeys(entries, 1)  # each, and all that go on from it
+    for entry in sorted(entries, key=lambda e: e.order, reverse=True):
+        if entry.parent is not None:
+            records[entry.parent] += records[entry]
+    found, todo = [], [(entry, 0, True) for entry in following.get(None, ())]
     while todo:
-        found.append(todo.pop())
-        todo += following.get(found[-1], ())
+        entry, level, begins = todo.pop()
+        found.append((entry, level, begins))
+        if branches := following.get(entry):
+            longest = max(branches, key=lambda e: (records[e], e.tokens, used[e]))
+            todo.append((longest, level, False))
+            todo += [(e, level + 1, True) for e in branches if e is not longest]
     return found
 
 

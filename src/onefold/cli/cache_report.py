@@ -117,7 +117,7 @@ def _table(
     *,
     right: Collection[str] = (),
     spare: Sequence[str] = (),
-    folds: str,
+    folds: str = "",
 ) -> None:
     """Where there is no room for all columns the `spare` ones go, one by one, for the one that `folds`."""
     cells = [[plain(cell) for cell in row] for row in rows]
@@ -125,13 +125,16 @@ def _table(
     shown = list(columns)
 
     def room() -> int:
+        """Left beside those that do not fold."""
         return console.width - sum(wide[name] + GAP for name in shown if name != folds)
 
+    wanted = min(wide[folds], FOLDED) if folds else -GAP
     for name in spare:
-        if room() < min(wide[folds], FOLDED):
+        if room() < wanted:
             shown.remove(name)
-    wide[folds] = min(wide[folds], max(room(), LEAST))
-    console.width = max(console.width, console.width - room() + wide[folds])
+    if folds:
+        wide[folds] = min(wide[folds], max(room(), LEAST))
+    console.width = max(console.width, sum(wide[name] + GAP for name in shown))
     table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
     for name in shown:
         justify: Literal["left", "right"] = "right" if name in right else "left"
@@ -175,22 +178,35 @@ def _records(console: Console, told: dict[str, Any], every: bool) -> None:
     if not records:
         return
     shown = records if every else records[:MOST_ROWS]
-    rows = []
-    for record in shown:
-        name = record["name"].partition("-")[2].partition(".")[0][:12]
-        problem = f"{name}  {record['problem']}" if record["problem"] else name
-        size, used = show_size(record["bytes"]), age(record["last_used"])
-        rows.append((f"{record['start']:,}", _count(record["tokens"]), record["kind"], size, used, problem))
-    _table(
-        console,
-        ("start", "tokens", "kind", "size", "last used", "record"),
-        rows,
-        right=("start", "tokens", "size"),
-        spare=("last used", "kind", "size"),
-        folds="record",
-    )
+    columns = ["record", "start", "tokens", "kind", "size", "last used", "problem"]
+    rows: list[tuple[str, ...]] = [
+        (
+            _branch(record) + record["name"].partition("-")[2].partition(".")[0][:12],
+            f"{record['start']:,}",
+            _count(record["tokens"]),
+            record["kind"],
+            show_size(record["bytes"]),
+            age(record["last_used"]),
+            record["problem"],
+        )
+        for record in shown
+    ]
+    folds = "problem"
+    if not any(record["problem"] for record in shown):
+        columns, rows, folds = columns[:-1], [row[:-1] for row in rows], ""
+    numbers, spare = ("start", "tokens", "size"), ("last used", "kind", "size", "tokens")
+    _table(console, columns, rows, right=numbers, spare=spare, folds=folds)
+    if any(record["level"] for record in shown):
+        _say(console, "+ begins a conversation or, further in, a branch off the last record above that is less far in")
     if len(shown) < len(records):
         _say(console, f"and {len(records) - len(shown):,} more: --all shows them")
+
+
+def _branch(record: dict[str, Any]) -> str:
+    """What is before a record, for one to see what it goes on from: without a plus the one above at its level."""
+    if record["level"] is None:
+        return ""
+    return "  " * record["level"] + ("+ " if record["begins"] else "  ")
 
 
 def _stat(console: Console, told: dict[str, Any]) -> None:

@@ -413,6 +413,43 @@ def test_only_the_branch_goes_that_is_bad(told, folder) -> None:
     no_orphan(folder)
 
 
+def test_verify_names_all_that_is_not_ours(run, told, folder) -> None:
+    space = hybrid_space(folder)
+    (folder / space.id / "notes.txt").write_text("mine")
+    (folder / "thesis.tex").write_text("mine")
+    inside = f"{space.id}/notes.txt"
+    assert told("verify")["strangers"] == told("stat")["strangers"] == [inside, "thesis.tex"]
+    code, out, _ = run("verify")
+    assert code == 0 and f"not ours: {inside}, thesis.tex" in out
+    assert told("verify", "--namespace", space.id)["strangers"] == [inside]
+
+
+def test_what_is_bad_is_said_in_words_with_what_to_do(run, told, folder) -> None:
+    space = hybrid_space(folder)
+    flipped(-1)(path_of(folder, space.entries[0]))
+    found = told("verify", code=1)
+    assert [b["reason"] for b in found["bad"]] == ["checksum"] and found["removed_records"] == 0
+    code, out, _ = run("verify")
+    n, size = len(space.entries), cache_report.show_size(space.disk_bytes)
+    assert code == 1 and f"/{space.entries[0].name}: its checksum does not agree\n" in out
+    assert out.endswith(f"`onefold cache verify --remove` deletes these {n} ({size})\n")
+    assert f"`onefold cache verify --namespace {space.id} --remove`" in run("verify", "--namespace", space.id[:9])[1]
+    code, out, _ = run("verify", "--remove")
+    assert code == 1 and out.endswith(f"deleted {n} records, {size}\n")
+    assert run("verify")[0] == 0
+
+
+def test_every_reason_has_words() -> None:
+    tiers = Path(census.__file__).parent
+    reasons = {r for p in tiers.glob("*.py") for r in re.findall(r'RecordError\("(.+?)"', p.read_text())}
+    assert reasons <= set(cache_report.REASONS)
+
+
+def test_exit_codes_are_in_the_help(run) -> None:
+    said = " ".join(run("verify", "--help")[1].split())
+    assert "Exit codes: 0 all records are good; 1 a bad one was found, removed or not; 2" in said
+
+
 def test_an_orphan_is_bad(told, folder) -> None:
     space = hybrid_space(folder)
     path_of(folder, space.entries[0]).unlink()

@@ -39,8 +39,10 @@ def parser() -> argparse.ArgumentParser:
     )
     actions = made.add_subparsers(dest="action", metavar="ACTION", required=True)
 
-    def action(name: str, told: str) -> argparse.ArgumentParser:
-        added = actions.add_parser(name, help=told, description=told[0].upper() + told[1:] + ".", allow_abbrev=False)
+    def action(name: str, told: str, codes: str = "") -> argparse.ArgumentParser:
+        described = told[0].upper() + told[1:] + "."
+        epilog = f"Exit codes: 0 {codes}; 2 it could not be done." if codes else None
+        added = actions.add_parser(name, help=told, description=described, epilog=epilog, allow_abbrev=False)
         DISK.add_to(added)
         added.add_argument("--json", action="store_true", help="one JSON object instead of words")
         return added
@@ -52,7 +54,8 @@ def parser() -> argparse.ArgumentParser:
     ls.add_argument("namespace", metavar="ID", nargs="?", help="a namespace; the beginning of its name will do")
     ls.add_argument("--all", action="store_true", help="all records, however many")
     action("stat", "sum up the folder: size, what was written, who uses it")
-    verify = action("verify", "read every record whole and check it; exit code 1 if one is bad")
+    codes = "all records are good; 1 a bad one was found, removed or not"
+    verify = action("verify", "read every record whole and check it", codes)
     namespace(verify)
     verify.add_argument("--remove", action="store_true", help="delete bad records and all that go on from them")
     prune = action("prune", "delete what is not wanted any more, and always what no cache could use")
@@ -61,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     prune.add_argument("--budget", type=size, metavar="SIZE", help=told)
     prune.add_argument("--older-than", type=_age, metavar="AGE", help="delete what was not used for so long: 7d, 12h")
     prune.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
-    clear = action("clear", "delete all records")
+    clear = action("clear", "delete all records", "they are deleted; 1 the answer was no")
     namespace(clear)
     clear.add_argument("--yes", action="store_true", help="do not ask")
     return made

@@ -64,7 +64,8 @@ def ls(folder: Folder, namespace: str | None) -> dict[str, Any]:
         return told | {"namespaces": [_space(s, short) for s in spaces]}
     (space,) = spaces
     told["namespace"] = _space(space, short) | {"about": space.about}
-    told["records"] = [_record(e, space.foreign, *shape) for e, *shape in _by_conversation(space.entries)]
+    listed = _by_conversation(space.entries)
+    told["records"] = [_record(e, space.foreign, level, begins) for e, level, begins in listed]
     return told
 
 
@@ -186,18 +187,25 @@ def verify(folder: Folder, namespace: str | None, remove: bool, progress: Progre
         vanished = {e for s in ours for e in s.entries if not _verified(folder, e, s.about, progress)}
         bad = [e for e in entries if e.problem and e not in vanished]
         gone = below(entries, bad)
+        strangers = [_joined(s.id, n) for s in spaces for n in s.strangers]
+        if namespace is None:
+            strangers += census.top_level(folder)[1]
         if remove:
             pruning.remove(folder, gone)
+    gone_bytes = sum(e.disk_bytes for e in gone)
     return {
         "folder": str(folder.path),
+        "namespace": None if namespace is None else spaces[0].id,
         "records": len(entries) - len(vanished),
         "bytes": sum(e.disk_bytes for e in entries if e not in vanished),
         "vanished": len(vanished),
         "bad": [{"namespace": e.namespace, "name": e.name, "bytes": e.disk_bytes, "reason": e.problem} for e in bad],
         "going_on_from_bad": len(gone) - len(bad),
         "removed_records": len(gone) if remove else 0,
-        "removed_bytes": sum(e.disk_bytes for e in gone) if remove else 0,
-        "strangers": [_joined(s.id, n) for s in ours for n in s.strangers],
+        "removed_bytes": gone_bytes if remove else 0,
+        "removable_records": 0 if remove else len(gone),
+        "removable_bytes": 0 if remove else gone_bytes,
+        "strangers": strangers,
         "of_another_format": [s.id for s in spaces if s.foreign],
     }
 

@@ -26,6 +26,15 @@ PLAIN_WIDTH = 1_000_000
 GAP = 2
 FOLDED, LEAST = 24, 8
 """The width that a folding column gets if others can go for it, and if none can."""
+REASONS = {
+    "checksum": "its checksum does not agree",
+    "misnamed": "its name does not agree with what it holds",
+    "truncated": "its end is missing",
+    "too long": "it is longer than its header says",
+    "no header of ours": "its header is not as a cache writes it",
+    "of another layout": "it does not hold what records of its namespace do",
+}
+"""What is wrong with a record, for people; what is not here says it already."""
 MOST_ROWS = 40
 MOST_NAMES = 10
 
@@ -187,7 +196,7 @@ def _records(console: Console, told: dict[str, Any], every: bool) -> None:
             record["kind"],
             show_size(record["bytes"]),
             age(record["last_used"]),
-            record["problem"],
+            REASONS.get(record["problem"], record["problem"]),
         )
         for record in shown
     ]
@@ -228,7 +237,7 @@ def _stat(console: Console, told: dict[str, Any]) -> None:
 
 def _verified(console: Console, told: dict[str, Any]) -> None:
     for bad in told["bad"]:
-        _say(console, f"bad: {bad['namespace']}/{bad['name']}: {bad['reason']}")
+        _say(console, f"bad: {bad['namespace']}/{bad['name']}: {REASONS.get(bad['reason'], bad['reason'])}")
     _names(console, told["of_another_format"], "of another format, not checked")
     _names(console, told["strangers"], "not ours")
     result = f"{n_of(len(told['bad']), 'bad one')}" if told["bad"] else "all good"
@@ -237,6 +246,10 @@ def _verified(console: Console, told: dict[str, Any]) -> None:
     _say(console, f"{n_of(told['records'], 'record')}, {show_size(told['bytes'])}: {result}")
     if told["removed_records"]:
         _say(console, f"deleted {n_of(told['removed_records'], 'record')}, {show_size(told['removed_bytes'])}")
+    if told["removable_records"]:
+        command = "onefold cache verify" + (f" --namespace {told['namespace']}" if told["namespace"] else "")
+        these = "this 1" if told["removable_records"] == 1 else f"these {told['removable_records']:,}"
+        _say(console, f"`{command} --remove` deletes {these} ({show_size(told['removable_bytes'])})")
 
 
 def _pruned(console: Console, told: dict[str, Any]) -> None:

@@ -613,6 +613,18 @@ def test_what_was_not_used_for_long_goes(run, told, folder) -> None:
     assert (code, err, records(folder)) == (0, "", []) and "left: 0 records" in out
 
 
+def test_every_unit_of_an_age_is_named_and_works(run, told, folder) -> None:
+    space = hybrid_space(folder)
+    aged(folder, space.entries, 10 * DAY)
+    ages = ("865000s", "863000s"), ("14500m", "14300m"), ("240.5h", "239.5h"), ("11d", "9d"), ("1.5w", "1w")
+    for more, less in ages:
+        assert told("prune", "--dry-run", "--older-than", more)["records"] == 0
+        assert told("prune", "--dry-run", "--older-than", less)["records"] == len(space.entries)
+    said = " ".join(run("prune", "--help")[1].split())
+    assert "s, m, h, d or w: 30m, 1.5h, 7d, 2w" in said and "Looks at the heads of records only" in said
+    assert "a number of s, m, h, d or w: 30m, 1.5h, 7d or 2w, not '7y'" in refused(run, "prune", "--older-than", "7y")
+
+
 def test_one_namespace_is_pruned_alone(told, folder) -> None:
     space = hybrid_space(folder)
     others = [p for p in records(folder) if p.parent.name != space.id]

@@ -26,7 +26,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 def _age(text: str) -> float:
     found = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([smhdw])\s*", text.lower())
     if found is None:
-        raise argparse.ArgumentTypeError(f"an age is like 7d, 12h or 30m, not {text!r}")
+        raise argparse.ArgumentTypeError(f"an age is a number of s, m, h, d or w: 30m, 1.5h, 7d or 2w, not {text!r}")
     return float(found[1]) * _SECONDS[found[2]]
 
 
@@ -39,8 +39,8 @@ def parser() -> argparse.ArgumentParser:
     )
     actions = made.add_subparsers(dest="action", metavar="ACTION", required=True)
 
-    def action(name: str, told: str, codes: str = "") -> argparse.ArgumentParser:
-        described = told[0].upper() + told[1:] + "."
+    def action(name: str, told: str, codes: str = "", more: str = "") -> argparse.ArgumentParser:
+        described = told[0].upper() + told[1:] + "." + more
         epilog = f"Exit codes: 0 {codes}; 2 it could not be done." if codes else None
         added = actions.add_parser(name, help=told, description=described, epilog=epilog, allow_abbrev=False)
         DISK.add_to(added)
@@ -58,11 +58,13 @@ def parser() -> argparse.ArgumentParser:
     verify = action("verify", "read every record whole and check it", codes)
     namespace(verify)
     verify.add_argument("--remove", action="store_true", help="delete bad records and all that go on from them")
-    prune = action("prune", "delete what is not wanted any more, and always what no cache could use")
+    more = " Looks at the heads of records only: what is damaged further on, verify finds, which reads all of them."
+    prune = action("prune", "delete what is not wanted any more, and always what no cache could use", more=more)
     namespace(prune)
     told = "delete down to this size, the least recently used first: 20GB, 10%% of the file system"
     prune.add_argument("--budget", type=size, metavar="SIZE", help=told)
-    prune.add_argument("--older-than", type=_age, metavar="AGE", help="delete what was not used for so long: 7d, 12h")
+    told = "delete what was not used for so long, in s, m, h, d or w: 30m, 1.5h, 7d, 2w"
+    prune.add_argument("--older-than", type=_age, metavar="AGE", help=told)
     prune.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
     clear = action("clear", "delete all records", "they are deleted; 1 the answer was no")
     namespace(clear)

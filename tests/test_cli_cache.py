@@ -725,6 +725,7 @@ def test_a_folder_in_use_is_looked_at_and_not_touched(run, told, folder, in_use)
     for arguments in (("prune",), ("clear", "--yes"), ("verify", "--remove"), ("prune", "--budget", "1")):
         code, out, err = run(*arguments)
         assert (code, out) == (2, "") and err.count("\n") == 1 and f"process {in_use}" in err
+        assert "Stop it first" in err and ("DELETE /v1/cache" in err) == (arguments[0] != "verify")
     assert everything(folder) == before
 
 
@@ -751,7 +752,7 @@ def test_folders_that_are_none(action: str, run, tmp_path, capsys) -> None:
     yes = ("--yes",) if action == "clear" else ()
     assert "there is no folder" in refused(run, action, *yes, disk=tmp_path / "absent")
     (tmp_path / "file").write_text("x")
-    assert "there is no folder" in refused(run, action, *yes, disk=tmp_path / "file")
+    assert "file is a file, not a folder" in refused(run, action, *yes, disk=tmp_path / "file")
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.tex").write_text("x")
@@ -796,6 +797,23 @@ def test_the_environment_names_the_folder(folder, monkeypatch, capsys) -> None:
     monkeypatch.setenv("ONEFOLD_DISK", str(folder))
     assert main(["cache", "stat", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["folder"] == str(folder)
+
+
+def test_the_folder_may_be_named_before_the_action(folder, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("ONEFOLD_DISK", str(tmp_path / "absent"))
+    for arguments in (["--disk", str(folder), "stat"], ["--disk", "absent", "stat", "--disk", str(folder)]):
+        assert main(["cache", *arguments, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["folder"] == str(folder)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no full device")
+@pytest.mark.parametrize("json", [(), ("--json",)])
+def test_output_that_cannot_be_written_is_not_the_folders_fault(json: tuple[str, ...], folder) -> None:
+    command = [sys.executable, "-m", "onefold", "cache", "ls", "--disk", str(folder), *json]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True)
+    said = "onefold cache ls: the output could not be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, said)
 
 
 def test_names_cannot_move_the_cursor(run, told, folder) -> None:

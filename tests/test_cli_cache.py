@@ -29,7 +29,7 @@ from onefold.cache.tiers.folder import Folder
 from onefold.cache.tiers.order import below
 from onefold.cache.tiers.record import Content, Named, What, file_name, parse_name
 from onefold.cache.tiers.vault import NO_TOKENS, on_disk
-from onefold.cli import cache_actions, cache_report, main
+from onefold.cli import cache_actions, cache_report, main, serve
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "disk-format.md"
 SALT = "somebody's key"
@@ -797,6 +797,37 @@ def test_the_environment_names_the_folder(folder, monkeypatch, capsys) -> None:
     monkeypatch.setenv("ONEFOLD_DISK", str(folder))
     assert main(["cache", "stat", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["folder"] == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("flag", "given", "said"),
+    [
+        ("disk-daily-limit", "x", "cannot read 'x' as a size; write it like '8GB' or '24GiB'"),
+        ("disk-daily-limit", "10%", "'10%' is a share, and there is nothing here to take a share of"),
+        ("disk-budget", "x", "cannot read 'x' as a size; write it like '8GB', '24GiB' or '60%'"),
+        ("disk", "", "a folder is needed, not ''"),
+        ("disk", " ", "a folder is needed, not ' '"),
+    ],
+)
+def test_what_serve_is_told_of_its_disk_is_read_with_the_flags(
+    flag: str, given: str, said: str, monkeypatch, capsys
+) -> None:
+    """Before anything else; whichever said it, the flag or its variable, is named."""
+    with pytest.raises(SystemExit):
+        serve.parser().parse_args(["m", f"--{flag}", given])
+    assert capsys.readouterr().err.startswith(f"onefold serve: argument --{flag}: {said}")
+    variable = "ONEFOLD_" + flag.upper().replace("-", "_")
+    monkeypatch.setenv(variable, given)
+    if not given.strip():
+        assert getattr(serve.parser().parse_args(["m"]), flag) is None
+        return
+    with pytest.raises(SystemExit):
+        serve.parser().parse_args(["m"])
+    assert capsys.readouterr().err.startswith(f"onefold serve: environment variable {variable} (--{flag}): {said}")
+    with pytest.raises(SystemExit):
+        serve.parser().parse_args(["m", f"--{flag}", given])
+    assert capsys.readouterr().err.startswith(f"onefold serve: argument --{flag}: {said}")
+    assert getattr(serve.parser().parse_args(["m", f"--{flag}", "1GB"]), flag.replace("-", "_")) == "1GB"
 
 
 def test_the_folder_may_be_named_before_the_action(folder, tmp_path, monkeypatch, capsys) -> None:

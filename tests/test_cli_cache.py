@@ -693,6 +693,18 @@ def test_clear_asks_on_a_terminal(answer: str, code: int, folder) -> None:
     assert len(records(folder)) == (0 if code == 0 else n)
 
 
+def test_a_no_deletes_nothing_and_says_so(folder) -> None:
+    first = records(folder)[0]
+    first.with_name(first.name + ".tmp").write_bytes(b"half")
+    n, n_bytes = len(records(folder)), sum(on_disk(p.stat().st_size) for p in records(folder))
+    look = Folder.look(folder)
+    answered = {yes: cache_actions.clear(look, None, lambda _, yes=yes: yes) for yes in (False, True)}
+    no, yes = answered[False], answered[True]
+    figures = ("records", "bytes", "leftovers", "leftover_bytes", "namespaces", "left_records", "left_bytes")
+    assert [no[f] for f in figures] == [0, 0, 0, 0, [], n, n_bytes] and no["agreed"] is False
+    assert (yes["records"], yes["leftovers"], yes["left_records"]) == (n, 1, 0) and set(no) == set(yes)
+
+
 def test_a_bar_is_shown_on_a_terminal(folder) -> None:
     with on_terminal("cache", "verify", ONEFOLD_DISK=str(folder)) as terminal:
         assert "verifying" in terminal.wait_for("all good")

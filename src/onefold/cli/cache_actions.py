@@ -269,7 +269,9 @@ def clear(folder: Folder, namespace: str | None, agreed: Callable[[str], bool]) 
         size, where = show_size(told["bytes"]), folder.path if namespace is None else folder.path / spaces[0].id
         if not agreed(f"delete {told['records']:,} records, {size}, in {where}?"):
             left = {"left_records": told["records"], "left_bytes": told["bytes"]}
-            return told | {"agreed": False, "records": 0, "bytes": 0} | left
+            nothing = {"records": 0, "bytes": 0, "leftovers": 0, "leftover_bytes": 0, "namespaces": []}
+            strangers = [_joined(s.id, n) for s in spaces for n in s.strangers]
+            return told | nothing | left | {"agreed": False, "strangers": strangers}
         pruning.remove(folder, entries)
         pruning.remove_leftovers(folder, spaces, top)
         kept = [s for s in spaces if not folder.remove_if_empty(s.id)]

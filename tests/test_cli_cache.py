@@ -27,9 +27,9 @@ from onefold import PrefixCache
 from onefold.cache.tiers import census
 from onefold.cache.tiers.folder import Folder
 from onefold.cache.tiers.order import below
-from onefold.cache.tiers.record import Content, What, file_name, parse_name
+from onefold.cache.tiers.record import Content, Named, What, file_name, parse_name
 from onefold.cache.tiers.vault import NO_TOKENS, on_disk
-from onefold.cli import cache_report, main
+from onefold.cli import cache_actions, cache_report, main, serve
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "disk-format.md"
 SALT = "somebody's key"
@@ -161,13 +161,108 @@ def test_ls_lists_the_records_of_a_namespace_by_conversation(run, told, folder) 
     assert code == 0 and out.count("point") == sum(r["kind"] == "point" for r in found["records"])
 
 
+def read_off(lines: list[tuple[int, bool, Any]]) -> dict[Any, Any]:
+    """What each record goes on from, as one sees it: by how far in it is, and whether it begins something."""
+    above: list[Any] = []
+    found = {}
+    for level, begins, name in lines:
+        found[name] = (above[level - 1] if level else None) if begins else above[level]
+        above[level:] = [name]
+    return found
+
+
+def test_one_sees_what_each_record_goes_on_from(run, told, folder) -> None:
+    space = hybrid_space(folder)
+    listed = told("ls", space.id)["records"]
+    parents = {r["name"]: r["parent"] for r in listed}
+    assert read_off([(r["level"], r["begins"], r["name"]) for r in listed]) == parents
+    shown = []
+    for line, record in zip(run("ls", space.id)[1].splitlines()[2:], listed, strict=False):
+        found = re.match(r"( *)(\+ )?([0-9a-f]{12}) ", line)
+        assert found is not None and found[3] in record["name"]
+        begins = found[2] is not None
+        shown.append((len(found[1]) // 2 - (not begins), begins, record["name"]))
+    assert read_off(shown) == parents and len({level for level, *_ in shown}) > 1
+
+
+@pytest.mark.parametrize("goes_on_from", [lambda i: i - 1, lambda i: i // 2 - 1, lambda i: i - 1 - i % 2])
+def test_deep_trees_have_few_levels(goes_on_from: Callable[[int], int]) -> None:
+    """A chain, a tree that branches at every record, and a chain with something beside each."""
+    entries: list[census.Entry] = []
+    for i in range(3000):
+        entries.append(census.Entry("n", Named(What.RANGE, i, i.to_bytes(20, "big")), 1, used=float(i % 7), tokens=1))
+        entries[-1].parent = entries[goes_on_from(i)] if i and goes_on_from(i) >= 0 else None
+    listed = cache_actions._by_conversation(entries)
+    assert read_off([(level, begins, e) for e, level, begins in listed]) == {e: e.parent for e in entries}
+    assert max(level for _, level, _ in listed) <= 12
+
+
 def test_ls_shows_some_records_and_all_when_asked(run, folder, monkeypatch) -> None:
     monkeypatch.setattr(cache_report, "MOST_ROWS", 2)
     space = hybrid_space(folder)
     _, some, _ = run("ls", space.id)
     assert f"and {len(space.entries) - 2} more" in some
     _, every, _ = run("ls", space.id, "--all")
-    assert "more" not in every and every.count("\n") == some.count("\n") + len(space.entries) - 3
+    assert " more:" not in every and every.count("just now") == some.count("just now") + len(space.entries) - 2
+
+
+LONG = "mlx-community/Qwen3-30B-A3B-Instruct-2507-4bit"
+COLUMNS = "namespace", "model", "kv", "salted", "records", "tokens", "size", "last used", "oldest"
+
+
+def relabelled(folder: Path, label: str = LONG) -> census.Space:
+    space = hybrid_space(folder)
+    (folder / space.id / "about.json").write_text(json.dumps(space.about | {"label": label}))
+    return space
+
+
+def seen(width: int, folder: Path, *arguments: str) -> list[str]:
+    """The lines on a terminal of that width, without colours."""
+    with on_terminal("cache", *arguments, COLUMNS=str(width), ONEFOLD_DISK=str(folder)) as terminal:
+        assert terminal.end() == 0
+    return re.sub(r"\x1b\[[0-9;]*m", "", terminal.seen).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("width", "without"),
+    [
+        (120, ()),
+        (80, ("oldest", "salted")),
+        (60, ("oldest", "salted", "kv", "tokens", "records")),
+        (40, ("oldest", "salted", "kv", "tokens", "records", "last used")),
+        (20, ("oldest", "salted", "kv", "tokens", "records", "last used")),
+    ],
+)
+def test_a_narrow_terminal_shows_fewer_columns_and_cuts_nothing(width: int, without: tuple[str, ...], folder) -> None:
+    space = relabelled(folder)
+    head, *lines = seen(width, folder, "ls")
+    assert [c for c in COLUMNS if c not in without] == re.split(r"  +", head.strip())
+    assert max(map(len, [head, *lines])) <= max(width, 30) and "…" not in "".join(lines)
+    at = next(i for i, line in enumerate(lines) if line.startswith(space.id[:8]))
+    assert cache_report.show_size(space.disk_bytes) in lines[at]
+    model, end = head.index("model"), at + 1
+    while end < len(lines) and lines[end].startswith(" "):  # what the model's name takes more lines for
+        end += 1
+    folded = [line[model:].split()[0] for line in lines[at:end]]
+    assert "".join(folded) == LONG and len(folded) == {120: 1, 80: 2, 60: 2, 40: 3, 20: 6}[width]
+
+
+def test_a_narrow_terminal_shows_the_numbers_of_records_whole(folder) -> None:
+    space = hybrid_space(folder)
+    for width in (80, 60, 40):
+        lines = seen(width, folder, "ls", space.id)[1:-1]
+        assert max(map(len, lines)) <= width and "…" not in "".join(lines)
+        for entry in space.entries:
+            (line,) = [line for line in lines if entry.named.address.hex()[:12] in line and f" {entry.start} " in line]
+            assert cache_report.show_size(entry.disk_bytes) in line and str(entry.tokens) in line.split()
+
+
+def test_what_is_no_terminal_gets_everything(run, folder, monkeypatch) -> None:
+    relabelled(folder, LONG * 10)
+    for name, value in (("COLUMNS", "40"), ("FORCE_COLOR", "1"), ("TERM", "xterm")):
+        monkeypatch.setenv(name, value)
+    out = re.sub(r"\x1b\[[0-9;]*m", "", run("ls")[1])
+    assert LONG * 10 in out and re.split(r"  +", out.splitlines()[0].strip()) == list(COLUMNS)
 
 
 def test_stat_sums_up(run, told, folder) -> None:
@@ -316,6 +411,43 @@ def test_only_the_branch_goes_that_is_bad(told, folder) -> None:
     assert found["removed_records"] == len(gone) < len(space.entries)
     assert [b["reason"] for b in found["bad"]] == ["checksum"] and found["going_on_from_bad"] == len(gone) - 1
     no_orphan(folder)
+
+
+def test_verify_names_all_that_is_not_ours(run, told, folder) -> None:
+    space = hybrid_space(folder)
+    (folder / space.id / "notes.txt").write_text("mine")
+    (folder / "thesis.tex").write_text("mine")
+    inside = f"{space.id}/notes.txt"
+    assert told("verify")["strangers"] == told("stat")["strangers"] == [inside, "thesis.tex"]
+    code, out, _ = run("verify")
+    assert code == 0 and f"not ours: {inside}, thesis.tex" in out
+    assert told("verify", "--namespace", space.id)["strangers"] == [inside]
+
+
+def test_what_is_bad_is_said_in_words_with_what_to_do(run, told, folder) -> None:
+    space = hybrid_space(folder)
+    flipped(-1)(path_of(folder, space.entries[0]))
+    found = told("verify", code=1)
+    assert [b["reason"] for b in found["bad"]] == ["checksum"] and found["removed_records"] == 0
+    code, out, _ = run("verify")
+    n, size = len(space.entries), cache_report.show_size(space.disk_bytes)
+    assert code == 1 and f"/{space.entries[0].name}: its checksum does not agree\n" in out
+    assert out.endswith(f"`onefold cache verify --remove` deletes these {n} ({size})\n")
+    assert f"`onefold cache verify --namespace {space.id} --remove`" in run("verify", "--namespace", space.id[:9])[1]
+    code, out, _ = run("verify", "--remove")
+    assert code == 1 and out.endswith(f"deleted {n} records, {size}\n")
+    assert run("verify")[0] == 0
+
+
+def test_every_reason_has_words() -> None:
+    tiers = Path(census.__file__).parent
+    reasons = {r for p in tiers.glob("*.py") for r in re.findall(r'RecordError\("(.+?)"', p.read_text())}
+    assert reasons <= set(cache_report.REASONS)
+
+
+def test_exit_codes_are_in_the_help(run) -> None:
+    said = " ".join(run("verify", "--help")[1].split())
+    assert "Exit codes: 0 all records are good; 1 a bad one was found, removed or not; 2" in said
 
 
 def test_an_orphan_is_bad(told, folder) -> None:
@@ -481,6 +613,18 @@ def test_what_was_not_used_for_long_goes(run, told, folder) -> None:
     assert (code, err, records(folder)) == (0, "", []) and "left: 0 records" in out
 
 
+def test_every_unit_of_an_age_is_named_and_works(run, told, folder) -> None:
+    space = hybrid_space(folder)
+    aged(folder, space.entries, 10 * DAY)
+    ages = ("865000s", "863000s"), ("14500m", "14300m"), ("240.5h", "239.5h"), ("11d", "9d"), ("1.5w", "1w")
+    for more, less in ages:
+        assert told("prune", "--dry-run", "--older-than", more)["records"] == 0
+        assert told("prune", "--dry-run", "--older-than", less)["records"] == len(space.entries)
+    said = " ".join(run("prune", "--help")[1].split())
+    assert "s, m, h, d or w: 30m, 1.5h, 7d, 2w" in said and "Looks at the heads of records only" in said
+    assert "a number of s, m, h, d or w: 30m, 1.5h, 7d or 2w, not '7y'" in refused(run, "prune", "--older-than", "7y")
+
+
 def test_one_namespace_is_pruned_alone(told, folder) -> None:
     space = hybrid_space(folder)
     others = [p for p in records(folder) if p.parent.name != space.id]
@@ -549,6 +693,18 @@ def test_clear_asks_on_a_terminal(answer: str, code: int, folder) -> None:
     assert len(records(folder)) == (0 if code == 0 else n)
 
 
+def test_a_no_deletes_nothing_and_says_so(folder) -> None:
+    first = records(folder)[0]
+    first.with_name(first.name + ".tmp").write_bytes(b"half")
+    n, n_bytes = len(records(folder)), sum(on_disk(p.stat().st_size) for p in records(folder))
+    look = Folder.look(folder)
+    answered = {yes: cache_actions.clear(look, None, lambda _, yes=yes: yes) for yes in (False, True)}
+    no, yes = answered[False], answered[True]
+    figures = ("records", "bytes", "leftovers", "leftover_bytes", "namespaces", "left_records", "left_bytes")
+    assert [no[f] for f in figures] == [0, 0, 0, 0, [], n, n_bytes] and no["agreed"] is False
+    assert (yes["records"], yes["leftovers"], yes["left_records"]) == (n, 1, 0) and set(no) == set(yes)
+
+
 def test_a_bar_is_shown_on_a_terminal(folder) -> None:
     with on_terminal("cache", "verify", ONEFOLD_DISK=str(folder)) as terminal:
         assert "verifying" in terminal.wait_for("all good")
@@ -581,6 +737,7 @@ def test_a_folder_in_use_is_looked_at_and_not_touched(run, told, folder, in_use)
     for arguments in (("prune",), ("clear", "--yes"), ("verify", "--remove"), ("prune", "--budget", "1")):
         code, out, err = run(*arguments)
         assert (code, out) == (2, "") and err.count("\n") == 1 and f"process {in_use}" in err
+        assert "Stop it first" in err and ("DELETE /v1/cache" in err) == (arguments[0] != "verify")
     assert everything(folder) == before
 
 
@@ -607,7 +764,7 @@ def test_folders_that_are_none(action: str, run, tmp_path, capsys) -> None:
     yes = ("--yes",) if action == "clear" else ()
     assert "there is no folder" in refused(run, action, *yes, disk=tmp_path / "absent")
     (tmp_path / "file").write_text("x")
-    assert "there is no folder" in refused(run, action, *yes, disk=tmp_path / "file")
+    assert "file is a file, not a folder" in refused(run, action, *yes, disk=tmp_path / "file")
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.tex").write_text("x")
@@ -652,6 +809,54 @@ def test_the_environment_names_the_folder(folder, monkeypatch, capsys) -> None:
     monkeypatch.setenv("ONEFOLD_DISK", str(folder))
     assert main(["cache", "stat", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["folder"] == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("flag", "given", "said"),
+    [
+        ("disk-daily-limit", "x", "cannot read 'x' as a size; write it like '8GB' or '24GiB'"),
+        ("disk-daily-limit", "10%", "'10%' is a share, and there is nothing here to take a share of"),
+        ("disk-budget", "x", "cannot read 'x' as a size; write it like '8GB', '24GiB' or '60%'"),
+        ("disk", "", "a folder is needed, not ''"),
+        ("disk", " ", "a folder is needed, not ' '"),
+    ],
+)
+def test_what_serve_is_told_of_its_disk_is_read_with_the_flags(
+    flag: str, given: str, said: str, monkeypatch, capsys
+) -> None:
+    """Before anything else; whichever said it, the flag or its variable, is named."""
+    with pytest.raises(SystemExit):
+        serve.parser().parse_args(["m", f"--{flag}", given])
+    assert capsys.readouterr().err.startswith(f"onefold serve: argument --{flag}: {said}")
+    variable = "ONEFOLD_" + flag.upper().replace("-", "_")
+    monkeypatch.setenv(variable, given)
+    if not given.strip():
+        assert getattr(serve.parser().parse_args(["m"]), flag) is None
+        return
+    with pytest.raises(SystemExit):
+        serve.parser().parse_args(["m"])
+    assert capsys.readouterr().err.startswith(f"onefold serve: environment variable {variable} (--{flag}): {said}")
+    with pytest.raises(SystemExit):
+        serve.parser().parse_args(["m", f"--{flag}", given])
+    assert capsys.readouterr().err.startswith(f"onefold serve: argument --{flag}: {said}")
+    assert getattr(serve.parser().parse_args(["m", f"--{flag}", "1GB"]), flag.replace("-", "_")) == "1GB"
+
+
+def test_the_folder_may_be_named_before_the_action(folder, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("ONEFOLD_DISK", str(tmp_path / "absent"))
+    for arguments in (["--disk", str(folder), "stat"], ["--disk", "absent", "stat", "--disk", str(folder)]):
+        assert main(["cache", *arguments, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["folder"] == str(folder)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no full device")
+@pytest.mark.parametrize("json", [(), ("--json",)])
+def test_output_that_cannot_be_written_is_not_the_folders_fault(json: tuple[str, ...], folder) -> None:
+    command = [sys.executable, "-m", "onefold", "cache", "ls", "--disk", str(folder), *json]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True)
+    said = "onefold cache ls: the output could not be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, said)
 
 
 def test_names_cannot_move_the_cursor(run, told, folder) -> None:

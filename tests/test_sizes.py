@@ -96,6 +96,15 @@ def test_nonsense_is_a_config_error_that_shows_it(size: Any) -> None:
     assert repr(size) in str(caught.value) and isinstance(caught.value, OnefoldError)
 
 
+def test_a_share_is_offered_only_where_there_is_a_total() -> None:
+    for total in (None, 1000):
+        with pytest.raises(ConfigError, match="write it like") as caught:
+            parse_size("much", total_bytes=total)
+        assert ("60%" in str(caught.value)) == (total is not None)
+    with pytest.raises(ConfigError, match=r"; write it like '8GB' or '24GiB'$"):
+        parse_size("10%")
+
+
 def test_a_share_of_less_than_a_byte_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least one byte"):
         parse_size("0.0001%", total_bytes=1000)

@@ -26,12 +26,13 @@ def parse_size(size: int | float | str, *, total_bytes: int | None = None) -> in
     if isinstance(size, (int, float)):
         return _whole(size, size)
     found = _SIZE.fullmatch(size)
+    like = "write it like '8GB' or '24GiB'" if total_bytes is None else "write it like '8GB', '24GiB' or '60%'"
     if found is None:
-        raise ConfigError(f"cannot read {size!r} as a size; write it like '8GB', '24GiB' or '60%'")
+        raise ConfigError(f"cannot read {size!r} as a size; {like}")
     number, unit = float(found[1].replace("_", "")), found[2].upper()
     if unit == "%":
         if total_bytes is None:
-            raise ConfigError(f"{size!r} is a share, and there is nothing here to take a share of")
+            raise ConfigError(f"{size!r} is a share, and there is nothing here to take a share of; {like}")
         if not 0 < number <= 100:
             raise ConfigError(f"{size!r} is not between 0% and 100%")
         return _whole(total_bytes * number / 100, size)

@@ -26,7 +26,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 def _age(text: str) -> float:
     found = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([smhdw])\s*", text.lower())
     if found is None:
-        raise argparse.ArgumentTypeError(f"an age is like 7d, 12h or 30m, not {text!r}")
+        raise argparse.ArgumentTypeError(f"an age is a number of s, m, h, d or w: 30m, 1.5h, 7d or 2w, not {text!r}")
     return float(found[1]) * _SECONDS[found[2]]
 
 
@@ -34,14 +34,17 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(
         prog=NAME,
         description="Looks after the folder of a disk cache.",
-        epilog="The folder is --disk of each, or the environment variable ONEFOLD_DISK.",
         allow_abbrev=False,
     )
+    DISK.add_to(made)
     actions = made.add_subparsers(dest="action", metavar="ACTION", required=True)
 
-    def action(name: str, told: str) -> argparse.ArgumentParser:
-        added = actions.add_parser(name, help=told, description=told[0].upper() + told[1:] + ".", allow_abbrev=False)
-        DISK.add_to(added)
+    def action(name: str, told: str, codes: str = "", more: str = "") -> argparse.ArgumentParser:
+        described = told[0].upper() + told[1:] + "." + more
+        epilog = f"Exit codes: 0 {codes}; 2 it could not be done." if codes else None
+        added = actions.add_parser(name, help=told, description=described, epilog=epilog, allow_abbrev=False)
+        where = f"the folder; here or before {name} [{DISK.variable}]"
+        added.add_argument("--disk", metavar="DIR", default=argparse.SUPPRESS, help=where)
         added.add_argument("--json", action="store_true", help="one JSON object instead of words")
         return added
 
@@ -52,16 +55,19 @@ def parser() -> argparse.ArgumentParser:
     ls.add_argument("namespace", metavar="ID", nargs="?", help="a namespace; the beginning of its name will do")
     ls.add_argument("--all", action="store_true", help="all records, however many")
     action("stat", "sum up the folder: size, what was written, who uses it")
-    verify = action("verify", "read every record whole and check it; exit code 1 if one is bad")
+    codes = "all records are good; 1 a bad one was found, removed or not"
+    verify = action("verify", "read every record whole and check it", codes)
     namespace(verify)
     verify.add_argument("--remove", action="store_true", help="delete bad records and all that go on from them")
-    prune = action("prune", "delete what is not wanted any more, and always what no cache could use")
+    more = " Looks at the heads of records only: what is damaged further on, verify finds, which reads all of them."
+    prune = action("prune", "delete what is not wanted any more, and always what no cache could use", more=more)
     namespace(prune)
     told = "delete down to this size, the least recently used first: 20GB, 10%% of the file system"
     prune.add_argument("--budget", type=size, metavar="SIZE", help=told)
-    prune.add_argument("--older-than", type=_age, metavar="AGE", help="delete what was not used for so long: 7d, 12h")
+    told = "delete what was not used for so long, in s, m, h, d or w: 30m, 1.5h, 7d, 2w"
+    prune.add_argument("--older-than", type=_age, metavar="AGE", help=told)
     prune.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
-    clear = action("clear", "delete all records")
+    clear = action("clear", "delete all records", "they are deleted; 1 the answer was no")
     namespace(clear)
     clear.add_argument("--yes", action="store_true", help="do not ask")
     return made
@@ -72,30 +78,47 @@ def run(arguments: list[str]) -> int:
     name = f"{NAME} {given.action}"
     if not given.disk:
         return complain(name, "which folder? Give --disk DIR, or set ONEFOLD_DISK")
-    from onefold.errors import OnefoldError
+    from onefold.errors import FolderInUse, OnefoldError
 
+    told: dict[str, Any] | None = None
     try:
-        return _do(given)
+        code, told = _do(given)
+        _tell(given, told)
+        return code
+    except FolderInUse as error:
+        ask = "" if given.action == "verify" else ", or ask a server: DELETE /v1/cache drops all that no request holds"
+        return complain(name, f"{error}. Stop it first{ask}")
     except OnefoldError as error:
         return complain(name, str(error))
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # nobody listens any more; Python would say so once again when it ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # nobody listens any more
+        _write_no_more()
         return 1
     except OSError as error:
-        where = error.filename or given.disk
-        return complain(name, f"{os.fsdecode(where)}: {error.strerror or error}")
+        why = error.strerror or str(error)
+        if told is not None:  # it was done, and could not be told
+            _write_no_more()
+            return complain(name, f"the output could not be written: {why}")
+        return complain(name, f"{os.fsdecode(error.filename or given.disk)}: {why}")
 
 
-def _do(given: argparse.Namespace) -> int:
-    """Raises OnefoldError and OSError."""
+def _write_no_more() -> None:
+    """What could not be written Python would try once again when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _do(given: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """The exit code, and what there is to tell. Raises OnefoldError and OSError."""
     from onefold.cache.tiers.folder import Folder
     from onefold.cli import cache_actions, cache_report
     from onefold.errors import ConfigError
 
-    if not os.path.isdir(os.path.expanduser(given.disk)):
+    path = os.path.expanduser(given.disk)
+    if not os.path.exists(path):
         raise ConfigError(f"there is no folder {given.disk}")
+    if not os.path.isdir(path):
+        raise ConfigError(f"{given.disk} is a file, not a folder")
     folder = Folder.look(given.disk)
     code, told = 0, dict[str, Any]()
     match given.action:
@@ -112,11 +135,17 @@ def _do(given: argparse.Namespace) -> int:
         case "clear":
             told = cache_actions.clear(folder, given.namespace, (lambda _: True) if given.yes else _agreed)
             code = 0 if told["agreed"] else 1
+    return code, told
+
+
+def _tell(given: argparse.Namespace, told: dict[str, Any]) -> None:
+    """Raises OSError."""
+    from onefold.cli import cache_report
+
     if given.json:
         print(json.dumps(told), flush=True)
     else:
         cache_report.show(given.action, told, every=getattr(given, "all", False))
-    return code
 
 
 def _agreed(question: str) -> bool:

@@ -64,7 +64,8 @@ def ls(folder: Folder, namespace: str | None) -> dict[str, Any]:
         return told | {"namespaces": [_space(s, short) for s in spaces]}
     (space,) = spaces
     told["namespace"] = _space(space, short) | {"about": space.about}
-    told["records"] = [_record(e, space.foreign) for e in _by_conversation(space.entries)]
+    listed = _by_conversation(space.entries)
+    told["records"] = [_record(e, space.foreign, level, begins) for e, level, begins in listed]
     return told
 
 
@@ -131,7 +132,7 @@ def _space(space: Space, short: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _record(entry: Entry, foreign: bool) -> dict[str, Any]:
+def _record(entry: Entry, foreign: bool, level: int, begins: bool) -> dict[str, Any]:
     parent = None if entry.parent is None or foreign else entry.parent.name
     kind = "hollow range" if entry.hollow else entry.named.what.value
     return {
@@ -143,20 +144,34 @@ def _record(entry: Entry, foreign: bool) -> dict[str, Any]:
         "file_bytes": entry.size,
         "last_used": entry.used,
         "parent": parent,
+        "level": None if foreign else level,
+        "begins": None if foreign else begins,
         "problem": entry.problem,
     }
 
 
-def _by_conversation(entries: list[Entry]) -> list[Entry]:
-    """Each followed by what goes on from it; the most recently used first."""
+def _by_conversation(entries: list[Entry]) -> list[tuple[Entry, int, bool]]:
+    """Each followed by what goes on from it, with its level and whether a conversation or a branch begins with it.
+
+    The most recently used conversation is the first. Of all that goes on from a record, the part with the most records
+    stays at its level and comes last; the others are branches, a level further in. So there are few levels, however
+    long conversations are and however often they branch: with each there are at most half as many records."""
     used = pruning.last_used(entries)
     following: dict[Entry | None, list[Entry]] = {}
     for entry in sorted(entries, key=lambda e: (used[e], e.order)):
         following.setdefault(entry.parent, []).append(entry)
-    found, todo = [], list(following.get(None, ()))
+    records = dict.fromkeys(entries, 1)  # each, and all that go on from it
+    for entry in sorted(entries, key=lambda e: e.order, reverse=True):
+        if entry.parent is not None:
+            records[entry.parent] += records[entry]
+    found, todo = [], [(entry, 0, True) for entry in following.get(None, ())]
     while todo:
-        found.append(todo.pop())
-        todo += following.get(found[-1], ())
+        entry, level, begins = todo.pop()
+        found.append((entry, level, begins))
+        if branches := following.get(entry):
+            longest = max(branches, key=lambda e: (records[e], e.tokens, used[e]))
+            todo.append((longest, level, False))
+            todo += [(e, level + 1, True) for e in branches if e is not longest]
     return found
 
 
@@ -172,18 +187,25 @@ def verify(folder: Folder, namespace: str | None, remove: bool, progress: Progre
         vanished = {e for s in ours for e in s.entries if not _verified(folder, e, s.about, progress)}
         bad = [e for e in entries if e.problem and e not in vanished]
         gone = below(entries, bad)
+        strangers = [_joined(s.id, n) for s in spaces for n in s.strangers]
+        if namespace is None:
+            strangers += census.top_level(folder)[1]
         if remove:
             pruning.remove(folder, gone)
+    gone_bytes = sum(e.disk_bytes for e in gone)
     return {
         "folder": str(folder.path),
+        "namespace": None if namespace is None else spaces[0].id,
         "records": len(entries) - len(vanished),
         "bytes": sum(e.disk_bytes for e in entries if e not in vanished),
         "vanished": len(vanished),
         "bad": [{"namespace": e.namespace, "name": e.name, "bytes": e.disk_bytes, "reason": e.problem} for e in bad],
         "going_on_from_bad": len(gone) - len(bad),
         "removed_records": len(gone) if remove else 0,
-        "removed_bytes": sum(e.disk_bytes for e in gone) if remove else 0,
-        "strangers": [_joined(s.id, n) for s in ours for n in s.strangers],
+        "removed_bytes": gone_bytes if remove else 0,
+        "removable_records": 0 if remove else len(gone),
+        "removable_bytes": 0 if remove else gone_bytes,
+        "strangers": strangers,
         "of_another_format": [s.id for s in spaces if s.foreign],
     }
 
@@ -247,7 +269,9 @@ def clear(folder: Folder, namespace: str | None, agreed: Callable[[str], bool]) 
         size, where = show_size(told["bytes"]), folder.path if namespace is None else folder.path / spaces[0].id
         if not agreed(f"delete {told['records']:,} records, {size}, in {where}?"):
             left = {"left_records": told["records"], "left_bytes": told["bytes"]}
-            return told | {"agreed": False, "records": 0, "bytes": 0} | left
+            nothing = {"records": 0, "bytes": 0, "leftovers": 0, "leftover_bytes": 0, "namespaces": []}
+            strangers = [_joined(s.id, n) for s in spaces for n in s.strangers]
+            return told | nothing | left | {"agreed": False, "strangers": strangers}
         pruning.remove(folder, entries)
         pruning.remove_leftovers(folder, spaces, top)
         kept = [s for s in spaces if not folder.remove_if_empty(s.id)]

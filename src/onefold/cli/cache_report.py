@@ -1,14 +1,18 @@
-"""How `onefold cache` looks. Nothing is found out here; names that others chose cannot move a terminal's cursor."""
+"""How `onefold cache` looks. Nothing is found out here; names that others chose cannot move a terminal's cursor.
+
+A table has fewer columns on a narrow terminal, and what is too long takes more lines: nothing is cut.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -17,8 +21,20 @@ from rich.text import Text
 from onefold.cli.screen import CONTROL
 from onefold.sizes import show_size
 
-PLAIN_WIDTH = 160
-"""Of what is no terminal."""
+PLAIN_WIDTH = 1_000_000
+"""Of what is no terminal: as wide as it takes."""
+GAP = 2
+FOLDED, LEAST = 24, 8
+"""The width that a folding column gets if others can go for it, and if none can."""
+REASONS = {
+    "checksum": "its checksum does not agree",
+    "misnamed": "its name does not agree with what it holds",
+    "truncated": "its end is missing",
+    "too long": "it is longer than its header says",
+    "no header of ours": "its header is not as a cache writes it",
+    "of another layout": "it does not hold what records of its namespace do",
+}
+"""What is wrong with a record, for people; what is not here says it already."""
 MOST_ROWS = 40
 MOST_NAMES = 10
 
@@ -50,8 +66,7 @@ def bar(*, shown: bool) -> Iterator[Bar]:
 
 
 def show(action: str, told: dict[str, Any], *, every: bool = False) -> None:
-    made = Console(highlight=False)
-    console = made if made.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     match action:
         case "ls" if "namespace" in told:
             _records(console, told, every)
@@ -104,15 +119,38 @@ def _names(console: Console, names: list[str], what: str) -> None:
 # -- tables ------------------------------------------------------------------------------------------
 
 
-def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", no_wrap=column != "model")
-    return table
+def _table(
+    console: Console,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    right: Collection[str] = (),
+    spare: Sequence[str] = (),
+    folds: str = "",
+) -> None:
+    """Where there is no room for all columns the `spare` ones go, one by one, for the one that `folds`."""
+    cells = [[plain(cell) for cell in row] for row in rows]
+    wide = {name: max(cell_len(row[i]) for row in (columns, *cells)) for i, name in enumerate(columns)}
+    shown = list(columns)
 
+    def room() -> int:
+        """Left beside those that do not fold."""
+        return console.width - sum(wide[name] + GAP for name in shown if name != folds)
 
-def _add(table: Table, *cells: object) -> None:
-    table.add_row(*(Text(plain(cell)) for cell in cells))
+    wanted = min(wide[folds], FOLDED) if folds else -GAP
+    for name in spare:
+        if room() < wanted:
+            shown.remove(name)
+    if folds:
+        wide[folds] = min(wide[folds], max(room(), LEAST))
+    console.width = max(console.width, sum(wide[name] + GAP for name in shown))
+    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
+    for name in shown:
+        justify: Literal["left", "right"] = "right" if name in right else "left"
+        table.add_column(name, justify=justify, width=wide[name], no_wrap=name != folds, overflow="fold")
+    for row in cells:
+        table.add_row(*(Text(cell) for name, cell in zip(columns, row, strict=True) if name in shown))
+    console.print(table, crop=False)
 
 
 def _count(count: int | None) -> str:
@@ -123,16 +161,21 @@ def _namespaces(console: Console, told: dict[str, Any]) -> None:
     if not told["namespaces"]:
         _say(console, f"{told['folder']} is empty")
         return
-    table = _table(
-        "namespace", "model", "kv", "salted", "records", "tokens", "size", "last used", "oldest",
-        right=("kv", "records", "tokens", "size"),
-    )  # fmt: skip
+    rows = []
     for space in sorted(told["namespaces"], key=lambda s: -(s["last_used"] or 0)):
         salted = {True: "yes", False: "no"}.get(space["salted"], "?")
         kv = "?" if space["kv"] is None else space["kv"]
         counts = _count(space["records"]), _count(space["tokens"]), show_size(space["bytes"])
-        _add(table, space["short"], space["label"], kv, salted, *counts, age(space["last_used"]), age(space["oldest"]))
-    console.print(table)
+        used = age(space["last_used"]), age(space["oldest"])
+        rows.append((space["short"], space["label"], kv, salted, *counts, *used))
+    _table(
+        console,
+        ("namespace", "model", "kv", "salted", "records", "tokens", "size", "last used", "oldest"),
+        rows,
+        right=("kv", "records", "tokens", "size"),
+        spare=("oldest", "salted", "kv", "tokens", "records", "last used"),
+        folds="model",
+    )
     bad = sum(space["unusable"] for space in told["namespaces"])
     if bad:
         _say(console, f"{n_of(bad, 'record')} cannot be used: onefold cache verify says why, prune deletes them")
@@ -143,20 +186,39 @@ def _records(console: Console, told: dict[str, Any], every: bool) -> None:
     _say(console, f"{space['id']}: {space['label']}, {n_of(len(records), 'record')}, {show_size(space['bytes'])}")
     if not records:
         return
-    table = _table("start", "tokens", "kind", "size", "last used", "record", right=("start", "tokens", "size"))
     shown = records if every else records[:MOST_ROWS]
-    for record in shown:
-        name = record["name"].partition("-")[2].partition(".")[0][:12]
-        problem = f"{name}  {record['problem']}" if record["problem"] else name
-        size, used = show_size(record["bytes"]), age(record["last_used"])
-        _add(table, f"{record['start']:,}", _count(record["tokens"]), record["kind"], size, used, problem)
-    console.print(table)
+    columns = ["record", "start", "tokens", "kind", "size", "last used", "problem"]
+    rows: list[tuple[str, ...]] = [
+        (
+            _branch(record) + record["name"].partition("-")[2].partition(".")[0][:12],
+            f"{record['start']:,}",
+            _count(record["tokens"]),
+            record["kind"],
+            show_size(record["bytes"]),
+            age(record["last_used"]),
+            REASONS.get(record["problem"], record["problem"]),
+        )
+        for record in shown
+    ]
+    folds = "problem"
+    if not any(record["problem"] for record in shown):
+        columns, rows, folds = columns[:-1], [row[:-1] for row in rows], ""
+    numbers, spare = ("start", "tokens", "size"), ("last used", "kind", "size", "tokens")
+    _table(console, columns, rows, right=numbers, spare=spare, folds=folds)
+    if any(record["level"] for record in shown):
+        _say(console, "+ begins a conversation or, further in, a branch off the last record above that is less far in")
     if len(shown) < len(records):
         _say(console, f"and {len(records) - len(shown):,} more: --all shows them")
 
 
+def _branch(record: dict[str, Any]) -> str:
+    """What is before a record, for one to see what it goes on from: without a plus the one above at its level."""
+    if record["level"] is None:
+        return ""
+    return "  " * record["level"] + ("+ " if record["begins"] else "  ")
+
+
 def _stat(console: Console, told: dict[str, Any]) -> None:
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     rows = [
         ("folder", told["folder"]),
         ("in use by", told["in_use_by"] or "nobody"),
@@ -169,14 +231,13 @@ def _stat(console: Console, told: dict[str, Any]) -> None:
         ("free", f"{show_size(told['free_bytes'])} of {show_size(told['file_system_bytes'])}"),
     ]
     for name, value in rows:
-        _add(table, name, value)
-    console.print(table, soft_wrap=True)
+        _say(console, f"{name:<9}  {value}")
     _names(console, told["strangers"], "not ours")
 
 
 def _verified(console: Console, told: dict[str, Any]) -> None:
     for bad in told["bad"]:
-        _say(console, f"bad: {bad['namespace']}/{bad['name']}: {bad['reason']}")
+        _say(console, f"bad: {bad['namespace']}/{bad['name']}: {REASONS.get(bad['reason'], bad['reason'])}")
     _names(console, told["of_another_format"], "of another format, not checked")
     _names(console, told["strangers"], "not ours")
     result = f"{n_of(len(told['bad']), 'bad one')}" if told["bad"] else "all good"
@@ -185,6 +246,10 @@ def _verified(console: Console, told: dict[str, Any]) -> None:
     _say(console, f"{n_of(told['records'], 'record')}, {show_size(told['bytes'])}: {result}")
     if told["removed_records"]:
         _say(console, f"deleted {n_of(told['removed_records'], 'record')}, {show_size(told['removed_bytes'])}")
+    if told["removable_records"]:
+        command = "onefold cache verify" + (f" --namespace {told['namespace']}" if told["namespace"] else "")
+        these = "this 1" if told["removable_records"] == 1 else f"these {told['removable_records']:,}"
+        _say(console, f"`{command} --remove` deletes {these} ({show_size(told['removable_bytes'])})")
 
 
 def _pruned(console: Console, told: dict[str, Any]) -> None:
@@ -211,9 +276,8 @@ def _cleared(console: Console, told: dict[str, Any]) -> None:
 
 def _removed(console: Console, told: dict[str, Any], verb: str) -> None:
     if told["namespaces"]:
-        table = _table("namespace", "model", "records", "size", right=("records", "size"))
-        for space in told["namespaces"]:
-            _add(table, space["short"], space["label"], f"{space['records']:,}", show_size(space["bytes"]))
-        console.print(table)
+        rows = [(s["short"], s["label"], f"{s['records']:,}", show_size(s["bytes"])) for s in told["namespaces"]]
+        columns, numbers = ("namespace", "model", "records", "size"), ("records", "size")
+        _table(console, columns, rows, right=numbers, spare=("records",), folds="model")
     left = f" and {n_of(told['leftovers'], 'leftover')}" if told["leftovers"] else ""
     _say(console, f"{verb} {n_of(told['records'], 'record')}, {show_size(told['bytes'])}{left}")

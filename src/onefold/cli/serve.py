@@ -52,13 +52,20 @@ def _number(text: str, kind: type = float, least: float = 0, most: float = 1e15,
     return found
 
 
-def size(text: str) -> str:
+def size(text: str, total_bytes: int | None = 1 << 40) -> str:
+    """Whether it is a size at all: what a share is of is known later. Without `total_bytes` it is no share."""
     from onefold.sizes import parse_size
 
     try:
-        parse_size(text, total_bytes=1 << 40)  # whether it is a size at all; what a share is of is known later
+        parse_size(text, total_bytes=total_bytes)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _folder(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"a folder is needed, not {text!r}")
     return text
 
 
@@ -77,6 +84,10 @@ def _level(text: str) -> str:
 count = partial(_number, kind=int)
 positive = partial(_number, kind=int, least=1)
 seconds = partial(_number, above=True, most=1e6)
+
+
+class _FromEnvironment(str):
+    """What a variable says; if it is nonsense the flag is not to blame."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +119,17 @@ class Flag:
         elif self.many:
             parser.add_argument(f"--{self.name}", action="append", metavar=self.metavar, help=told)
         else:
-            default = given or self.default
-            parser.add_argument(f"--{self.name}", type=self.type, default=default, metavar=self.metavar, help=told)
+            default = _FromEnvironment(given) if given else self.default
+            kind = partial(self._read, parser)
+            parser.add_argument(f"--{self.name}", type=kind, default=default, metavar=self.metavar, help=told)
+
+    def _read(self, parser: argparse.ArgumentParser, text: str) -> Any:
+        try:
+            return self.type(text)
+        except argparse.ArgumentTypeError as error:
+            if isinstance(text, _FromEnvironment):
+                parser.error(f"environment variable {self.variable} (--{self.name}): {error}")
+            raise
 
     def listed(self, given: argparse.Namespace) -> tuple[str, ...]:
         """What a flag that may be given again was given; on the command line, or else in the environment."""
@@ -130,12 +150,13 @@ FLAGS = (
     Flag("namespace-per-key", "share KV only among requests with the same API key", bool),
     Flag("budget", "memory for KV and what it takes to compute: 8GB, 24GiB, 60%%; by default four fifths of the "
          "device's memory less the weights", size, None, "SIZE"),
-    Flag("disk", "a folder where conversations survive a restart; without it nothing is written", str, None, "DIR"),
+    Flag("disk", "a folder where conversations survive a restart; without it nothing is written", _folder, None, "DIR"),
     Flag("disk-budget", "the most that may lie there: 100GB, 20%%; by default half of what is free there, and at most "
          "100GB", size, None, "SIZE"),
     Flag("disk-mode", "back: written when it must make way in memory, and at the end; through: after every answer",
          _mode, "back", "MODE"),
-    Flag("disk-daily-limit", "the most that is written in a day; by default no limit", size, None, "SIZE"),
+    Flag("disk-daily-limit", "the most that is written in a day: 20GB; by default no limit",
+         partial(size, total_bytes=None), None, "SIZE"),
     Flag("kv", "bits of stored KV: 16, 8 or 4", str, "16", "BITS"),
     Flag("max-kv-size", "tokens of a conversation that are kept, beyond which its middle is forgotten; 0 is no bound; "
          f"by default {MAX_KV_SIZE}, or no bound with --kv 8 or 4", count, None, "TOKENS"),

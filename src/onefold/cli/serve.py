@@ -174,7 +174,7 @@ FLAGS = (
     Flag("top-k", "likewise", count, None, "K"),
     Flag("min-p", "likewise", partial(_number, most=1), None, "P"),
     Flag("repetition-penalty", "likewise", partial(_number, most=10, above=True), None, "X"),
-    Flag("body-limit", "largest request", size, "32MiB", "SIZE"),
+    Flag("body-limit", "largest request", partial(size, total_bytes=None), "32MiB", "SIZE"),
     Flag("keep-alive", "a stream that is silent for this long says that it is alive", seconds, "5", "SECONDS"),
     Flag("send-timeout", "a client that does not read for this long is hung up on", seconds, "60", "SECONDS"),
     Flag("grace", "what running requests are given when the server ends", partial(_number, most=1e6), "5", "SECONDS"),

@@ -131,6 +131,7 @@ class Vault:
         self._touched: set[Record] = set()
         self._touched_at = time.monotonic()
         self._said_limit = ""
+        self._said_rejected = 0
         self._no_room_until = 0.0
         """What was last used before this found no room, and would not now."""
         self._day, self.written_today, self.written_ever = folder.written()
@@ -316,7 +317,8 @@ class Vault:
         if tails:
             self.reasons["orphan"] += len(tails)
         self.counts["rejected_records"] += 1 + len(tails)
-        level = logging.WARNING if self.counts["rejected_records"] <= _SAID + len(tails) else logging.DEBUG
+        self._said_rejected += 1
+        level = logging.WARNING if self._said_rejected <= _SAID else logging.DEBUG
         name = f"{record.namespace}/{record.name}"
         more = f"; and {len(tails)} that go on from it, {show_size(sum(r.size for r in tails))}" if tails else ""
         log.log(level, "a record on disk is not used and removed: %s (%s)%s", reason, name, more)

@@ -677,7 +677,8 @@ def damaged(model: nn.Module, what: str) -> tuple[bool, int]:
             lease.discard()  # what is left now is what the failed restore left
             cost, stats = len(prompt) - lease.cached, cache.stats()
             right = right and cost > len(prompt) - len(known) and len(said) == 1 and stats.bytes["live"] == 0
-            right = right and stats.disk.rejected_records == stats.reasons.get("disk: checksum") == 1
+            rejected, orphans = stats.disk.rejected_records, stats.reasons.get("disk: orphan", 0)
+            right = right and stats.reasons.get("disk: checksum") == 1 and rejected == 1 + orphans
             if what == "range":  # all that there was hung on it
                 right = right and active() - base == held_bytes(cache) == 0
             else:  # the KV was right, and is memory's now
@@ -685,7 +686,7 @@ def damaged(model: nn.Module, what: str) -> tuple[bool, int]:
             _, told = ask(cache, model, prompt, 4)
             right = right and told[len(prompt) :] == expected and agree(cache, base)
             again, _ = ask(cache, model, [*told, *words(30, 2)])
-            right = right and again.cached > len(known) and cache.stats().disk.rejected_records == 1
+            right = right and again.cached > len(known) and cache.stats().disk.rejected_records == rejected
             cache.check()
     return right, cost
 

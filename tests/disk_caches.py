@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +46,26 @@ def flip(path: Path, at: int, mask: int = 0x10) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= mask
     path.write_bytes(data)
+
+
+class Held:
+    """A disk on which a write takes as long as the test wants, or fails then."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        assert cache._disk is not None
+        self._folder = cache._disk.vault.folder
+        self._write = self._folder.write
+        self._go = threading.Event()
+        self.begun = threading.Event()
+        self.fails: list[OSError] = []
+        self._folder.write = self._held  # type: ignore[method-assign]
+
+    def _held(self, *what: Any) -> None:
+        self.begun.set()
+        assert self._go.wait(30)
+        if self.fails:
+            raise self.fails.pop()
+        self._write(*what)
+
+    def go(self) -> None:
+        self._go.set()

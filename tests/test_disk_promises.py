@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from disk_caches import MODES, files, flip, opened, small_records, turn
+from disk_caches import MODES, Held, files, flip, opened, small_records, turn
 from fake import FakeModel, Session, settled, text
 from mlx_lm.tuner.lora import LoRALinear
 
@@ -33,29 +33,6 @@ from onefold.cache.worker import Worker
 @pytest.fixture
 def model() -> FakeModel:
     return FakeModel(("full", "full"), dim=64)
-
-
-class Held:
-    """A disk on which a write takes as long as the test wants, or fails then."""
-
-    def __init__(self, cache: PrefixCache) -> None:
-        assert cache._disk is not None
-        self._folder = cache._disk.vault.folder
-        self._write = self._folder.write
-        self._go = threading.Event()
-        self.begun = threading.Event()
-        self.fails: list[OSError] = []
-        self._folder.write = self._held  # type: ignore[method-assign]
-
-    def _held(self, *what: Any) -> None:
-        self.begun.set()
-        assert self._go.wait(30)
-        if self.fails:
-            raise self.fails.pop()
-        self._write(*what)
-
-    def go(self) -> None:
-        self._go.set()
 
 
 def interrupt(*_: Any, **__: Any) -> None:

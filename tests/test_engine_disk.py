@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import mlx_lm
 import pytest
 from asking import ask, ask_all, cold, prompt_of, request
-from disk_caches import files, flip
+from disk_caches import Held, files, flip
 from test_engine import words
 
 from onefold.cache.disk import DiskSettings
 from onefold.cache.pace import Pace
 from onefold.cache.restoring import Restore
+from onefold.cli import serve
 from onefold.engine.engine import Engine
 from onefold.errors import FolderInUse
 
@@ -165,3 +169,29 @@ def test_clearing_reaches_the_disk(loaded: tuple[Any, Any], tmp_path: Path) -> N
         memory, disk = made.clear()
         assert memory > 0 and disk > 0 and not list(tmp_path.glob("*/*.safetensors"))
         assert ask(made, words(200), 3).hit.cached == 0
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["and not before", "when it has been told to end"])
+def test_an_interrupt_while_the_end_is_written_leaves_that(
+    told: bool, loaded: tuple[Any, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a disk that takes for ever; the engine's thread has ended all the same, and what is lost is said."""
+    caplog.set_level("INFO", "onefold")
+    running = engine(loaded, tmp_path)
+    ask(running, words(200), 1)
+    disk = Held(running.cache)
+    if told:
+        running.stop(timeout_seconds=0)
+        assert disk.begun.wait(10)
+    pressed = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    released = threading.Timer(1.0, disk.go)
+    handler = signal.getsignal(signal.SIGINT)
+    pressed.start()
+    released.start()
+    try:
+        serve._stop(running)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert not running._thread.working
+    assert "interrupt once more to leave it" in caplog.text
+    assert "tokens were not written: interrupted" in caplog.text

@@ -450,6 +450,11 @@ class PrefixCache:
             self._disk.spiller.flush(everything=True, until=time.monotonic() + CLOSING_MOST)
             self._disk.counts["left_tokens"] = self._disk.spiller.unsaved()
 
+    @property
+    def written_bytes(self) -> int | None:
+        """To disk so far, by this cache; None without a disk. Does not wait for whoever has the lock."""
+        return None if self._disk is None else self._disk.vault.counts["written_bytes"]
+
     def close_soon(self) -> None:
         """Closing, on whatever thread, waits no longer for what is not on disk yet: that is lost."""
         if self._disk is not None:

@@ -25,7 +25,7 @@ from onefold.errors import ConfigError
 from onefold.sizes import show_size
 
 if TYPE_CHECKING:
-    from onefold.cache.disk import DiskSettings, DiskStats
+    from onefold.cache.disk import DiskSettings
     from onefold.cache.prefix_cache import Stats
     from onefold.engine.engine import Engine
     from onefold.server.settings import Settings
@@ -230,11 +230,11 @@ def _serve(given: argparse.Namespace) -> int:
 
 def _stop(engine: Engine) -> None:
     """What is in memory and belongs on disk is written first; an interrupt meanwhile does without."""
-    before, began = engine.cache.stats().disk, time.monotonic()
+    before, began = engine.cache.written_bytes, time.monotonic()
     why = ""
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if before.mode != "off":
+        if before is not None:
             log.info("what is in memory is being written to disk; interrupt once more to leave it")
         engine.stop()
     except KeyboardInterrupt:
@@ -243,13 +243,13 @@ def _stop(engine: Engine) -> None:
     if why:
         engine.cache.close_soon()
         engine.stop()
-    if before.mode != "off":
+    if before is not None:
         log.info("%s", _farewell(engine.cache.stats(), before, time.monotonic() - began, why))
 
 
-def _farewell(after: Stats, before: DiskStats, seconds: float, why: str) -> str:
-    """What became of the memory."""
-    written, held = after.disk.written_bytes - before.written_bytes, show_size(after.disk.used_bytes)
+def _farewell(after: Stats, before: int, seconds: float, why: str) -> str:
+    """What became of the memory; `before` is how much had been written by then."""
+    written, held = after.disk.written_bytes - before, show_size(after.disk.used_bytes)
     said = f"{show_size(written)} were written in {seconds:.1f} s; {held} are on disk"
     if after.disk.left_tokens:
         refused = [r for r in ("daily limit", "no room on disk", "disk too slow") if after.reasons.get(f"disk: {r}")]

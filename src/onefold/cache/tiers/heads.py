@@ -5,7 +5,10 @@ No MLX in this file.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +18,8 @@ from onefold.cache.tiers.record import HEAD_MOST, Content, Head, Named, What, ad
 from onefold.errors import RecordError
 
 _BEGIN = 8 << 10
+_AHEAD = 16
+"""Files that are open before their turn."""
 _MOST = HEAD_MOST + (64 << 20)
 """No record of ours has so long a header and so many tokens; what says so is not read into memory."""
 
@@ -42,20 +47,50 @@ class Wanted(NamedTuple):
 
 def read_heads(folder: Path, wanted: Iterable[Wanted]) -> Iterator[Head | OSError | RecordError]:
     """Of many records of a namespace's folder, in order, each when its turn comes: a head takes much more than what is
-    kept of it."""
-    inside, namespace = str(folder), folder.name
+    kept of it. The next few files are open by then, and the device reads them meanwhile."""
+    ahead: deque[tuple[Wanted, int | OSError]] = deque()
+    try:
+        for one in wanted:
+            found = _begin(folder, one)
+            if isinstance(found, OSError) and found.errno == errno.EMFILE:
+                yield from _in_turn(folder, ahead, 0)
+                found = _begin(folder, one)
+            ahead.append((one, found))
+            yield from _in_turn(folder, ahead, _AHEAD)
+        yield from _in_turn(folder, ahead, 0)
+    finally:
+        for _, held in ahead:
+            if isinstance(held, int):
+                os.close(held)
 
-    def read(one: Wanted) -> Head | OSError | RecordError:
+
+def _begin(folder: Path, one: Wanted) -> int | OSError:
+    try:
+        file = os.open(f"{folder}/{file_name(*one.named)}", READING)
+    except OSError as error:
+        return error
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):  # a pipe, say
+            os.posix_fadvise(file, 0, _BEGIN, os.POSIX_FADV_WILLNEED)
+    return file
+
+
+def _in_turn(
+    folder: Path, ahead: deque[tuple[Wanted, int | OSError]], most: int
+) -> Iterator[Head | OSError | RecordError]:
+    """The first of them, until there are no more than so many."""
+    while len(ahead) > most:
+        one, file = ahead.popleft()
+        if isinstance(file, OSError):
+            yield file
+            continue
         try:
-            file = os.open(f"{inside}/{file_name(*one.named)}", READING)
-            try:
-                return read_head(file, namespace, one.named, one.size)
-            finally:
-                os.close(file)
+            found: Head | OSError | RecordError = read_head(file, folder.name, one.named, one.size)
         except (OSError, RecordError) as error:
-            return error
-
-    return map(read, wanted)
+            found = error
+        finally:
+            os.close(file)
+        yield found
 
 
 def read_content(file: int, namespace: str, named: Named, size: int) -> tuple[Head, Content]:

@@ -16,6 +16,7 @@ from tiny import tiny
 from trial import DIFFERS, Failed, Trial
 
 import onefold
+from onefold.cache.fingerprint import model_digest
 from onefold.cache.kinds.recurrent import RecurrentLayer
 from onefold.cache.kinds.rotating import RotatingLayer
 
@@ -170,3 +171,14 @@ def test_bytes_that_nobody_counts_are_noticed(monkeypatch) -> None:
     monkeypatch.setattr(onefold.PrefixCache, "lease", hoarding)
     with pytest.raises(Failed, match="the ledger says"):
         Trial(tiny("llama")).cold()
+
+
+@pytest.mark.parametrize("name", ["kimi_k3", "llama", "plamo3"])
+def test_a_model_that_was_used_is_the_same_model(name: str) -> None:
+    """Two of these keep something for themselves that they make at their first forward."""
+    model = zoo.model(name)
+    fresh = model_digest(model)
+    with onefold.PrefixCache(model, "64MB") as held, held.lease(list(range(1, 20))) as lease:
+        mx.eval(model(mx.array(lease.rest)[None], cache=lease.layers))
+        assert model_digest(model) == fresh
+    assert model_digest(model) == fresh

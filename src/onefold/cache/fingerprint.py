@@ -52,7 +52,7 @@ def lasting_digest(known: str, *models: nn.Module | None) -> str:
     for model in models:
         if model is None:
             continue
-        for name, weight in sorted(_arrays(model).items()):
+        for name, weight in sorted(dict(tree_flatten(model.parameters())).items()):
             digest.update(name.encode() + _hash(weight))
         for module in sorted(_code(model)):
             digest.update(module.encode() + _source(module))
@@ -60,9 +60,10 @@ def lasting_digest(known: str, *models: nn.Module | None) -> str:
 
 
 def _settings(module: nn.Module) -> list[tuple[str, Any]]:
-    """What a module was told beside its weights, such as the scale of an adapter."""
-    told = {k: v for k, v in {**vars(module), **module}.items() if k not in ("_training", "_no_grad")}
-    return sorted((k, _told(v)) for k, v in told.items() )
+    """What a module was told beside its weights, such as the scale of an adapter. What it keeps for itself (`_scale`,
+    made at the first forward) follows from that."""
+    told = {**vars(module), **module}
+    return sorted((k, _told(v)) for k, v in told.items() if not k.startswith("_"))
 
 
 def _told(value: Any) -> str:
@@ -78,18 +79,6 @@ def _told(value: Any) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _told({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
     return str(getattr(value, "__qualname__", type(value).__qualname__))
-
-
-def _arrays(model: nn.Module) -> dict[str, mx.array]:
-    """All that its modules hold, those that are no parameters included: tables of frequencies, say."""
-    found: dict[str, mx.array] = {}
-    for name, module in model.named_modules():
-        held: Any = {k: v for k, v in {**vars(module), **module}.items() if not isinstance(v, nn.Module)}
-        flat: Any = tree_flatten(held)
-        for key, value in flat:
-            if isinstance(value, mx.array):
-                found[f"{name}.{key}"] = value
-    return found
 
 
 def _hash(array: mx.array) -> bytes:

@@ -372,7 +372,8 @@ def test_looking_makes_no_folder_and_clearing_leaves_none(tmp_path: Path) -> Non
         cache.clear()
         assert list(tmp_path.glob("*/")) == []
         said = turn(model, cache, text(60), namespace="user 1")
-    cache.durable([1, 2], namespace="new")
+    with pytest.raises(ConfigError, match="closed"):
+        cache.durable([1, 2], namespace="new")
     (about,) = tmp_path.glob("*/about.json")
     assert json.loads(about.read_text())["salted"] is True
     with opened(model, tmp_path) as cache:

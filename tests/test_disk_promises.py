@@ -13,7 +13,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,14 @@ from onefold.cache.worker import Worker
 @pytest.fixture
 def model() -> FakeModel:
     return FakeModel(("full", "full"), dim=64)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Tests may run where Ctrl-C is ignored: in the background of a shell, say."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupt(*_: Any, **__: Any) -> None:
@@ -346,6 +354,7 @@ def test_requests_go_on_while_somebody_waits_for_the_disk(model: FakeModel, tmp_
         settled(cache)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_gate_that_was_interrupted_on_the_way_in_is_open() -> None:
     gate = Gate()
     inside, leave = threading.Event(), threading.Event()
@@ -377,6 +386,7 @@ def test_a_gate_that_was_interrupted_on_the_way_in_is_open() -> None:
     assert entered
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_worker_is_waited_for_though_the_wait_was_interrupted() -> None:
     leave = threading.Event()
     worker = Worker(lambda: leave.wait(10) and None, "test")

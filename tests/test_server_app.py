@@ -635,8 +635,8 @@ def test_requests_that_do_not_end_in_time_are_told_so():
             self.stopped = threading.Event()
             super().__init__(lambda request: [Started(HIT), Text("a"), self.stopped, Failed(EngineStopped("stopped"))])
 
-        def stop(self) -> None:
-            super().stop()
+        def stop(self, timeout_seconds: float | None = None) -> None:
+            super().stop(timeout_seconds)
             self.stopped.set()
 
     engine = Stopping()

@@ -561,7 +561,7 @@ class PrefixCache:
             )
         except OSError as error:
             why = error.strerror or str(error)
-            log.warning("the disk cache in %s cannot be used: %s. What is kept is kept in memory", settings.folder, why)
+            log.warning("the disk cache in %s cannot be used: %s. KV is kept in memory alone", settings.folder, why)
             self._no_disk = DiskStats(failed=why, folder=os.fspath(settings.folder))
             return
         self._shelf.disk = self._disk

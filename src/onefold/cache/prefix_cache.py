@@ -515,12 +515,14 @@ class PrefixCache:
     def check(self) -> None:
         """Recount everything from nothing; raises IntegrityError with every finding."""
         with self._lock:
+            known, restores = list(self._leases), list(self._restores)  # nothing is collected in between
             self.sweep()
-            for lease in self._leases:
+            leases = [lease for lease in known if lease in self._leases]
+            for lease in leases:
                 lease._recount()
             found = self._shelf.check()
             through: Counter[int] = Counter()
-            for lease in self._leases:
+            for lease in leases:
                 if lease._node is not None:
                     through.update(id(n) for n in lease._node.path())
             for node in self._shelf.nodes():
@@ -530,8 +532,8 @@ class PrefixCache:
                     )
             for slab in self._store.slabs:
                 for track in slab.tracks:
-                    held = any(lease._track is track for lease in self._leases)
-                    if not held and not any(restore.holds(track) for restore in self._restores):
+                    held = any(lease._track is track for lease in leases)
+                    if not held and not any(restore.holds(track) for restore in restores):
                         found.append(f"a slab of {slab.capacity} is held by a lease that is not open")
             if found:
                 raise IntegrityError(found)

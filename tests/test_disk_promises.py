@@ -545,27 +545,3 @@ def test_any_order_of_things_on_a_disk_that_fails_leaves_everything_right(
     for _ in range(50):
         walk.step()
     walk.cache.close()
-
-
-def test_a_lease_that_is_collected_while_all_is_recounted_is_no_finding(
-    model: FakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with PrefixCache(model, "40MB") as cache:
-        turn(model, cache, text(100))
-        recount = cache._shelf.check
-
-        def collecting() -> list[str]:
-            gc.collect()
-            return recount()
-
-        monkeypatch.setattr(cache._shelf, "check", collecting)
-        gc.disable()
-        try:
-            for i in range(3):
-                lease: Any = cache.lease([*text(100), i])
-                lease.itself = lease
-            del lease
-            cache.check()
-        finally:
-            gc.enable()
-        settled(cache)

@@ -6,6 +6,7 @@ every layer's tokens are compared. How much was reused is asserted too: a cache 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -791,3 +792,28 @@ def test_the_fake_tells_a_wrong_token_a_wrong_place_and_a_wrong_layer() -> None:
                 assert_close(found, wanted)
         assert len(leaves_of(lease.layers)) == 3
         assert KEEP < WINDOW
+
+
+def test_a_lease_that_is_collected_while_all_is_recounted_is_no_finding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = FakeModel(("full", "full"))
+    with PrefixCache(model, "40MB") as cache:
+        Session(model, cache, text(100)).prefill().commit()
+        recount = cache._shelf.check
+
+        def collecting() -> list[str]:
+            gc.collect()
+            return recount()
+
+        monkeypatch.setattr(cache._shelf, "check", collecting)
+        gc.disable()
+        try:
+            for i in range(3):
+                lease: Any = cache.lease([*text(100), i])
+                lease.itself = lease
+            del lease
+            cache.check()
+        finally:
+            gc.enable()
+        settled(cache)

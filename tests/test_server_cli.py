@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -217,25 +217,35 @@ def ready(url: str) -> Iterator[httpx.Client]:
         yield client
 
 
+def ends_while_it_streams(process: Any, client: httpx.Client, press: Callable[[], None], seconds: float) -> str:
+    """The stream is told, and the process ends in time and in order; returns what it said."""
+    body = {"messages": MESSAGES, "max_tokens": 1_000_000, "stream": True}
+    with client.stream("POST", "/v1/chat/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        for _ in range(6):
+            next(lines)
+        press()
+        last = [line for line in lines if line][-1]
+    assert process.wait(seconds) == 0
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_stopped"
+    assert process.stderr is not None
+    said: str = process.stderr.read()
+    assert "Traceback" not in said and "ERROR" not in said
+    return said
+
+
 @pytest.mark.parametrize("presses", [2, 3])
 def test_an_impatient_interrupt_ends_the_grace_and_nothing_else(model, tmp_path, presses):
     """The stream is told, what is in memory is written, and there are no tracebacks."""
     arguments = ("--grace", "60", "--disk", str(tmp_path / "kept"))
     with running(str(model), *arguments) as (process, url), ready(url) as client:
-        body = {"messages": MESSAGES, "max_tokens": 1_000_000, "stream": True}
-        with client.stream("POST", "/v1/chat/completions", json=body) as stream:
-            lines = stream.iter_lines()
-            for _ in range(6):
-                next(lines)
+
+        def press() -> None:
             for _ in range(presses):
                 process.send_signal(signal.SIGINT)
                 time.sleep(0.02)
-            last = [line for line in lines if line][-1]
-        assert process.wait(30) == 0
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_stopped"
-        assert process.stderr is not None
-        said = process.stderr.read()
-    assert "Traceback" not in said and "ERROR" not in said
+
+        ends_while_it_streams(process, client, press, 30)
     if presses == 2:
         assert [*(tmp_path / "kept").glob("*/*.safetensors")]
 
@@ -245,17 +255,6 @@ def test_it_serves_and_ends_cleanly_while_it_is_asked(model, how):
     with running(str(model), "--grace", "0.3", "--temperature", "0") as (process, url), ready(url) as client:
         answer = client.post("/v1/chat/completions", json={"model": model.name, "messages": MESSAGES, "max_tokens": 4})
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
-        body = {"messages": MESSAGES, "max_tokens": 1_000_000, "stream": True}
-        with client.stream("POST", "/v1/chat/completions", json=body) as stream:
-            lines = stream.iter_lines()
-            for _ in range(6):
-                next(lines)
-            process.send_signal(how)
-            last = [line for line in lines if line][-1]
-        assert process.wait(60) == 0
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_stopped"
-        assert process.stderr is not None
-        said = process.stderr.read()
-    assert "Traceback" not in said and "ERROR" not in said
+        said = ends_while_it_streams(process, client, lambda: process.send_signal(how), 60)
     lines_of_ours = [line for line in said.splitlines() if "onefold.server" in line]
     assert len(lines_of_ours) == 2 and "finish=failed" in lines_of_ours[1]

@@ -170,31 +170,26 @@ class Disk:
         self._spaces[tree.root] = space
         salted = namespace not in ("", None)
         self.vault.folder.describe(space, {"label": self._label} | self._about | {"salted": salted})
-        _grow(tree, self.vault.load(space), self._overlapping)
-
-    def _overlapping(self, record: Record) -> None:
-        self.reject(record, "overlaps another")
+        _grow(tree, self.vault.load(space), lambda record: self.reject(record, "overlaps another"))
 
     def space_of(self, node: Node) -> str | None:
         return self._spaces.get(node.root)
 
     # -- records and nodes --------------------------------------------------------------------------------
 
-    def forget(self, records: Iterable[Record]) -> None:
-        """Give up these records, and all that go on from them."""
-        for record in self._with_tails(records):
+    def forget(self, records: Iterable[Record]) -> list[Record]:
+        """Give up these records, and all that go on from them; returns them all."""
+        gone = sorted(below(self.vault.records(), records), key=lambda r: -r.start)
+        for record in gone:
             self.take_from_nodes(record)
             if record.ready:
                 self.vault.drop(record)
+        return gone
 
     def reject(self, record: Record, reason: str) -> None:
         """It is not what it should be; then what goes on from it is an orphan."""
-        tails = [tail for tail in self._with_tails([record]) if tail is not record]
+        tails = [tail for tail in self.forget([record]) if tail is not record]
         self.vault.count_rejected(record, reason, tails)
-        self.forget([record])
-
-    def _with_tails(self, records: Iterable[Record]) -> list[Record]:
-        return sorted(below(self.vault.records(), records), key=lambda r: -r.start)
 
     def set_aside(self, record: Record, error: Exception) -> None:
         """It could not be read, through no fault of its own: for a while it is as if it were not there."""

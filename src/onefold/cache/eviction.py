@@ -36,9 +36,7 @@ class Leaves:
         for node in found:
             while (above := node.parent) is not None:
                 self._below[above] += 1
-                if self._below[above] > 1:
-                    break
-                if above.in_memory:  # it counts for itself
+                if self._below[above] > 1 or above.in_memory:  # it is counted already, or counts for itself
                     break
                 node = above
         self._queue: list[tuple[float, int, int, Node]] = []
@@ -46,7 +44,7 @@ class Leaves:
             self._push(node)
 
     def _push(self, node: Node) -> None:
-        if node.idle and node.in_memory and not self._below[node]:
+        if node.idle and not self._below[node]:
             heapq.heappush(self._queue, (node.last_use, -node.end, id(node), node))
 
     def __iter__(self) -> Iterator[Node]:

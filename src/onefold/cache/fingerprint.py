@@ -1,8 +1,8 @@
 """Namespaces: what may never share KV.
 
 Another model, adapter, KV format, bound, or salt is another namespace. A model is told by its weights, not by
-its name: shapes and types of all of them, and a sample of the bytes of each. On disk, where KV outlives the process, by
-every byte of them, and by the code that computes with them.
+its name: shapes and types of all of them, a sample of the bytes of each, and what its modules were told beside. On
+disk, where KV outlives the process, by every byte of them, and by the code that computes with them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mlx.utils import tree_flatten
 from onefold.cache import host
 
 _SAMPLE = 64
-COPIED_BYTES = 64 << 20
+_COPIED_BYTES = 64 << 20
 
 
 def model_digest(*models: nn.Module | None) -> str:
@@ -59,7 +59,7 @@ def lasting_digest(known: str, *models: nn.Module | None) -> str:
     return digest.hexdigest()
 
 
-def _settings(module: nn.Module) -> list[tuple[str, Any]]:
+def _settings(module: nn.Module) -> list[tuple[str, str]]:
     """What a module was told beside its weights, such as the scale of an adapter. What it keeps for itself (`_scale`,
     made at the first forward) follows from that."""
     told = {**vars(module), **module}
@@ -83,7 +83,7 @@ def _told(value: Any) -> str:
 
 def _hash(array: mx.array) -> bytes:
     digest = xxhash.xxh3_128()
-    for part in host.Payload([array], COPIED_BYTES, direct=host.addressable()):
+    for part in host.Payload([array], _COPIED_BYTES, direct=host.addressable()):
         digest.update(part.data)
     return digest.digest()
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import functools
 import logging
 import os
 import time
@@ -31,16 +30,15 @@ from onefold.cache.segment import Slab, Span, Track, round_up
 from onefold.cache.tiers.folder import read_all
 from onefold.cache.tiers.heads import read_content
 from onefold.cache.tiers.record import Content, Tensor
-from onefold.cache.tiers.vault import Record, is_passing
+from onefold.cache.tiers.vault import Record, is_passing, reason_of
 from onefold.cache.tree import Node, Tokens, Tree
 from onefold.errors import BudgetError, RecordError
-
-log = logging.getLogger("onefold")
 
 if TYPE_CHECKING:
     from onefold.cache.disk import Disk
     from onefold.cache.prefix_cache import PrefixCache
 
+log = logging.getLogger("onefold")
 
 AHEAD = 2
 """Records that are read while one is being looked at."""
@@ -245,7 +243,7 @@ class Restore:
             if is_passing(error):
                 self._disk.set_aside(record, error)
             else:
-                self._disk.reject(record, "unreadable" if isinstance(error, OSError) else str(error))
+                self._disk.reject(record, reason_of(error))
         except BudgetError:
             self._left.clear()
             self._disk.reasons["no room to restore"] += 1
@@ -399,9 +397,12 @@ class Restore:
         def tensors(at: int) -> Iterator[host.Bytes]:
             """One after the other: no more than one is there twice."""
             for tensor in content.tensors:
-                fill = functools.partial(_fill_one, file, at)
-                at += tensor.nbytes
+
+                def fill(place: host.Bytes, at: int = at) -> None:
+                    _fill(file, [place], at)
+
                 arrays[tensor.name], data = host.array_in(tensor, fill, direct=self._direct)
+                at += tensor.nbytes
                 yield data
 
         if content.checksum(tensors(data_at)) != checksum:
@@ -429,10 +430,6 @@ class Restore:
 
 def _no_room(error: Exception, n_bytes: int) -> BudgetError:
     return BudgetError(f"no room on the device: {error}", needed_bytes=n_bytes, available_bytes=0)
-
-
-def _fill_one(file: int, at: int, place: host.Bytes) -> None:
-    _fill(file, [place], at)
 
 
 def _fill(file: int, places: list[np.ndarray], at: int) -> None:  # type: ignore[type-arg]

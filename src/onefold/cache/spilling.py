@@ -71,7 +71,7 @@ class Spiller:
         through: bool,
         high_water: float,
         gone: Callable[[Record], None],
-        forget: Callable[[Iterable[Record]], None],
+        forget: Callable[[Iterable[Record]], object],
         thin: Callable[[Node], None],
         space_of: Callable[[Node], str | None],
         computing: Callable[[], bool],

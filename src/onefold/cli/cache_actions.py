@@ -88,10 +88,14 @@ def stat(folder: Folder) -> dict[str, Any]:
         "written_ever_bytes": written.ever,
         "leftovers": [_joined(s, n) for s, n in leftovers],
         "leftover_bytes": sum(census.size_of(folder, s, n) for s, n in leftovers),
-        "strangers": [_joined(s.id, n) for s in spaces for n in s.strangers] + top_strangers,
+        "strangers": _strangers(spaces) + top_strangers,
         "free_bytes": usage.free,
         "file_system_bytes": usage.total,
     }
+
+
+def _strangers(spaces: Iterable[Space]) -> list[str]:
+    return [_joined(s.id, n) for s in spaces for n in s.strangers]
 
 
 def _joined(namespace: str, name: str) -> str:
@@ -187,7 +191,7 @@ def verify(folder: Folder, namespace: str | None, remove: bool, progress: Progre
         vanished = {e for s in ours for e in s.entries if not _verified(folder, e, s.about, progress)}
         bad = [e for e in entries if e.problem and e not in vanished]
         gone = below(entries, bad)
-        strangers = [_joined(s.id, n) for s in spaces for n in s.strangers]
+        strangers = _strangers(spaces)
         if namespace is None:
             strangers += census.top_level(folder)[1]
         if remove:
@@ -270,12 +274,11 @@ def clear(folder: Folder, namespace: str | None, agreed: Callable[[str], bool]) 
         if not agreed(f"delete {told['records']:,} records, {size}, in {where}?"):
             left = {"left_records": told["records"], "left_bytes": told["bytes"]}
             nothing = {"records": 0, "bytes": 0, "leftovers": 0, "leftover_bytes": 0, "namespaces": []}
-            strangers = [_joined(s.id, n) for s in spaces for n in s.strangers]
-            return told | nothing | left | {"agreed": False, "strangers": strangers}
+            return told | nothing | left | {"agreed": False, "strangers": _strangers(spaces)}
         pruning.remove(folder, entries)
         pruning.remove_leftovers(folder, spaces, top)
         kept = [s for s in spaces if not folder.remove_if_empty(s.id)]
-    return told | {"agreed": True, "strangers": [_joined(s.id, n) for s in kept for n in s.strangers]}
+    return told | {"agreed": True, "strangers": _strangers(kept)}
 
 
 def _removal(folder: Folder, spaces: list[Space], gone: set[Entry], top: list[str]) -> dict[str, Any]:

@@ -204,7 +204,7 @@ class Vault:
                     self.reasons["unreadable"] += 1
                     log.warning("a record on disk cannot be read now, and is left there: %s", head)
                 elif ours or str(head) != OTHER_FORMAT:
-                    self.reject(record, _reason(head))
+                    self.reject(record, reason_of(head))
                 continue
             parent = held.get(head.parent) if head.parent else None
             if head.parent in unread:
@@ -444,7 +444,8 @@ def is_passing(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno not in _GONE
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Why a record that could not be read, or believed, is rejected."""
     return "unreadable" if isinstance(error, OSError) else str(error)
 
 

@@ -346,6 +346,40 @@ def test_a_child_process_does_not_keep_the_folder(tmp_path: Path) -> None:
         done.stdout.close()
 
 
+@pytest.mark.parametrize("mode", ["off", "back", "through"])
+def test_a_child_process_lets_the_cache_be_and_ends(tmp_path: Path, mode: str) -> None:
+    """MLX does not work in a child, and the writer is not there: nobody waits for either. The parent goes on."""
+    script = f"""
+        import os, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from disk_caches import turn
+        from fake import FakeModel, text
+        from onefold import ConfigError, PrefixCache
+
+        model = FakeModel(("full", "full"))
+        options = {{}} if {mode!r} == "off" else {{"disk": {str(tmp_path / "kept")!r}, "disk_mode": {mode!r}}}
+        with PrefixCache(model, "40MB", **options) as cache:
+            turn(model, cache, text(300))
+            child = os.fork()
+            if child == 0:
+                try:
+                    cache.lease(text(300))
+                except ConfigError as error:
+                    print(error, flush=True)
+                sys.exit(0)
+            print(os.waitpid(child, 0)[1], flush=True)
+            assert cache.lease([*text(300), 1]).cached == 300
+        print(os.getpid())
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ran.returncode == 0 and not ran.stderr, ran
+    refused, status, pid = ran.stdout.splitlines()
+    assert status == "0" and refused == f"this cache is process {pid}'s: a child of that needs one of its own"
+    assert bool(files(tmp_path / "kept")) == (mode != "off")
+
+
 def test_a_checkpoint_is_counted_until_it_has_been_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = FakeModel(("recurrent", "rotating"), dim=64)
     write, hold = Folder.write, threading.Event()

@@ -261,6 +261,8 @@ class Disk:
     def abandon(self) -> None:
         """The cache is gone, or Python ends, without `close`. What was to be written through is; the rest is said to be
         lost. Without the lock."""
+        if self._gate.is_elsewhere:
+            return
         if self.spiller.writes_here:  # the collector came by on the thread that would be waited for
             threading.Thread(target=self.abandon, name="onefold-abandon").start()
             return

@@ -2,11 +2,16 @@
 
 Whoever calls the cache goes through both doors, so that no other caller sees a change half done. The writer thread uses
 the inner one alone. A caller that must wait for the writer opens the inner door for that long, and not the outer.
+
+A child of the process is refused: whoever held the lock when it was forked is not there to let go of it.
 """
 
 from __future__ import annotations
 
+import os
 import threading
+
+from onefold.errors import ConfigError
 
 
 class Gate:
@@ -14,8 +19,16 @@ class Gate:
         self._outer = threading.RLock()
         self.inner = threading.RLock()
         self._changed = threading.Condition(self.inner)
+        self._process = os.getpid()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this is a child of the process that the cache is of."""
+        return os.getpid() != self._process
 
     def __enter__(self) -> None:
+        if self.is_elsewhere:
+            raise ConfigError(f"this cache is process {self._process}'s: a child of that needs one of its own")
         self._outer.acquire()
         entered = False
         try:

@@ -416,7 +416,10 @@ class PrefixCache:
             device.limit_pool(n_bytes)
 
     def close(self) -> None:
-        """Let go of everything, leases included, and take the attention seam out again."""
+        """Let go of everything, leases included, and take the attention seam out again. In a child of the process that
+        made it there is nothing to let go of: neither MLX nor the folder works there."""
+        if self._lock.is_elsewhere:
+            return
         with self._lock:
             if not self._closed:
                 self._settle_all()

@@ -11,8 +11,9 @@ _blas.preload()
 
 if TYPE_CHECKING:
     from onefold.cache.batch import Batch
+    from onefold.cache.counting import Stats
     from onefold.cache.lease import Lease
-    from onefold.cache.prefix_cache import Pin, PrefixCache, Stats
+    from onefold.cache.prefix_cache import Pin, PrefixCache
     from onefold.engine.loading import load
     from onefold.errors import (
         BudgetError,
@@ -34,7 +35,7 @@ _WHERE = {
     "Lease": "cache.lease",
     "Pin": "cache.prefix_cache",
     "PrefixCache": "cache.prefix_cache",
-    "Stats": "cache.prefix_cache",
+    "Stats": "cache.counting",
     "load": "engine.loading",
 }
 """The others are exceptions."""

@@ -200,7 +200,7 @@ class Lease:
         """The largest chunk, up to `limit`, whose scratch the budget has room for now (and at least 16 tokens): a
         `prefill_step_size` that will not be refused."""
         cache = self._cache
-        held = cache._scratch_bytes()
+        held = cache._scratch.bytes
         while limit > LEAST_CHUNK and any(not cache._ledger.fits(b.scratch_bytes(limit) - held) for b in self._beats):
             limit //= 2
         return limit
@@ -326,7 +326,7 @@ class Lease:
             offsets = [leaf.offset for b in self._beats for leaf in b.leaves]
             if cache._disk is not None:
                 self._time_prefill(cache._disk.prefill_pace, beat, n_tokens)
-            cache._reserve_scratch(beat.scratch_bytes(n_tokens) + 2 * self._points.bytes)
+            cache._scratch.reserve(beat.scratch_bytes(n_tokens) + 2 * self._points.bytes)
             if not beat.rotated and any(isinstance(x, SegmentedLayer) and x.outgrows(n_tokens) for x in beat.leaves):
                 self._rotate(beat)
             if not self._spanless:

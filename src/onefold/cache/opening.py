@@ -189,7 +189,7 @@ def _needed(cache: PrefixCache, lease: Lease, rest: int) -> int:
     total = lease._track.end + rest
     scratch = max((b.anatomy.scratch_bytes(max(1, min(LEAST_CHUNK, rest)), total) for b in lease._beats), default=0)
     headroom = max(0, capacity * cache._store.layer_token_bytes - cache._ledger.headroom())
-    return (capacity - held) * cache._store.token_bytes + max(0, scratch - cache._scratch_bytes()) + headroom
+    return (capacity - held) * cache._store.token_bytes + max(0, scratch - cache._scratch.bytes) + headroom
 
 
 def _make_writable(cache: PrefixCache, lease: Lease, rest: int) -> bool:

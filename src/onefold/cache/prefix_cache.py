@@ -17,25 +17,27 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from onefold.cache import device, foreign, opening, restoring, settling, stock
+from onefold.cache import counting, device, foreign, opening, restoring, settling, stock
 from onefold.cache.anatomy import Anatomy, KvFormat
 from onefold.cache.arena import Arena
 from onefold.cache.attention import attention
 from onefold.cache.batch import Batch
+from onefold.cache.counting import Stats
 from onefold.cache.disk import Disk, DiskSettings, DiskStats
 from onefold.cache.fingerprint import lasting_digest, model_digest
 from onefold.cache.gate import Gate
 from onefold.cache.kinds.full import Bound
 from onefold.cache.lease import Lease
-from onefold.cache.ledger import Account, ElasticLedger, Ledger, Purpose
+from onefold.cache.ledger import ElasticLedger, Ledger, Purpose
 from onefold.cache.restoring import Restore
+from onefold.cache.scratch import Scratch
 from onefold.cache.segment import LEAST_CHUNK, Store, Track, round_up
 from onefold.cache.shelf import Shelf
 from onefold.cache.tiers.record import VERSION
@@ -48,38 +50,6 @@ log = logging.getLogger("onefold")
 CLEARING_MOST = 10.0
 CLOSING_MOST = 600.0
 """Seconds that `close` waits for what is being written."""
-
-
-@dataclass(frozen=True)
-class Stats:
-    """A moment of the cache. Tokens and bytes are totals; `bytes` is by purpose."""
-
-    requests: int
-    """Leases that were opened. One that found no room is among the reasons."""
-    hits: int
-    tokens_requested: int
-    tokens_matched: int
-    tokens_cached: int
-    moves: int
-    borrows: int
-    stored_tokens: int
-    nodes: int
-    checkpoints: int
-    open_leases: int
-    evicted_tokens: int
-    discarded_tokens: int
-    merges: int
-    compactions: int
-    budget_bytes: int
-    used_bytes: int
-    peak_bytes: int
-    token_bytes: int
-    """What one more token of a conversation takes."""
-    bytes: dict[str, int]
-    reasons: dict[str, int]
-    tokens_from_disk: int = 0
-    """Of the cached tokens, those that were read from disk; the others were in memory."""
-    disk: DiskStats = field(default_factory=DiskStats)
 
 
 @dataclass(frozen=True)
@@ -199,8 +169,7 @@ class PrefixCache:
         self.on_dropped: Callable[[Lease], None] = lambda lease: None
         """Told of leases that were dropped without being closed, when they have been settled."""
         self._pins: set[int] = set()
-        self._scratch: dict[int, Account] = {}
-        self._batched: dict[int, int] = {}
+        self._scratch = Scratch(self._ledger, gate)
         self._threads: set[int] = set()
         """That ever leased."""
         self._totals: Counter[str] = Counter()
@@ -298,7 +267,7 @@ class PrefixCache:
         arena = Arena(self._store) if pooled else None
         if self.model is None:
             raise ConfigError("the model of this cache is gone")
-        return Batch(self.model, self._anatomies[0], leases, arena, self._lock, self._batch_scratch)
+        return Batch(self.model, self._anatomies[0], leases, arena, self._lock, self._scratch.for_a_batch)
 
     def pin(self, tokens: Any, *, namespace: Hashable = "") -> Pin:
         """Keep the cached part of `tokens` from being evicted, until the pin is released."""
@@ -469,10 +438,9 @@ class PrefixCache:
             self._shelf.disk = None
 
     def _close_accounts(self) -> None:
-        for account in [self._pool, *self._scratch.values()]:
-            if not account.closed:
-                account.close()
-        self._scratch.clear()
+        self._scratch.close()
+        if not self._pool.closed:
+            self._pool.close()
 
     def __enter__(self) -> PrefixCache:
         return self
@@ -485,60 +453,12 @@ class PrefixCache:
     def stats(self) -> Stats:
         with self._lock:
             self.sweep()
-            for lease in self._leases:
-                lease._recount()
-            nodes = list(self._shelf.nodes())
-            t, counts = self._totals, self._shelf.counts
-            return Stats(
-                requests=t["requests"],
-                hits=t["hits"],
-                tokens_requested=t["tokens_requested"],
-                tokens_matched=t["tokens_matched"],
-                tokens_cached=t["tokens_cached"],
-                moves=t["moves"],
-                borrows=t["borrows"],
-                stored_tokens=sum(n.end - n.start for n in nodes if n.span is not None),
-                nodes=len(nodes),
-                checkpoints=sum(n.checkpoint is not None for n in nodes),
-                open_leases=len(self._leases),
-                evicted_tokens=counts["evicted_tokens"],
-                discarded_tokens=t["discarded_tokens"] + counts["discarded_tokens"],
-                merges=counts["merges"],
-                compactions=counts["compactions"],
-                budget_bytes=self._ledger.budget_bytes,
-                used_bytes=self._ledger.used_bytes,
-                peak_bytes=self._ledger.peak_bytes,
-                token_bytes=self._store.token_bytes,
-                bytes=self._ledger.by_purpose(),
-                reasons=dict(self._reasons + (Counter() if self._disk is None else self._disk.all_reasons())),
-                tokens_from_disk=t["tokens_from_disk"],
-                disk=self._no_disk if self._disk is None else self._disk.stats(),
-            )
+            return counting.count(self)
 
     def check(self) -> None:
         """Recount everything from nothing; raises IntegrityError with every finding."""
         with self._lock:
-            known, restores = list(self._leases), list(self._restores)  # nothing is collected in between
-            self.sweep()
-            leases = [lease for lease in known if lease in self._leases]
-            for lease in leases:
-                lease._recount()
-            found = self._shelf.check()
-            through: Counter[int] = Counter()
-            for lease in leases:
-                if lease._node is not None:
-                    through.update(id(n) for n in lease._node.path())
-            for node in self._shelf.nodes():
-                if node.leases != through[id(node)]:
-                    found.append(
-                        f"node [{node.start}, {node.end}) counts {node.leases} leases, {through[id(node)]} are open"
-                    )
-            for slab in self._store.slabs:
-                for track in slab.tracks:
-                    held = any(lease._track is track for lease in leases)
-                    if not held and not any(restore.holds(track) for restore in restores):
-                        found.append(f"a slab of {slab.capacity} is held by a lease that is not open")
-            if found:
+            if found := counting.recount(self):
                 raise IntegrityError(found)
 
     def _tree(self, namespace: Hashable) -> Tree:
@@ -740,35 +660,6 @@ class PrefixCache:
             return kept, reason
 
     # -- for leases -------------------------------------------------------------------------
-
-    def _reserve_scratch(self, n_bytes: int) -> None:
-        """One forward runs on a thread at a time, so each thread has one reservation."""
-        account = self._scratch.get(threading.get_ident())
-        if account is None:
-            account = self._scratch[threading.get_ident()] = self._ledger.open(Purpose.SCRATCH, 0)
-        account.resize(max(n_bytes, self._batched.get(threading.get_ident(), 0)))
-
-    def _scratch_bytes(self) -> int:
-        """What this thread has reserved for its forwards already."""
-        account = self._scratch.get(threading.get_ident())
-        return 0 if account is None else account.bytes
-
-    @contextlib.contextmanager
-    def _batch_scratch(self, n_bytes: int) -> Iterator[None]:
-        """During a batch's step a row's reservation never falls below that of all rows together."""
-        thread = threading.get_ident()
-        with self._lock:
-            self._batched[thread] = n_bytes
-            try:
-                self._reserve_scratch(n_bytes)
-            except BudgetError:
-                del self._batched[thread]
-                raise
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._batched.pop(thread, None)
 
     def _rotated(self, lease: Lease, position: int, max_size: int) -> None:
         self._reasons["rotated"] += 1

@@ -167,8 +167,8 @@ def release(cache: PrefixCache, lease: Lease) -> None:
     for slab in slabs:
         cache._shelf.trim_slack(slab)
     thread = lease._thread
-    if not any(x._thread == thread for x in cache._leases) and thread in cache._scratch:
-        cache._scratch.pop(thread).close()
+    if not any(x._thread == thread for x in cache._leases):
+        cache._scratch.release(thread)
 
 
 def let_go(cache: PrefixCache, lease: Lease) -> None:

@@ -25,8 +25,8 @@ from onefold.errors import ConfigError
 from onefold.sizes import show_size
 
 if TYPE_CHECKING:
+    from onefold.cache.counting import Stats
     from onefold.cache.disk import DiskSettings
-    from onefold.cache.prefix_cache import Stats
     from onefold.engine.engine import Engine
     from onefold.server.settings import Settings
 

@@ -20,8 +20,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from onefold.cache.counting import Stats
 from onefold.cache.disk import DiskSettings
-from onefold.cache.prefix_cache import PrefixCache, Stats
+from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.worker import Worker
 from onefold.engine.job import Deliver, Job
 from onefold.engine.prompt import PromptMaker

@@ -1,0 +1,60 @@
+"""What forwards need beside the KV: reserved in the books before they run, for each thread that runs any."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from onefold.cache.gate import Gate
+from onefold.cache.ledger import Account, Ledger, Purpose
+from onefold.errors import BudgetError
+
+
+class Scratch:
+    """One forward runs on a thread at a time, so each thread has one reservation."""
+
+    def __init__(self, ledger: Ledger, lock: Gate) -> None:
+        self._ledger, self._lock = ledger, lock
+        self._accounts: dict[int, Account] = {}
+        self._batched: dict[int, int] = {}
+
+    @property
+    def bytes(self) -> int:
+        """What this thread has reserved already."""
+        account = self._accounts.get(threading.get_ident())
+        return 0 if account is None else account.bytes
+
+    def reserve(self, n_bytes: int) -> None:
+        """For this thread's next forward, in place of what it had. Raises BudgetError."""
+        thread = threading.get_ident()
+        account = self._accounts.get(thread)
+        if account is None:
+            account = self._accounts[thread] = self._ledger.open(Purpose.SCRATCH, 0)
+        account.resize(max(n_bytes, self._batched.get(thread, 0)))
+
+    @contextlib.contextmanager
+    def for_a_batch(self, n_bytes: int) -> Iterator[None]:
+        """During a batch's step a row's reservation never falls below that of all rows together."""
+        thread = threading.get_ident()
+        with self._lock:
+            self._batched[thread] = n_bytes
+            try:
+                self.reserve(n_bytes)
+            except BudgetError:
+                del self._batched[thread]
+                raise
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._batched.pop(thread, None)
+
+    def release(self, thread: int) -> None:
+        """A thread that has no lease any more runs no forwards."""
+        if thread in self._accounts:
+            self._accounts.pop(thread).close()
+
+    def close(self) -> None:
+        for thread in list(self._accounts):
+            self.release(thread)

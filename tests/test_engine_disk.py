@@ -19,6 +19,7 @@ from onefold.cache.pace import Pace
 from onefold.cache.restoring import Restore
 from onefold.cli import serve
 from onefold.engine.engine import Engine
+from onefold.engine.job import READS
 from onefold.errors import FolderInUse
 
 
@@ -125,6 +126,31 @@ def test_reading_from_disk_holds_no_stream_up(
         assert late.hit.restored >= 400 and late.tokens == cold(loaded[0], [*tokens, 5], 3)
         assert order.count("record") >= 8
         assert "record record" not in " ".join(order)
+
+
+@pytest.mark.parametrize("times", [1, 100])
+def test_what_was_evicted_before_there_was_a_row_for_it_is_read_again(
+    times: int, loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not for ever."""
+    tokens = stored(loaded, tmp_path, words(200))
+    with engine(loaded, tmp_path) as second:
+        step, reads = Restore.step, 0
+
+        def evicted(self: Restore) -> bool:
+            nonlocal reads
+            more = step(self)
+            if not more:
+                reads += 1
+                if reads <= times:
+                    second.cache.shrink(0)
+            return more
+
+        monkeypatch.setattr(Restore, "step", evicted)
+        answer = ask(second, [*tokens, 5], 3)
+        assert answer.tokens == cold(loaded[0], [*tokens, 5], 3)
+        assert (reads, answer.hit.cached) == ((2, 200) if times == 1 else (READS + 1, 0))
+        second.check()
 
 
 def test_a_request_that_is_cancelled_while_it_is_read_leaves_nothing_behind(

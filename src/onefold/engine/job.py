@@ -32,6 +32,8 @@ from onefold.engine.sampling import Chosen, Row, Turn
 from onefold.errors import DeviceError, OnefoldError
 
 Deliver = Callable[[list[Event]], None]
+READS = 4
+"""Of the same from disk, if it is evicted each time before there is a row for the request."""
 
 
 class Job:
@@ -47,7 +49,7 @@ class Job:
         self.looked = False
         """On the disk."""
         self._read: list[Restore] = []
-        """What was read before that, until something turned out to be damaged."""
+        """What was read before that, and was damaged or did not last."""
         self.position = 0
         """Tokens that the layers hold."""
         self.chosen: Chosen | None = None
@@ -69,13 +71,22 @@ class Job:
 
     def look_on_disk(self, cache: PrefixCache, reserve_tokens: int) -> bool:
         """Whether it has to wait for what is being read for it. Raises BudgetError if there is no room for that."""
-        if not self.looked or (self.restore is not None and self.restore.done and self.restore.rejected):
+        if not self.looked or self._may_read_again:
             room = min(self.left, reserve_tokens)
-            if self.restore is not None:
-                self._read.append(self.restore)
-            self.restore = cache.restore(self._so_far, namespace=self.request.namespace, reserve_tokens=room)
+            found = cache.restore(self._so_far, namespace=self.request.namespace, reserve_tokens=room)
             self.looked = True
+            if found is not None:
+                self._read += [] if self.restore is None else [self.restore]
+                self.restore = found
         return self.restore is not None and not self.restore.done
+
+    @property
+    def _may_read_again(self) -> bool:
+        """What was read may not have been right; or it was evicted while there was no row for it, and that a few times
+        at most."""
+        if self.restore is None or not self.restore.done:
+            return False
+        return self.restore.rejected or len(self._read) < READS
 
     @property
     def _so_far(self) -> Tokens:

@@ -26,9 +26,12 @@ class Gate:
         """Whether this is a child of the process that the cache is of."""
         return os.getpid() != self._process
 
-    def __enter__(self) -> None:
+    def refuse_elsewhere(self) -> None:
         if self.is_elsewhere:
             raise ConfigError(f"this cache is process {self._process}'s: a child of that needs one of its own")
+
+    def __enter__(self) -> None:
+        self.refuse_elsewhere()
         self._outer.acquire()
         entered = False
         try:

@@ -110,7 +110,8 @@ class Ledger:
 
     def fits(self, n_bytes: int) -> bool:
         """Whether a reservation would be granted as things are, without freeing anything."""
-        return n_bytes <= self.free_bytes - self.headroom()
+        with self._lock:
+            return n_bytes <= self.free_bytes - self.headroom()
 
     def set_budget(self, budget_bytes: int) -> None:
         """Change the budget while running; what no longer fits is freed first, or it is refused."""

@@ -321,6 +321,7 @@ class PrefixCache:
         if self._disk is None:
             return not self._no_disk.failed
         until = time.monotonic() + (timeout if timeout is not None else 1e9)
+        self._lock.refuse_elsewhere()
         with self._lock.inner:  # requests go on meanwhile
             return self._disk.spiller.flush(everything=everything, until=until) and not self._disk.vault.failed
 
@@ -332,13 +333,11 @@ class PrefixCache:
                 return 0
             path, matched = self._tree(namespace).match(as_tokens(tokens))
             kv = resumable = 0
-            hollow = False
             for node in path:
                 if node.disk is None:
                     break
-                hollow = hollow or any(r.hollow for r in node.disk.records)
-                kv = kv if hollow else node.disk.readable
-                if node.disk.readable < node.end:
+                kv = node.disk.kv if kv == node.start else kv
+                if node.disk.known < node.end:
                     break
                 if node.disk.point is not None and node.disk.point.ready and node.end <= matched:
                     resumable = node.end
@@ -499,12 +498,12 @@ class PrefixCache:
 
     def sweep(self) -> None:
         """Settle leases that were dropped without being closed; on their own thread, while there is one."""
-        while self._dropped_restores:
-            self._dropped_restores.pop().finish()
-        if not self._dropped:
+        if not self._dropped and not self._dropped_restores:
             return
         here, running = threading.get_ident(), {t.ident for t in threading.enumerate()}
         with self._lock:
+            while self._dropped_restores:
+                self._dropped_restores.pop().finish()
             for lease in list(self._dropped):
                 if lease._thread == here or lease._thread not in running:
                     self._dropped.remove(lease)

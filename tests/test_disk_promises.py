@@ -4,11 +4,9 @@ somebody else waits.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gc
 import os
-import random
 import shutil
 import signal
 import threading
@@ -20,7 +18,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from disk_caches import MODES, Held, files, flip, opened, small_records, turn
+from disk_caches import Held, files, flip, opened, small_records, turn
+from disk_walk import Walk
 from fake import FakeModel, Session, settled, text
 from mlx_lm.tuner.lora import LoRALinear
 
@@ -455,83 +454,6 @@ def test_a_cache_that_is_collected_on_the_writers_thread_is_written(model: FakeM
 # -- anything, in any order -----------------------------------------------------------------------------------
 
 
-class Walk:
-    """Some conversations that grow, branch, are evicted, restored, cleared and closed, on a disk that fails now and
-    then and whose files are damaged. Every layer of every request is compared with a stock run."""
-
-    def __init__(self, model: FakeModel, folder: Path, seed: int) -> None:
-        self.model, self.folder = model, folder
-        self.chance, self.faults = random.Random(seed), random.Random(seed + 1)
-        self.said = [text(self.chance.randint(20, 300), i) for i in range(4)]
-        self.cache = self.open()
-
-    def open(self) -> PrefixCache:
-        chance = self.chance
-        cache = opened(
-            self.model,
-            self.folder,
-            disk_mode=chance.choice(MODES),
-            budget=chance.choice([4_000_000, 6_000_000, 40_000_000]),
-            disk_budget=chance.choice([200_000, 600_000, 10**9]),
-        )
-        small_records(cache, chance.choice([16, 50, 200]))
-        assert cache._disk is not None
-        folder = cache._disk.vault.folder
-        write = folder.write
-
-        def faulty(*what: Any) -> None:
-            luck = self.faults.random()
-            if luck < 0.15:
-                raise OSError(errno.EMFILE, "no descriptors")
-            if luck < 0.2:
-                time.sleep(0.02)
-            write(*what)
-
-        folder.write = faulty  # type: ignore[method-assign]
-        return cache
-
-    def grow(self) -> None:
-        tokens = self.chance.choice(self.said)
-        tokens = [
-            *tokens[: self.chance.randint(1, len(tokens))],
-            *text(self.chance.randint(1, 40), self.chance.randint(0, 5)),
-        ]
-        if len(tokens) < 900:
-            self.said[self.chance.randrange(4)] = turn(self.model, self.cache, tokens, self.chance.randint(0, 3))
-
-    def shrink(self) -> None:
-        self.cache.shrink(self.chance.choice([0, 50_000, 500_000]))
-
-    def flush(self) -> None:
-        if self.cache._disk is not None and self.cache.flush(10) and self.cache._disk.mode == "through":
-            with self.cache._lock:
-                assert self.cache._disk.spiller.left(time.monotonic() + 10) == 0
-
-    def restore(self) -> None:
-        restore = self.cache.restore([*self.chance.choice(self.said), 1])
-        if restore is not None and restore.step() and self.chance.random() < 0.5:
-            restore.finish()
-
-    def clear(self) -> None:
-        self.cache.clear(disk=self.chance.random() < 0.3)
-
-    def start_again(self) -> None:
-        self.cache.close()
-        self.cache = self.open()
-
-    def damage(self) -> None:
-        there = files(self.folder)
-        if there:
-            with contextlib.suppress(FileNotFoundError):
-                path = self.chance.choice(there)
-                flip(path, self.chance.randrange(path.stat().st_size))
-
-    def step(self) -> None:
-        acts = [self.grow, self.shrink, self.flush, self.restore, self.clear, self.start_again, self.damage]
-        self.chance.choices(acts, [60, 10, 5, 5, 3, 7, 10])[0]()
-        settled(self.cache)
-
-
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "kinds", [("full", "full"), ("full", "recurrent"), ("full", "rotating"), ("recurrent",)], ids="+".join
@@ -541,7 +463,28 @@ def test_any_order_of_things_on_a_disk_that_fails_leaves_everything_right(
     direct: bool, kinds: tuple[str, ...], seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "addressable", lambda: direct)
-    walk = Walk(FakeModel(kinds), tmp_path, seed + 100 * direct)
+    walk = Walk(FakeModel(kinds), tmp_path, seed + 100 * direct, fails=True)
     for _ in range(50):
         walk.step()
+    walk.cache.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("bound", [None, (100, 4)], ids=["unbounded", "bounded"])
+@pytest.mark.parametrize("kinds", [("full", "full"), ("full", "recurrent"), ("recurrent",)], ids="+".join)
+@pytest.mark.parametrize("direct", [True, False], ids=["in place", "by operations"])
+def test_any_order_of_things_on_a_sound_disk_loses_nothing(
+    direct: bool,
+    kinds: tuple[str, ...],
+    bound: tuple[int, int] | None,
+    seed: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is said to be durable is there after a restart, and no record is ever rejected."""
+    monkeypatch.setattr(host, "addressable", lambda: direct)
+    walk = Walk(FakeModel(kinds), tmp_path, seed + 100 * direct, bound=bound)
+    for _ in range(50):
+        walk.step()
+    walk.start_again()
     walk.cache.close()

@@ -39,8 +39,12 @@ class Backlog:
     def want(self, node: Node) -> None:
         self._wanted.append(node)
 
+    def retry(self, node: Node) -> None:
+        """It was refused, or what goes before it; that is no longer so."""
+        for n in node.path():
+            self._refused.pop(n, None)
+
     def hurry(self, node: Node) -> None:
-        self._refused.pop(node, None)
         if node not in self._urgent:
             self._urgent.append(node)
 

@@ -33,7 +33,7 @@ from onefold.cache.tiers.folder import Folder
 from onefold.cache.tiers.order import below
 from onefold.cache.tiers.record import What
 from onefold.cache.tiers.vault import Loaded, Record, Vault
-from onefold.cache.tree import Node, Tree
+from onefold.cache.tree import Node, Tokens, Tree, common_length
 from onefold.errors import ConfigError, OnefoldError
 from onefold.sizes import parse_size, show_size
 
@@ -170,7 +170,7 @@ class Disk:
         self._spaces[tree.root] = space
         salted = namespace not in ("", None)
         self.vault.folder.describe(space, {"label": self._label} | self._about | {"salted": salted})
-        _grow(tree, self.vault.load(space), lambda record: self.reject(record, "overlaps another"))
+        _grow(tree, self.vault.load(space))
 
     def space_of(self, node: Node) -> str | None:
         return self._spaces.get(node.root)
@@ -209,12 +209,30 @@ class Disk:
         self.forget([r for r in unused if r.namespace in ours])
 
     def take_from_nodes(self, record: Record) -> None:
-        for node in list(record.nodes):
-            disk: OnDisk = node.disk
-            disk.lose(record)
-            if not disk.all:
+        nodes = sorted(record.nodes, key=lambda n: -n.start)
+        for node in nodes:
+            node.disk.lose(record)
+        for node in nodes:
+            self._fall_back(node)
+            if not node.disk.all:
                 node.disk = None
             self.prune(node)
+
+    def _fall_back(self, node: Node) -> None:
+        """A record with KV has gone; the hollow ones that it came before, if something below goes on from them, count
+        again."""
+        disk: OnDisk = node.disk
+        for child in node.children.values():
+            found: list[Record] = []
+            at: Record | None = child.disk.records[0] if child.disk is not None and child.disk.records else None
+            while at is not None and at.hollow and self.vault.find(at.namespace, at.address) is at:
+                found.insert(0, at)
+                if at.start <= disk.reaches:
+                    for record in found:
+                        if record.start < node.end:
+                            disk.add(record)
+                    return
+                at = at.parent
 
     def prune(self, node: Node) -> None:
         """A node that has nothing anywhere, and nothing below it, goes."""
@@ -250,8 +268,9 @@ class Disk:
         held = [n for n in node.path() if n.disk is not None and n.disk.point is not None and n.disk.point.ready]
         for n in superfluous(held):
             record = n.disk.point
-            n.disk.lose(record)
-            self.spiller.let_go(record)
+            if not record.pins:  # a restore is about to read it; the next checkpoint that arrives thins again
+                n.disk.lose(record)
+                self.spiller.let_go(record)
 
     def touch(self, path: list[Node], used: float) -> None:
         for node in path:
@@ -319,33 +338,38 @@ def _budget(given: int | float | str | None, folder: Folder) -> int:
     return max(1, min(DEFAULT_MOST, (usage.free + folder.bytes()) // 2))
 
 
-def _grow(tree: Tree, loaded: list[Loaded], overlapping: Callable[[Record], None]) -> None:
-    """Give an empty tree the nodes that these records are of."""
+def _grow(tree: Tree, loaded: list[Loaded]) -> None:
+    """Give an empty tree the nodes that these records are of. Records may have tokens in common: what was forgotten in
+    part, and came again, has been written again. The nodes keep the first, and one with KV before a hollow one."""
     following: dict[Record | None, list[Loaded]] = {}
     for found in loaded:
         following.setdefault(found.record.parent, []).append(found)
     ends: dict[Record, Node] = {}
     points: list[Record] = []
     todo = list(following.get(None, ()))
-    while todo:
-        found = todo.pop()
+    hollow: list[Loaded] = []
+    while todo or hollow:
+        found = todo.pop() if todo else hollow.pop()
+        if found.record.hollow and todo:
+            hollow.append(found)
+            continue
         if found.record.what is What.POINT:
             points.append(found.record)
             continue
         chain = [found]
         while _continues(chain[-1].record, after := following.get(chain[-1].record, [])):
             chain.append(after[0])
-        attach = _node_at(tree, ends, found.record)
         tokens = np.concatenate([c.tokens for c in chain]) if len(chain) > 1 else found.tokens
-        if int(tokens[0]) in attach.children:
-            overlapping(found.record)
-            continue
-        node = tree.add(attach, tokens)
-        node.last_use = max(c.record.used for c in chain)
-        node.disk = OnDisk(node)
-        for member in chain:
-            node.disk.add(member.record)
-            ends[member.record] = node
+        node, new = _follow(tree, _node_at(tree, ends, found.record), tokens)
+        used = max(c.record.used for c in chain)
+        if len(new):
+            node = tree.add(node, new)
+            node.disk = OnDisk(node)
+            for member in chain:
+                if member.record.end > node.start:
+                    node.disk.add(member.record)
+        node.last_use = max(node.last_use, used)
+        ends |= dict.fromkeys((member.record for member in chain), node)
         todo += following.get(chain[-1].record, ())
     for record in points:
         node = _node_at(tree, ends, record)
@@ -353,9 +377,20 @@ def _grow(tree: Tree, loaded: list[Loaded], overlapping: Callable[[Record], None
             node.disk.set_point(record)
 
 
+def _follow(tree: Tree, node: Node, tokens: Tokens) -> tuple[Node, Tokens]:
+    """Down from a node as far as these tokens are known; the node that ends there, and those that are not."""
+    while len(tokens) and (below := node.children.get(int(tokens[0]))) is not None:
+        n = common_length(below.tokens, tokens)
+        node = tree.split(below, below.start + n) if n < len(below.tokens) else below
+        tokens = tokens[n:]
+    return node, tokens
+
+
 def _continues(record: Record, after: list[Loaded]) -> bool:
     """Whether one range goes on from its end, and nothing else from anywhere in it."""
-    return len(after) == 1 and after[0].record.what is What.RANGE and after[0].record.start == record.end
+    if len(after) != 1 or after[0].record.what is not What.RANGE:
+        return False
+    return after[0].record.start == record.end and after[0].record.hollow == record.hollow
 
 
 def _node_at(tree: Tree, ends: dict[Record, Node], record: Record) -> Node:

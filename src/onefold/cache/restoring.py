@@ -76,7 +76,7 @@ def wanted(cache: PrefixCache, tree: Tree, tokens: Tokens) -> Wanted | None:
     have, _, _ = opening.resume_point(cache, path, min(usable, in_memory), usable)
     reach = _kv_reach(cache, path, matched)
     target, point = min(reach, matched), None
-    node = next((n for n in reversed(path) if n.end <= usable and _resumable(n)), None)
+    node = next((n for n in reversed(path) if n.end <= usable and _resumable(n, reach)), None)
     if node is not None and (cache._pointwise or node.end > reach):
         target, point = node.end, None if node.checkpoint is not None else node.disk.point
         path = path[: path.index(node) + 1]
@@ -89,10 +89,18 @@ def wanted(cache: PrefixCache, tree: Tree, tokens: Tokens) -> Wanted | None:
     return Wanted(path, target, records, point, have, min(target, usable) - have, matched)
 
 
-def _resumable(node: Node) -> bool:
+def _resumable(node: Node, reach: int) -> bool:
+    """Whether a request can begin at its end, with KV that reaches so far."""
     if node.checkpoint is not None:
-        return True
-    return node.disk is not None and node.disk.point is not None and _there(node.disk.point)
+        return node.end <= reach or node.checkpoint.spanless
+    if node.disk is None or node.disk.point is None or not _there(node.disk.point):
+        return False
+    return node.end <= reach or _rotated(node)
+
+
+def _rotated(node: Node) -> bool:
+    """Whether it lies behind tokens without KV: then its checkpoint does without as well."""
+    return any(r.hollow for n in node.path() if n.disk is not None for r in n.disk.records)
 
 
 def _there(record: Record) -> bool:
@@ -124,7 +132,7 @@ def _records(path: list[Node], target: int) -> list[Record]:
     for node in path[first:]:
         if node.span is not None:
             break
-        found |= dict.fromkeys(r for r in node.disk.records if r.start < target)
+        found |= dict.fromkeys(r for r in node.disk.records if r.start < target and not r.hollow)
     return list(found)
 
 
@@ -156,6 +164,8 @@ class Restore:
         self._tokens = np.concatenate([n.tokens for n in self._end.path()])
         self._room = room
         self._base = found.records[0].start if found.records else 0
+        self._stop = max((r.end for r in found.records), default=0)
+        """Of all that is read: a branch's record begins inside another, which may end later."""
         self._reached = self._base
         self._slab: Slab | None = None
         self._buffers: Account | None = None
@@ -202,7 +212,7 @@ class Restore:
             return
         if not self._direct:
             self._buffers = self._on_the_way((AHEAD + 1 + host.TWICE_MORE) * max(r.size for r in records))
-        stop = max(records[-1].end, self._wanted.target + self._room)
+        stop = max(self._stop, self._wanted.target + self._room)
         self._slab = self._cache._store.slab(round_up(stop - self._base))
         self._slab.tracks.add(self._holder)
 
@@ -290,7 +300,7 @@ class Restore:
         self._loading.clear()
         if self._slab is not None:
             if self._direct and self._slab.layers[0] is not None:  # no garbage behind what is right
-                host.clear(self._slab, self._reached - self._base, self._wanted.records[-1].end - self._base)
+                host.clear(self._slab, self._reached - self._base, self._stop - self._base)
             self._attach(self._slab)
             self._slab.tracks.discard(self._holder)
             self._slab.settle()
@@ -356,7 +366,7 @@ class Restore:
             slab.layers = [None] * len(slab.layers)
             raise _no_room(error, slab.bytes) from error
         if self._direct:
-            host.clear(slab, self._wanted.records[-1].end - self._base, slab.capacity)
+            host.clear(slab, self._stop - self._base, slab.capacity)
 
     def _attach(self, slab: Slab) -> None:
         """The nodes of what was read and found right own it."""

@@ -178,15 +178,18 @@ def let_go(cache: PrefixCache, lease: Lease) -> None:
 
 
 def abandon(cache: PrefixCache, lease: Lease) -> bool:
-    """Give the tree's share of this lease's path up to the lease, if nobody else needs it."""
+    """Give the tree's share of this lease's path up to the lease, if nobody else needs it. What is on disk of it stays
+    there."""
     track = lease._track
     if any(p.slab.tracks != {track} for p in track.pieces):
         return False
     node, tree = lease._node, cache._shelf.tree(lease.namespace)
     let_go(cache, lease)
-    while node is not None and node.parent is not None and not node.children and node.idle:
+    while node is not None and node.parent is not None and node.idle and not any(n.in_memory for n in node.walk()):
         node, gone = node.parent, node
-        cache._shelf.drop(tree, gone)
+        if cache._disk is not None:
+            cache._disk.spiller.is_given_up(gone)
+        cache._shelf.unload(tree, gone)
     return not any(p.slab.spans for p in track.pieces)
 
 

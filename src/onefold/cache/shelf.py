@@ -170,12 +170,15 @@ class Shelf:
         self._empty(node)
 
     def unload(self, tree: Tree, node: Node) -> int:
-        """Give up what a node has in memory. What is on disk of it stays; returns how many tokens are not."""
-        kept = node.start if node.disk is None else node.disk.readable
+        """Give up what a node has in memory. What is on disk of it stays; returns how many tokens are lost."""
+        if node.disk is None:
+            kept = known = node.start
+        else:
+            kept, known = node.disk.readable, node.disk.known
         lost = node.end - kept
-        if kept > node.start:
-            self._empty(tree.split(node, kept) if lost else node)
-        if lost:
+        if known > node.start:
+            self._empty(tree.split(node, known) if known < node.end else node)
+        if known < node.end:
             self.drop(tree, node)
         return lost
 
@@ -472,6 +475,6 @@ def _check_slab(slab: Slab) -> list[str]:
     edges = sorted((s.lo, s.hi) for s in slab.spans)
     if any(a[1] > b[0] for a, b in itertools.pairwise(edges)) or (edges and edges[-1][1] > slab.capacity):
         found.append(f"{where}: spans overlap or overrun: {edges}")
-    if not slab.spans and not slab.tracks:
+    if not slab.spans and not slab.tracks and not slab.copies:
         found.append(f"{where} belongs to nobody")
     return found

@@ -123,11 +123,17 @@ class Spiller:
     def save(self, node: Node, until: float) -> bool:
         """Write a node that must make way, and wait for it until then. False if it is not on disk."""
         saved = self._save(node, until)
-        self._lost += not saved and self.through and self._is_owed(node)
+        if not saved:
+            self.is_given_up(node)
         return saved
+
+    def is_given_up(self, node: Node) -> None:
+        """It leaves memory as it is: if it was to be written through and is not there, `flush` tells."""
+        self._lost += self.through and self._is_owed(node)
 
     def _save(self, node: Node, until: float) -> bool:
         asked = False
+        self._backlog.retry(node)
         while not self.is_clean(node):
             if not self._writer.alive or not (self._writable(node) or self._on_its_way(node)):
                 return False
@@ -268,7 +274,9 @@ class Spiller:
         if node.parent is None or self.vault.failed or self._space_of(node) is None:
             return False
         first = self._first_dirty(node)
-        return first is not None and (first.span is None or _quiet(first.span.slab) or self._covered(first))
+        if first is None or self._backlog.is_refused(first):
+            return False
+        return first.span is None or _quiet(first.span.slab) or self._covered(first)
 
     def _is_owed(self, node: Node) -> bool:
         """Whether some of it should be on disk, and is not."""
@@ -307,14 +315,19 @@ class Spiller:
         stop = min(first.end, start + (HOLLOW_TOKENS if span is None else self.record_tokens))
         tokens = first.tokens[start - first.start : stop - first.start]
         tensors = () if span is None else host.range_tensors(self._store.specs, stop - start)
-        above = self._above(first)
+        above = self._above(first, start)
         content = Content(What.RANGE, space, b"" if above is None else above.address, start, tokens, tensors)
-        record = self._expect(first, content, stop, above)
+        there = self.vault.find(space, content.address)
+        known = there is not None and there.ready
+        record = there if known else self._expect(first, content, stop, above)
         if record is None:
             return None
         if first.disk is None:
             first.disk = OnDisk(first)
-        first.disk.add(record)
+        for superfluous in first.disk.add(record):
+            self.let_go(superfluous)
+        if known:  # nobody had it any more, and it is there still
+            return self._job(node)
         if span is None:
             return Job(record, content, None, 0)
         span.slab.copies += 1
@@ -339,15 +352,16 @@ class Spiller:
         return Job(record, content, None, 0, node.checkpoint)
 
     @staticmethod
-    def _above(node: Node) -> Record | None:
-        """The record that the node's next one goes on from."""
+    def _above(node: Node, start: int) -> Record | None:
+        """The record that the node's next one, from there on, goes on from; one that has KV if there is any."""
+        found: Record | None = None
         at: Node | None = node
-        while at is not None:
-            if at.disk is not None and at.disk.records:
-                found: Record = at.disk.records[-1]
-                return found
-            at = at.parent
-        return None
+        while at is not None and at.end >= start:
+            for record in reversed([] if at.disk is None else at.disk.records):
+                if record.start < start <= record.end and (found is None or found.hollow):
+                    found = record
+            at = at.parent if found is None or at.start == start else None
+        return found
 
     def _expect(self, node: Node, content: Content, end: int, above: Record | None) -> Record | None:
         """Reserve a record's place on the disk; None if it has none, for a reason."""
@@ -386,16 +400,16 @@ class Spiller:
 
     # -- what became of it, with the lock held -----------------------------------------------------------
 
-    def _settle(self, job: Job, error: Exception | None) -> None:
+    def _settle(self, job: Job, error: Exception | None, written: bool) -> None:
         record, vault = job.record, self.vault
         if job.checkpoint is not None:
             job.checkpoint.release()
         if error is None:
+            if written:
+                vault.arrived(record)
             if not record.nodes:  # nobody wants it any more
-                record.ready = True
                 vault.drop(record)
                 return
-            vault.arrived(record)
             for node in list(record.nodes) if record.what is What.POINT else ():
                 self._thin(node)
             self.counts["spilled_tokens"] += record.end - record.start
@@ -419,9 +433,12 @@ class Spiller:
             vault.fail(error)
 
     def let_go(self, record: Record) -> None:
-        """Nobody relies on it any more."""
-        if record.ready and not record.nodes:
-            self.vault.drop(record)  # else it is, when it has been written
+        """A node does not rely on it any more: it goes, if nothing else does, and what only it went on from. One that
+        is being written goes afterwards."""
+        at: Record | None = record
+        while at is not None and at.ready and not at.nodes and not at.children:
+            self.vault.drop(at)
+            at = at.parent
 
     def check(self) -> list[str]:
         found = self.vault.check()
@@ -448,6 +465,6 @@ def _check_node(node: Node) -> list[str]:
         at = record.end
     parent = node.parent
     inner = parent is not None and parent.parent is not None
-    if inner and disk.records and (parent.disk is None or parent.disk.covered < parent.end):  # type: ignore[union-attr]
+    if inner and disk.records and (parent.disk is None or parent.disk.reaches < parent.end):  # type: ignore[union-attr]
         found.append(f"{where} is on disk, but not what goes before it")
     return found

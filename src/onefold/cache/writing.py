@@ -67,7 +67,7 @@ class Writer:
         gate: Gate,
         slots: list[host.Bytes],
         next_job: Callable[[], Job | None],
-        settle: Callable[[Job, Exception | None], None],
+        settle: Callable[[Job, Exception | None, bool], None],
         hurries: Callable[[], bool],
         impatient: Callable[[], bool],
     ) -> None:
@@ -188,7 +188,7 @@ class Writer:
         finally:
             with self._gate.inner:
                 if error is not None:
-                    self._settle(job, error)
+                    self._settle(job, error, False)
                 self._gate.tell()
 
     def _copied(self, job: Job, slot: host.Bytes) -> Staged:
@@ -214,7 +214,7 @@ class Writer:
         record, content = staged.job.record, staged.job.content
         with self._gate.inner:
             if not record.nodes:  # nobody relies on it any more, or on what it goes on from
-                self._end(staged, None)
+                self._end(staged, None, written=False)
                 return
         error: Exception | None = None
         try:
@@ -227,7 +227,7 @@ class Writer:
         with self._gate.inner:
             self._end(staged, error)
 
-    def _end(self, staged: Staged, error: Exception | None) -> None:
+    def _end(self, staged: Staged, error: Exception | None, *, written: bool = True) -> None:
         self._slots.append(staged.slot)
-        self._settle(staged.job, error)
+        self._settle(staged.job, error, written)
         self._gate.tell()

@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from onefold.cache.tiers.folder import READING
-from onefold.cache.tiers.record import HEAD_MOST, Content, Head, Named, What, address, content_of, file_name, parse_head
+from onefold.cache.tiers.record import (
+    HEAD_MOST,
+    Content,
+    Head,
+    Named,
+    What,
+    address_of,
+    content_of,
+    file_name,
+    parse_head,
+)
 from onefold.errors import RecordError
 
 _BEGIN = 8 << 10
@@ -33,7 +43,7 @@ def read_head(file: int, namespace: str, named: Named, size: int) -> Head:
         if found > _MOST:
             raise RecordError("no header of ours")
         found = parse_head(os.pread(file, found, 0))
-    if (found.what, found.start, address(found.what, namespace, found.parent, found.start, found.tokens)) != named:
+    if (found.what, found.start, address_of(found, namespace)) != named:
         raise RecordError("misnamed")
     if (found.what is What.RANGE) != bool(len(found.tokens)):
         raise RecordError("no header of ours")

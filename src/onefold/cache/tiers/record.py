@@ -93,7 +93,7 @@ class Content:
 
     @functools.cached_property
     def address(self) -> bytes:
-        return address(self.what, self.namespace, self.parent, self.start, self.tokens)
+        return _address(self.namespace, self.what, self.parent, self.start, self.tokens, len(self.tensors))
 
     @property
     def name(self) -> str:
@@ -168,8 +168,14 @@ class Head(NamedTuple):
     """Of the header: the tensors."""
 
 
-def address(what: What, namespace: str, parent: bytes, start: int, tokens: Tokens) -> bytes:
-    digest = hashlib.blake2b(digest_size=ADDRESS_BYTES, person=b"onefold " + what.value.encode())
+def address_of(head: Head, namespace: str) -> bytes:
+    return _address(namespace, head.what, head.parent, head.start, head.tokens, head.n_tensors)
+
+
+def _address(namespace: str, what: What, parent: bytes, start: int, tokens: Tokens, n_tensors: int) -> bytes:
+    """A range without KV has another than one of the same tokens that has it: both may be there."""
+    person = f"onefold {what.value}" if n_tensors or what is What.POINT else "onefold hollow"
+    digest = hashlib.blake2b(digest_size=ADDRESS_BYTES, person=person.encode())
     digest.update(struct.pack("<I", VERSION) + namespace.encode() + b"\0")
     digest.update(struct.pack("<B", len(parent)) + parent + struct.pack("<q", start))
     digest.update(np.ascontiguousarray(tokens, "<i4").data)

@@ -131,6 +131,8 @@ class Vault:
         self._touched: set[Record] = set()
         self._touched_at = time.monotonic()
         self._said_limit = ""
+        self._coming = 0
+        """Bytes that are about to be written."""
         self._said_rejected = 0
         self._no_room_until = 0.0
         """What was last used before this found no room, and would not now."""
@@ -228,12 +230,12 @@ class Vault:
         """Why so many bytes may not be written now; empty if they may."""
         if self.failed:
             return self.failed
-        if self.daily_bytes is not None and self._today() + n_bytes > self.daily_bytes:
+        if self.daily_bytes is not None and self._today() + self._coming + n_bytes > self.daily_bytes:
             if self._said_limit != self._day:
                 self._said_limit = self._day
                 log.warning(
                     "no more is written to disk today: %s were, and another %s would pass the daily limit of %s",
-                    show_size(self.written_today),
+                    show_size(self.written_today + self._coming),
                     show_size(n_bytes),
                     show_size(self.daily_bytes),
                 )
@@ -270,11 +272,15 @@ class Vault:
     def expect(self, record: Record) -> None:
         """It is about to be written: its bytes are taken from the budget now."""
         record.ready = False
+        self._coming += record.size
         self._add(record)
         if record.parent is not None:
             record.parent.children += 1
 
     def arrived(self, record: Record) -> None:
+        """It was written, whether anybody wants it still or not."""
+        if not record.ready:
+            self._coming -= record.size
         record.ready = True
         self._today()
         self.written_today += record.size
@@ -299,6 +305,8 @@ class Vault:
         if held.get(record.address) is not record:
             return
         del held[record.address]
+        if not record.ready:
+            self._coming -= record.size
         self._no_room_until = 0.0
         self.total_bytes -= on_disk(record.size)
         if record.parent is not None:

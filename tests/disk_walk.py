@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from disk_caches import MODES, files, flip, opened, small_records, turn
+from disk_caches import MODES, files, flip, opened, small_records
 from fake import FakeModel, Session, settled, text
 
 from onefold import PrefixCache
@@ -72,8 +72,15 @@ class Walk:
             *text(self.chance.randint(1, 40), self.chance.randint(0, 5)),
         ]
         if len(tokens) < 900:
-            n = self.chance.randint(0, 3)
-            self.said[self.chance.randrange(4)] = turn(self.model, self.cache, tokens, n, bound=self.bound)
+            points = [self.chance.randint(1, len(tokens))] if self.chance.random() < 0.3 else []
+            session = Session(self.model, self.cache, tokens, bound=self.bound, checkpoints=points).prefill(31)
+            if self.chance.random() < 0.2:
+                session.commit(close=False)
+            session.decode(self.chance.randint(0, 3))
+            if self.chance.random() < 0.1:
+                session.cancel()
+            else:
+                self.said[self.chance.randrange(4)] = session.commit()
 
     def shrink(self) -> None:
         self.cache.shrink(self.chance.choice([0, 50_000, 500_000]))
@@ -109,6 +116,11 @@ class Walk:
         self.cache = self.open()
         found = [self.cache.durable(tokens) for tokens in self.said] if whole else []
         assert all(n >= least for n, least in zip(found, durable, strict=True)), (found, durable)
+        if whole:
+            i = self.chance.randrange(4)
+            session = Session(self.model, self.cache, [*self.said[i], 1], bound=self.bound)
+            assert session.cached >= durable[i]
+            session.cancel()
 
     def damage(self) -> None:
         there = files(self.folder)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from disk_caches import Held, files, opened, small_records, turn
+from disk_caches import Held, files, flip, opened, small_records, turn
 from fake import FakeModel, Session, logits_of, settled, text
 
 from onefold import BudgetError, PrefixCache
 from onefold.cache import host
 from onefold.cache.ledger import Purpose
 from onefold.cache.tiers.folder import Folder
+from onefold.cache.tree import as_tokens
 
 
 @pytest.fixture
@@ -86,6 +88,47 @@ def test_what_went_in_part_and_came_again_is_durable(how: str, new: int, model: 
         settled(cache)
 
 
+def test_a_record_inside_what_was_written_again_from_further_up(model: FakeModel, tmp_path: Path) -> None:
+    """[0, 20), [20, 40), and then [8, 120): as a folder may have it in which something lingered."""
+    tokens = text(120)
+    with opened(model, tmp_path, disk_mode="through") as cache:
+        assert cache._disk is not None
+        small_records(cache, 20)
+        turn(model, cache, tokens[:40], 0)
+        assert cache.flush(10)
+        lingers = [r for r in cache._disk.vault.records() if r.start == 20]
+        for record in lingers:
+            record.children += 1  # as if something went on from it
+        cache.forget(tokens[:40], 8)
+        for record in lingers:
+            record.children -= 1
+        small_records(cache, 200)
+        turn(model, cache, tokens, 0)
+        assert cache.flush(10) and cache.durable(tokens) == 120
+    assert [int(p.name[:8]) for p in files(tmp_path)] == [0, 8, 20]
+    with opened(model, tmp_path) as cache:
+        assert cache.durable(tokens) == 120
+        assert Session(model, cache, [*tokens, 1]).cached == 120
+        assert cache.stats().disk.rejected_records == 0
+        settled(cache)
+
+
+def test_what_is_forgotten_while_more_of_it_is_written_goes_from_disk(model: FakeModel, tmp_path: Path) -> None:
+    tokens = text(60)
+    with opened(model, tmp_path, disk_mode="through") as cache:
+        small_records(cache, 20)
+        turn(model, cache, tokens[:40], 0)
+        assert cache.flush(10)
+        held = Held(cache)
+        turn(model, cache, tokens, 0)
+        assert held.begun.wait(10)
+        cache.forget(tokens, 8)
+        held.go()
+        cache.flush(10)
+        assert [int(p.name[:8]) for p in files(tmp_path)] == [0]
+        settled(cache)
+
+
 # -- bounded conversations ----------------------------------------------------------------------------------
 
 BOUND = {"max_kv_size": 64, "keep": 4}
@@ -131,6 +174,61 @@ def test_a_record_with_kv_that_is_damaged_leaves_the_rotated_conversation(model:
         settled(cache)
         assert Session(model, cache, [*long, 1], bound=(64, 4)).cached == len(long)
         assert cache.durable(long) == len(long)
+
+
+@pytest.mark.parametrize("kinds", [("full", "recurrent"), ("full", "rotating")], ids="+".join)
+def test_a_checkpoint_whose_kv_was_forgotten_is_not_kept(kinds: tuple[str, ...], tmp_path: Path) -> None:
+    """It was taken before the conversation rotated, and nobody can go on from it."""
+    model, tokens, bound = FakeModel(kinds), text(100, 1), (64, 4)
+    with opened(model, tmp_path, disk_mode="through", **BOUND) as cache:
+        Session(model, cache, tokens[:20], bound=bound).prefill(10).commit()
+        Session(model, cache, tokens, checkpoints=[30], bound=bound).prefill(10).commit()
+        assert cache.flush(10)
+        durable = cache.durable(tokens[:40])
+        asked = [*tokens[:40], other(tokens[40])]
+        assert Session(model, cache, asked, bound=bound).cached >= durable > 0
+    with opened(model, tmp_path, **BOUND) as cache:
+        assert cache.durable(tokens[:40]) == durable
+        assert Session(model, cache, asked, bound=bound).cached >= durable
+
+
+def test_a_checkpoint_goes_on_from_the_kv_that_overtook_a_hollow_range(tmp_path: Path) -> None:
+    """That was on its way when memory got the KV of its tokens."""
+    model, bound, common = FakeModel(("full", "recurrent")), (64, 4), text(30, 1)
+    with opened(model, tmp_path, disk_mode="through", **BOUND) as cache:
+        assert cache._disk is not None
+        folder, turns = cache._disk.vault.folder, threading.Semaphore(0)
+        write = folder.write
+
+        def one_by_one(*what: Any) -> None:
+            assert turns.acquire(timeout=30)
+            write(*what)
+
+        folder.write = one_by_one  # type: ignore[method-assign]
+        turn(model, cache, text(10, 77), 0, bound=bound)
+        rotated = [[*common, first, *text(69, first)] for first in (1, 2)]
+        for tokens in rotated:
+            turn(model, cache, tokens, 0, bound=bound)
+        for _ in range(200):
+            with cache._lock:
+                records = cache._disk.vault.records()
+                if any((r.start, r.end, r.hollow, r.ready) == (0, 30, True, False) for r in records):
+                    break
+            turns.release()
+            time.sleep(0.02)
+        else:
+            raise AssertionError("it was never on its way")
+        for tokens in rotated:
+            cache.forget(tokens, 30)
+        said = turn(model, cache, [*common, 3, *text(19, 4)], 0, bound=bound)
+        Session(model, cache, [*said, 5], bound=bound).prefill(31).commit()
+        turns.release(1000)
+        assert cache.flush(10) and cache.durable(said) == len(said)
+        settled(cache)
+    with opened(model, tmp_path, **BOUND) as cache:
+        assert cache.durable(said) == len(said)
+        assert Session(model, cache, [*said, 5], bound=bound).cached == len(said)
+        assert cache.stats().disk.rejected_records == 0
 
 
 def test_a_conversation_that_rotates_when_memory_is_short_stays_on_disk(tmp_path: Path) -> None:
@@ -206,6 +304,20 @@ def test_behind_a_range_that_cannot_be_read_the_checkpoint_before_is_taken(
         assert Session(model, cache, [*second, 1]).cached == len(first)
 
 
+def test_a_checkpoint_that_is_rejected_leaves_the_ranges_as_they_are(tmp_path: Path) -> None:
+    model, tokens = FakeModel(("recurrent",)), text(86)
+    with opened(model, tmp_path, disk_mode="through") as cache:
+        for prompt in (tokens, tokens[:50]):
+            turn(model, cache, prompt, 0)
+            assert cache.flush(10)
+        cache.shrink(0)
+        (point,) = [p for p in files(tmp_path) if p.name.startswith("00000050") and ".point" in p.name]
+        flip(point, -1)
+        turn(model, cache, [*tokens[:50], other(tokens[50])], 0)
+        settled(cache)
+        assert Session(model, cache, [*tokens, 1]).cached == len(tokens)
+
+
 # -- writing ------------------------------------------------------------------------------------------------
 
 
@@ -228,6 +340,64 @@ def test_what_cannot_be_written_is_tried_once(code: int, mode: str, model: FakeM
         assert not cache.flush(5, everything=True)
         assert len(tries) <= 8, "once for each node, or when it was used again"
         settled(cache)
+
+
+def test_what_makes_way_on_disk_as_soon_as_it_was_written_is_not_waited_for(tmp_path: Path) -> None:
+    """The least recently used in memory is that on disk, too: the writer's next record takes its place."""
+    model = FakeModel(("full",))
+    with opened(model, tmp_path, disk_budget=5 * 4096) as cache:
+        assert cache._disk is not None
+        small_records(cache, 8)
+        spiller = cache._disk.spiller
+        said = [turn(model, cache, [i, *text(n, i)], 0) for i, n in ((1, 7), (2, 31), (3, 799))]
+        with cache._lock:
+            nodes = [cache._tree("").match(as_tokens(t)).path[0] for t in said]
+            spiller._backlog.want(nodes[1])
+            cache._lock.tell()
+        cache.flush(10)
+        with cache._lock:
+            spiller._backlog.want(nodes[2])
+            began = time.monotonic()
+            spiller.save(nodes[0], began + 20)
+            assert time.monotonic() - began < 10
+        assert cache.stats().reasons.get("disk: disk too slow", 0) == 0
+        settled(cache)
+
+
+@pytest.mark.parametrize("how", ["forgotten", "evicted"])
+def test_what_stays_of_something_that_was_owed_is_owed(how: str, model: FakeModel, tmp_path: Path) -> None:
+    with opened(model, tmp_path, disk_mode="through") as cache:
+        small_records(cache)
+        held = Held(cache)
+        tokens = turn(model, cache, text(400, 1), 0)
+        assert held.begun.wait(10)
+        if how == "forgotten":
+            cache.forget(tokens, 300)
+        else:
+            assert cache._disk is not None
+            cache._disk.spiller._slow = True  # nobody waits for it
+            cache.shrink(300 * cache.token_bytes)
+        left = cache.in_memory(tokens)
+        held.go()
+        assert cache.flush(10) == (how == "forgotten"), "what made way unwritten is told"
+        assert 0 < left < 400 and cache.durable(tokens) == left and cache.flush(10)
+
+
+def test_what_was_lost_is_told_to_whoever_asks_and_to_nobody_else(model: FakeModel, tmp_path: Path) -> None:
+    with opened(model, tmp_path, disk_mode="through") as cache:
+        assert cache._disk is not None
+        folder = cache._disk.vault.folder
+        write = folder.write
+
+        def failing(*_: Any) -> None:
+            raise OSError(errno.EMFILE, "no")
+
+        folder.write = failing  # type: ignore[method-assign]
+        turn(model, cache, text(400, 1), 0)
+        cache.shrink(0)
+        folder.write = write  # type: ignore[method-assign]
+        cache.clear(disk=False)
+        assert [cache.flush(10), cache.flush(10)] == [False, True]
 
 
 def test_bytes_are_counted_whether_anybody_wants_them_still_or_not(model: FakeModel, tmp_path: Path) -> None:

@@ -58,6 +58,10 @@ class Backlog:
             self._refused.clear()
         self._refused[node] = node.last_use
 
+    def is_asked_for(self, node: Node) -> bool:
+        """Whether somebody waits for it, and it will be looked at."""
+        return node in self._urgent and not self.is_refused(node)
+
     def is_refused(self, node: Node) -> bool:
         return self._refused.get(node) == node.last_use
 

@@ -222,6 +222,8 @@ class Disk:
         """A record with KV has gone; the hollow ones that it came before, if something below goes on from them, count
         again."""
         disk: OnDisk = node.disk
+        if disk.reaches >= node.end:
+            return
         for child in node.children.values():
             found: list[Record] = []
             at: Record | None = child.disk.records[0] if child.disk is not None and child.disk.records else None
@@ -257,6 +259,7 @@ class Disk:
 
     def leave(self, node: Node) -> None:
         """The node is going from the tree: nobody relies on its records through it."""
+        self.spiller.leaves(node)
         if node.disk is not None:
             disk, node.disk = node.disk, None
             for record in reversed(disk.all):

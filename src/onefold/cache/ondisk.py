@@ -31,8 +31,8 @@ class OnDisk:
     @property
     def covered(self) -> int:
         """Up to here what memory has of the node is on disk, or on its way."""
-        if self.hollow and self._in_memory:
-            return self._reach(self._with_kv, ready=False)
+        if self.hollow:
+            return self._reach(self._with_kv if self._in_memory else self.records, ready=False)
         return min(self.node.end, self.records[-1].end) if self.records else self.node.start
 
     @property
@@ -73,9 +73,12 @@ class OnDisk:
 
     def reaches_beyond(self, lower: Node) -> bool:
         """Whether its last record goes on into something else than the node below."""
-        if not self.records or self.records[-1].end <= self.node.end:
+        if not self.records:
             return False
-        return lower.disk is None or not lower.disk.records or lower.disk.records[0] is not self.records[-1]
+        last = max(self.records, key=lambda r: r.end) if self.hollow else self.records[-1]
+        if last.end <= self.node.end:
+            return False
+        return lower.disk is None or not lower.disk.records or lower.disk.records[0] is not last
 
     @property
     def all(self) -> list[Record]:
@@ -127,7 +130,7 @@ class OnDisk:
             if reach < position:
                 above.records.append(record)
                 record.nodes.add(upper)
-                reach = record.end
+                reach = max(reach, record.end)
         self.node = lower
         for record in self.records:
             if record.end <= position:

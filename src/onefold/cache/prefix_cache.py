@@ -323,7 +323,8 @@ class PrefixCache:
         until = time.monotonic() + (timeout if timeout is not None else 1e9)
         self._lock.refuse_elsewhere()
         with self._lock.inner:  # requests go on meanwhile
-            return self._disk.spiller.flush(everything=everything, until=until) and not self._disk.vault.failed
+            written = self._disk.spiller.flush(everything=everything, until=until, tells=True)
+            return written and not self._disk.vault.failed
 
     def durable(self, tokens: Any, *, namespace: Hashable = "") -> int:
         """How many of these tokens, from the first on, would survive the end of this process. Touches nothing."""

@@ -74,7 +74,7 @@ def wanted(cache: PrefixCache, tree: Tree, tokens: Tokens) -> Wanted | None:
         return None
     in_memory, _ = opening.readable_length(cache, path, matched)
     have, _, _ = opening.resume_point(cache, path, min(usable, in_memory), usable)
-    reach = _kv_reach(cache, path, matched)
+    reach = kv_reach(cache, path, matched)
     target, point = min(reach, matched), None
     node = next((n for n in reversed(path) if n.end <= usable and _resumable(n, reach)), None)
     if node is not None and (cache._pointwise or node.end > reach):
@@ -107,7 +107,7 @@ def _there(record: Record) -> bool:
     return record.ready and record.aside <= time.monotonic()
 
 
-def _kv_reach(cache: PrefixCache, path: list[Node], matched: int) -> int:
+def kv_reach(cache: PrefixCache, path: list[Node], matched: int) -> int:
     """How far the path's KV can be had, from memory and then from disk."""
     if not cache._store.specs:
         return matched
@@ -126,14 +126,19 @@ def _kv_reach(cache: PrefixCache, path: list[Node], matched: int) -> int:
 
 
 def _records(path: list[Node], target: int) -> list[Record]:
-    """Of the first run of nodes that are not in memory, up to the target; each once."""
+    """Of the first run of nodes that are not in memory, up to the target; each once, and each begins after the one
+    before: what was written again from further up makes up for what it has in common with others."""
     first = next((i for i, n in enumerate(path) if n.span is None), len(path))
-    found: dict[Record, None] = {}
+    found: list[Record] = []
     for node in path[first:]:
         if node.span is not None:
             break
-        found |= dict.fromkeys(r for r in node.disk.records if r.start < target and not r.hollow)
-    return list(found)
+        for record in node.disk.records:
+            if record.start < target and not record.hollow and record not in found[-1:]:
+                while found and found[-1].start >= record.start:
+                    found.pop()
+                found.append(record)
+    return found
 
 
 def plan(cache: PrefixCache, disk: Disk, tree: Tree, tokens: Tokens, reserve_tokens: int) -> Restore | None:

@@ -14,6 +14,7 @@ import mlx.core as mx
 from onefold.cache import stock
 from onefold.cache.checkpoints import Checkpoint
 from onefold.cache.ledger import Purpose
+from onefold.cache.restoring import kv_reach
 from onefold.cache.tree import Node, Tokens
 from onefold.errors import BudgetError, DeviceError
 
@@ -82,8 +83,11 @@ def _store_work(cache: PrefixCache, lease: Lease, tokens: Tokens) -> None:
         track.freeze(keep)
         if cache._contiguous:
             _adopt(cache, lease, node)
+    reach = kv_reach(cache, node.path(), keep) if lease._spanless else keep
     for checkpoint in taken_here:
-        if not shelf.place(tree, kept, checkpoint):
+        if not checkpoint.spanless and checkpoint.position > reach:
+            checkpoint.close()  # it goes with KV that was forgotten when the conversation rotated
+        elif not shelf.place(tree, kept, checkpoint):
             cache._reasons["checkpoint already there"] += 1
     shelf.touch(node)
     shelf.thin(node)

@@ -137,8 +137,8 @@ class Spiller:
         while not self.is_clean(node):
             if not self._writer.alive or not (self._writable(node) or self._on_its_way(node)):
                 return False
-            if asked and self._backlog.is_refused(node):
-                return False
+            if asked and not self._backlog.is_asked_for(node) and not self._on_its_way(node):
+                return False  # refused; or written, and the next one has taken its room on the disk
             left = until - time.monotonic()
             if left <= 0 or self._slow:
                 self._slow = True
@@ -184,9 +184,10 @@ class Spiller:
         """Whether anything is being written, or waits for it."""
         return self._backlog.pending or not self._writer.idle
 
-    def flush(self, *, everything: bool, until: float) -> bool:
+    def flush(self, *, everything: bool, until: float, tells: bool = False) -> bool:
         """Write what is wanted (or everything that memory has), and wait for it. False if that took too long, or if
-        something that was wanted could not be written. The inner door is enough: what changes is the writer's."""
+        something that was wanted could not be written; what made way unwritten is told once, to whoever `tells` it on.
+        The inner door is enough: what changes is the writer's."""
         told = self._told
         if everything:
             self._backlog.want_all(sorted(self._nodes(), key=lambda n: -n.last_use))
@@ -200,7 +201,7 @@ class Spiller:
         finally:
             self._flushing -= 1
         if self._lost > told:
-            self._told = self._lost
+            self._told = self._lost if tells else told
             return False
         if everything and self.unsaved():
             return False
@@ -334,7 +335,9 @@ class Spiller:
         return Job(record, content, span.slab, span.lo + start - first.start)
 
     def _point_job(self, node: Node, space: str) -> Job | None:
-        above = node.disk.records[-1]
+        above = self._above(node, node.end)
+        if above is None:
+            return None
         arrays = node.checkpoint.arrays()
         try:
             tensors: tuple[Tensor, ...] = tuple(host.tensor(n, a) for n, a in arrays.items())
@@ -409,6 +412,8 @@ class Spiller:
                 vault.arrived(record)
             if not record.nodes:  # nobody wants it any more
                 vault.drop(record)
+                if record.parent is not None:
+                    self.let_go(record.parent)
                 return
             for node in list(record.nodes) if record.what is What.POINT else ():
                 self._thin(node)
@@ -431,6 +436,12 @@ class Spiller:
             log.warning("%s/%s cannot be written: %s", record.namespace, record.name, error)
         else:
             vault.fail(error)
+
+    def leaves(self, node: Node) -> None:
+        """It is going from the tree: what goes before it, and was wanted as part of it, is wanted still."""
+        above = node.parent
+        if self.through and above is not None and self._is_owed(above):
+            self.committed(above)
 
     def let_go(self, record: Record) -> None:
         """A node does not rely on it any more: it goes, if nothing else does, and what only it went on from. One that
@@ -460,6 +471,8 @@ def _check_node(node: Node) -> list[str]:
         found.append(f"{where} has what another node has on disk")
     at = node.start
     for record in disk.records:
+        if record.hollow and record.end <= at:  # one with KV overtook it while it was being written
+            continue
         if not record.start <= at < record.end:
             found.append(f"{where}: {record} does not follow at {at}")
         at = record.end

@@ -15,7 +15,7 @@ from disk_caches import Held, files, flip, opened, small_records, turn
 from fake import FakeModel, Session, logits_of, settled, text
 
 from onefold import BudgetError, PrefixCache
-from onefold.cache import host
+from onefold.cache import host, spilling
 from onefold.cache.ledger import Purpose
 from onefold.cache.tiers.folder import Folder
 from onefold.cache.tree import as_tokens
@@ -88,13 +88,27 @@ def test_what_went_in_part_and_came_again_is_durable(how: str, new: int, model: 
         settled(cache)
 
 
-def test_a_record_inside_what_was_written_again_from_further_up(model: FakeModel, tmp_path: Path) -> None:
-    """[0, 20), [20, 40), and then [8, 120): as a folder may have it in which something lingered."""
-    tokens = text(120)
+def record_lengths(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    small_records(cache, n)
+    monkeypatch.setattr(spilling, "HOLLOW_TOKENS", n)
+
+
+@pytest.fixture(params=[("full", "full"), ("full", "recurrent"), ("recurrent",)], ids="+".join)
+def kinds(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    found: tuple[str, ...] = request.param
+    return found
+
+
+@pytest.mark.parametrize("length", [120, 40])
+def test_a_record_inside_what_was_written_again_from_further_up(
+    kinds: tuple[str, ...], length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """[0, 20), [20, 40), and then [8, 120) or [8, 40): as a folder may have it in which something lingered."""
+    model, tokens = FakeModel(kinds), text(length)
     with opened(model, tmp_path, disk_mode="through") as cache:
         assert cache._disk is not None
-        small_records(cache, 20)
-        turn(model, cache, tokens[:40], 0)
+        record_lengths(cache, monkeypatch, 20)
+        Session(model, cache, tokens[:40]).prefill(40).commit()
         assert cache.flush(10)
         lingers = [r for r in cache._disk.vault.records() if r.start == 20]
         for record in lingers:
@@ -102,15 +116,23 @@ def test_a_record_inside_what_was_written_again_from_further_up(model: FakeModel
         cache.forget(tokens[:40], 8)
         for record in lingers:
             record.children -= 1
-        small_records(cache, 200)
-        turn(model, cache, tokens, 0)
-        assert cache.flush(10) and cache.durable(tokens) == 120
-    assert [int(p.name[:8]) for p in files(tmp_path)] == [0, 8, 20]
-    with opened(model, tmp_path) as cache:
-        assert cache.durable(tokens) == 120
-        assert Session(model, cache, [*tokens, 1]).cached == 120
-        assert cache.stats().disk.rejected_records == 0
-        settled(cache)
+        record_lengths(cache, monkeypatch, 200)
+        Session(model, cache, tokens).prefill(200).commit()
+        assert cache.flush(10) and cache.durable(tokens) == length
+    for lost in (False, True):
+        with opened(model, tmp_path) as cache:
+            assert cache._disk is not None and cache.durable(tokens) == length
+            if lost:
+                with cache._lock:
+                    within = [r for r in cache._disk.vault.records() if r.start == 20 and r.end <= 40]
+                    cache._disk.forget(r for r in within if r.nodes)
+                settled(cache)
+            left = 20 if lost and length == 40 and "recurrent" not in kinds else length  # nothing leads to the other
+            assert cache.durable(tokens) == left
+            assert Session(model, cache, [*tokens, 1]).cached == left
+            assert cache.stats().disk.rejected_records == 0
+            cache.shrink(0)
+            settled(cache)
 
 
 def test_what_is_forgotten_while_more_of_it_is_written_goes_from_disk(model: FakeModel, tmp_path: Path) -> None:

@@ -219,15 +219,16 @@ class Disk:
             self.prune(node)
 
     def _fall_back(self, node: Node) -> None:
-        """A record with KV has gone; the hollow ones that it came before, if something below goes on from them, count
-        again."""
+        """A record has gone; others with the same tokens count instead, if its checkpoint or something below goes on
+        from them."""
         disk: OnDisk = node.disk
         if disk.reaches >= node.end:
             return
-        for child in node.children.values():
+        firsts = [n.disk.records[0] for n in node.children.values() if n.disk is not None and n.disk.records]
+        for first in [*([] if disk.point is None else [disk.point.parent]), *firsts]:
             found: list[Record] = []
-            at: Record | None = child.disk.records[0] if child.disk is not None and child.disk.records else None
-            while at is not None and at.hollow and self.vault.find(at.namespace, at.address) is at:
+            at: Record | None = first
+            while at is not None and self.vault.find(at.namespace, at.address) is at:
                 found.insert(0, at)
                 if at.start <= disk.reaches:
                     for record in found:
@@ -235,6 +236,10 @@ class Disk:
                             disk.add(record)
                     return
                 at = at.parent
+
+    def give_up_below(self, node: Node) -> None:
+        """What is on disk below a node that leaves without being there itself: nothing leads to it any more."""
+        self.forget({r for n in node.walk() if n.disk is not None for r in n.disk.all})
 
     def prune(self, node: Node) -> None:
         """A node that has nothing anywhere, and nothing below it, goes."""

@@ -176,6 +176,8 @@ class Shelf:
         else:
             kept, known = node.disk.readable, node.disk.known
         lost = node.end - kept
+        if known < node.end and node.children and self.disk is not None:
+            self.disk.give_up_below(node)
         if known > node.start:
             self._empty(tree.split(node, known) if known < node.end else node)
         if known < node.end:

@@ -49,6 +49,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from disk_caches import ordinary_folder
 from fake import FakeModel, Session, settled, text
 
 from onefold.cache.tiers.folder import TEMPORARY
@@ -68,7 +69,6 @@ LONGEST = 240
 RESUMED = 8
 """Conversations that are taken up again after a kill."""
 PATIENCE_SECONDS = 60.0
-NOBODY = 65534
 AT_OPENING = 0.2
 """Of the kills, those within the first milliseconds."""
 
@@ -350,15 +350,9 @@ def folder_removed(task: Task, say: Say) -> None:
 
 
 def permission_taken(task: Task, say: Say) -> None:
-    """From an ordinary user: nothing is forbidden to root."""
-    with tempfile.TemporaryDirectory() as made:
-        folder, root = Path(made) / "kept", os.geteuid() == 0
-        if root:
-            os.chown(made, NOBODY, NOBODY)
-            os.seteuid(NOBODY)
+    with ordinary_folder() as made:
+        folder = made / "kept"
         problems = _serve_some(replace(task, folder=str(folder)), lambda: _forbid(folder))
-        if root:
-            os.seteuid(0)
     say(problems=problems)
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ from onefold import PrefixCache
 
 BUDGET = 40_000_000
 MODES = ("back", "through")
+NOBODY = 65534
 
 
 def opened(model: FakeModel, folder: Path, **options: Any) -> PrefixCache:
@@ -46,6 +52,25 @@ def flip(path: Path, at: int, mask: int = 0x10) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= mask
     path.write_bytes(data)
+
+
+@contextlib.contextmanager
+def ordinary_folder() -> Iterator[Path]:
+    """A folder of an ordinary user's, and nobody is root meanwhile: to root nothing is forbidden."""
+    folder = Path(tempfile.mkdtemp())
+    root = os.geteuid() == 0
+    if root:
+        os.chown(folder, NOBODY, NOBODY)
+        os.seteuid(NOBODY)
+    try:
+        yield folder
+    finally:
+        if root:
+            os.seteuid(0)
+        for path in [folder, *folder.rglob("*")]:
+            if path.is_dir():
+                path.chmod(0o700)
+        shutil.rmtree(folder)
 
 
 class Held:

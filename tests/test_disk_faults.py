@@ -11,14 +11,13 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from disk_caches import files, flip, opened, small_records, turn
+from disk_caches import files, flip, opened, ordinary_folder, small_records, turn
 from fake import FakeModel, Session, settled, text
 from test_disk import HYBRID
 
@@ -27,7 +26,6 @@ from onefold.cache.tiers import record as format
 from onefold.cache.tiers.folder import Folder
 from onefold.errors import ConfigError
 
-NOBODY = 65534
 KINDS = {"full": ("full", "full"), "hybrid": HYBRID}
 
 
@@ -427,23 +425,10 @@ def test_a_file_in_the_way_is_a_mistake(name: str, tmp_path: Path) -> None:
         opened(FakeModel(("full",)), tmp_path / name)
 
 
-@pytest.fixture
-def ordinary_folder() -> Iterator[Path]:
-    """A folder of an ordinary user's, and nobody is root while the test runs: to root nothing is forbidden."""
-    folder = Path(tempfile.mkdtemp())
-    root = os.geteuid() == 0
-    if root:
-        os.chown(folder, NOBODY, NOBODY)
-        os.seteuid(NOBODY)
-    try:
+@pytest.fixture(name="ordinary_folder")
+def _ordinary_folder() -> Iterator[Path]:
+    with ordinary_folder() as folder:
         yield folder
-    finally:
-        if root:
-            os.seteuid(0)
-        for path in [folder, *folder.rglob("*")]:
-            if path.is_dir():
-                path.chmod(0o700)
-        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("mode", ["back", "through"])

@@ -33,7 +33,7 @@ from onefold.cache.tiers.folder import Folder
 from onefold.cache.tiers.order import below
 from onefold.cache.tiers.record import What
 from onefold.cache.tiers.vault import Loaded, Record, Vault
-from onefold.cache.tree import Node, Tokens, Tree, common_length
+from onefold.cache.tree import Node, Tree
 from onefold.errors import ConfigError, OnefoldError
 from onefold.sizes import parse_size, show_size
 
@@ -264,7 +264,7 @@ class Disk:
 
     def leave(self, node: Node) -> None:
         """The node is going from the tree: nobody relies on its records through it."""
-        self.spiller.leaves(node)
+        self.spiller.bequeath(node)
         if node.disk is not None:
             disk, node.disk = node.disk, None
             for record in reversed(disk.all):
@@ -368,10 +368,10 @@ def _grow(tree: Tree, loaded: list[Loaded]) -> None:
         while _continues(chain[-1].record, after := following.get(chain[-1].record, [])):
             chain.append(after[0])
         tokens = np.concatenate([c.tokens for c in chain]) if len(chain) > 1 else found.tokens
-        node, new = _follow(tree, _node_at(tree, ends, found.record), tokens)
+        node, known = tree.reach(tokens, _node_at(tree, ends, found.record))
         used = max(c.record.used for c in chain)
-        if len(new):
-            node = tree.add(node, new)
+        if known < len(tokens):
+            node = tree.add(node, tokens[known:])
             node.disk = OnDisk(node)
             for member in chain:
                 if member.record.end > node.start:
@@ -383,15 +383,6 @@ def _grow(tree: Tree, loaded: list[Loaded]) -> None:
         node = _node_at(tree, ends, record)
         if node.parent is not None and node.disk is not None:
             node.disk.set_point(record)
-
-
-def _follow(tree: Tree, node: Node, tokens: Tokens) -> tuple[Node, Tokens]:
-    """Down from a node as far as these tokens are known; the node that ends there, and those that are not."""
-    while len(tokens) and (below := node.children.get(int(tokens[0]))) is not None:
-        n = common_length(below.tokens, tokens)
-        node = tree.split(below, below.start + n) if n < len(below.tokens) else below
-        tokens = tokens[n:]
-    return node, tokens
 
 
 def _continues(record: Record, after: list[Loaded]) -> bool:

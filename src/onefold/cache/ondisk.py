@@ -31,9 +31,7 @@ class OnDisk:
     @property
     def covered(self) -> int:
         """Up to here what memory has of the node is on disk, or on its way."""
-        if self.hollow:
-            return self._reach(self._with_kv if self._in_memory else self.records, ready=False)
-        return min(self.node.end, self.records[-1].end) if self.records else self.node.start
+        return self._reach(self._with_kv, ready=False) if self.hollow and self._in_memory else self.reaches
 
     @property
     def readable(self) -> int:
@@ -53,7 +51,9 @@ class OnDisk:
     @property
     def reaches(self) -> int:
         """Up to here they are there, or on their way."""
-        return self._reach(self.records, ready=False)
+        if self.hollow:
+            return self._reach(self.records, ready=False)
+        return min(self.node.end, self.records[-1].end) if self.records else self.node.start
 
     @property
     def _in_memory(self) -> bool:

@@ -192,7 +192,7 @@ def abandon(cache: PrefixCache, lease: Lease) -> bool:
     while node is not None and node.parent is not None and node.idle and not any(n.in_memory for n in node.walk()):
         node, gone = node.parent, node
         if cache._disk is not None:
-            cache._disk.spiller.is_given_up(gone)
+            cache._disk.spiller.count_lost(gone)
         cache._shelf.unload(tree, gone)
     return not any(p.slab.spans for p in track.pieces)
 

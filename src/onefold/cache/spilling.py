@@ -124,10 +124,10 @@ class Spiller:
         """Write a node that must make way, and wait for it until then. False if it is not on disk."""
         saved = self._save(node, until)
         if not saved:
-            self.is_given_up(node)
+            self.count_lost(node)
         return saved
 
-    def is_given_up(self, node: Node) -> None:
+    def count_lost(self, node: Node) -> None:
         """It leaves memory as it is: if it was to be written through and is not there, `flush` tells."""
         self._lost += self.through and self._is_owed(node)
 
@@ -437,7 +437,7 @@ class Spiller:
         else:
             vault.fail(error)
 
-    def leaves(self, node: Node) -> None:
+    def bequeath(self, node: Node) -> None:
         """It is going from the tree: what goes before it, and was wanted as part of it, is wanted still."""
         above = node.parent
         if self.through and above is not None and self._is_owed(above):

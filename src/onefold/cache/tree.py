@@ -151,8 +151,9 @@ class Tree:
     def __init__(self) -> None:
         self.root = Node(np.empty(0, np.int32), 0, None)
 
-    def match(self, tokens: Tokens) -> Match:
-        node, at, path = self.root, 0, list[Node]()
+    def match(self, tokens: Tokens, above: Node | None = None) -> Match:
+        """How far these tokens are known, from the root on or from the end of a node."""
+        node, at, path = above or self.root, 0, list[Node]()
         while at < len(tokens):
             child = node.children.get(int(tokens[at]))
             if child is None:
@@ -165,11 +166,12 @@ class Tree:
             node = child
         return Match(path, at)
 
-    def reach(self, tokens: Tokens) -> tuple[Node, int]:
+    def reach(self, tokens: Tokens, above: Node | None = None) -> tuple[Node, int]:
         """The node that ends where these tokens stop being known, split there if need be; and how far that is."""
-        path, matched = self.match(tokens)
-        node = path[-1] if path else self.root
-        return (self.split(node, matched) if matched < node.end else node), matched
+        above = above or self.root
+        path, matched = self.match(tokens, above)
+        node, end = path[-1] if path else above, above.end + matched
+        return (self.split(node, end) if end < node.end else node), matched
 
     def add(self, parent: Node, tokens: Tokens) -> Node:
         """A new leaf below `parent`, which must have no child with the same first token."""

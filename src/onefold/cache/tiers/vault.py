@@ -423,6 +423,9 @@ class Vault:
         total = sum(on_disk(r.size) for r in self.records())
         if total != self.total_bytes:
             found.append(f"the vault says {self.total_bytes} bytes, its records sum to {total}")
+        coming = sum(r.size for r in self.records() if not r.ready)
+        if coming != self._coming:
+            found.append(f"the vault says that {self._coming} bytes are coming, its records sum to {coming}")
         if total > self.budget_bytes:
             found.append(f"{total} bytes on disk of a budget of {self.budget_bytes}")
         children = Counter(r.parent for r in self.records() if r.parent is not None)

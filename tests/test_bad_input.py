@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 
 import mlx.core as mx
 import numpy as np
@@ -82,29 +81,6 @@ def test_a_lease_after_it_closed(cache, model, known):
         model(mx.array([[1]]), cache=layers)
     cache.check()
     assert cache.lease([*known, 1]).cached == len(known)
-
-
-def test_a_lease_from_another_thread(cache, model, known):
-    lease = cache.lease([*known, 1])
-    caught: list[BaseException] = []
-
-    def use() -> None:
-        for run in (
-            lambda: lease.commit(known),
-            lease.cancel,
-            lambda: model(mx.array([[1]]), cache=lease.layers),
-        ):
-            try:
-                run()
-            except onefold.WrongThread as error:
-                caught.append(error)
-
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
-    assert len(caught) == 3
-    forward(model, lease.layers, [*known, 1], lease.cached)
-    lease.commit([*known, 1])
 
 
 def test_layers_changed_behind_its_back(cache, model, known):

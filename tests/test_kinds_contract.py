@@ -358,12 +358,28 @@ def test_d2_the_offset_itself_is_always_reachable(case: Case) -> None:
 
 
 @over(WINDOWS)
-@pytest.mark.parametrize("chunks", [(17,), (1,) * 17, (20, 5), (20, 1, 1)], ids=str)
+@pytest.mark.parametrize("chunks", [(1,) * 17, (20, 1, 1), (20, 16, 1)], ids=str)
 def test_d2_a_wrapped_window_refuses_to_rewind(case: Case, chunks: tuple[int, ...]) -> None:
     layer = case.fresh(*chunks)
     for target in (0, 1, 5, layer.offset - 1):
         assert not layer.restore(None, target)
-    assert layer.trim(1) == 0 if isinstance(layer, SegmentedLayer) else not layer.is_trimmable()
+    assert layer.trim(1) == 0 and not layer.is_trimmable()
+    assert same_future(layer, case.fresh(*chunks))
+
+
+@over(WINDOWS)
+@pytest.mark.parametrize("chunks", [(17,), (20, 5), (20, 1, 4)], ids=str)
+def test_d2_a_wrapped_window_rewinds_within_its_last_forward(case: Case, chunks: tuple[int, ...]) -> None:
+    """A forward of several tokens leaves more entries than the window has; the last of them can be taken back."""
+    for back in range(1, chunks[-1]):
+        layer = case.fresh(*chunks)
+        assert layer.is_trimmable() and layer.trim(back) == back
+        assert layer.offset == sum(chunks) - back
+        assert same_future(layer, case.fresh(*chunks[:-1], chunks[-1] - back))
+    layer = case.fresh(*chunks)
+    if len(chunks) > 1:
+        assert not layer.restore(None, layer.offset - chunks[-1] - 1)
+    assert not layer.restore(None, 0)
     assert same_future(layer, case.fresh(*chunks))
 
 
@@ -762,19 +778,24 @@ def test_d5_any_sequence_of_calls_holds_the_last_tokens(calls: list[tuple[str, i
     """The oracle is arithmetic: the head, and the newest of what was written."""
     layer: Any = RINGS[ring](WINDOW, keep)
     kept: list[Any] = []
+    have = 0  # entries: after a forward of several tokens they are more than the window
     for what, n in calls:
         if what in ("step", "chunk"):
             feed(layer, 1 if what == "step" else n + 1)
+            have = min(have + 1, WINDOW) if what == "step" else min(have, WINDOW - 1) + n + 1
         elif what == "snapshot" and layer.offset:
             kept.append(layer.snapshot())
         elif what == "rewind":
             target = max(0, layer.offset - n)
-            can = target == layer.offset or layer.offset <= WINDOW
+            left = target if layer.offset <= WINDOW else have - (layer.offset - target)
+            can = target == layer.offset or layer.offset <= WINDOW or (target > 0 and left >= min(target, WINDOW))
             assert layer.restore(None, target) == can
+            have = left if can else have
         elif what == "restore" and kept:
             snapshot = kept[n % len(kept)]
             assert layer.restore(snapshot, snapshot.end)
             assert layer.offset == snapshot.end
+            have = min(snapshot.end, WINDOW)
         entries = min(layer.offset, WINDOW)
         head = min(keep, entries)
         want = [*range(head), *range(layer.offset - (entries - head), layer.offset)]

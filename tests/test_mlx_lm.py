@@ -440,17 +440,20 @@ def test_cancelled_requests_do_not_pile_up():
     cache.close()
 
 
-def test_layers_are_put_back_on_the_thread_that_fetched_them(cache):
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_layers_are_put_back_on_another_thread_where_it_can_compute_them(cache, evaluated):
     prompt = words(40)
     cache.insert_cache(KEY, prompt, filled(prompt))
     layers, rest = cache.fetch_nearest_cache(KEY, [*prompt, 1])
     feed(layers, rest)
-    mx.eval([x.state for x in layers])
+    if evaluated:
+        mx.eval([x.state for x in layers])
     thread = threading.Thread(target=cache.insert_cache, args=(KEY, [*prompt, 1], layers))
     thread.start()
     thread.join()
-    assert cache.reasons == {"another thread": 1}
-    cache.insert_cache(KEY, [*prompt, 1], layers)
+    assert cache.reasons == ({} if evaluated else {"another thread": 1})
+    if not evaluated:  # they are still good here
+        cache.insert_cache(KEY, [*prompt, 1], layers)
     assert len(cache) == 1 and len(cache.fetch_nearest_cache(KEY, [*prompt, 1, 2])[1]) == 1
 
 

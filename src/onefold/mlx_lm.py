@@ -32,7 +32,7 @@ from onefold.cache.lease import Lease
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.served import StandIn, Table
 from onefold.cache.tree import Tokens, as_tokens, unboxed
-from onefold.errors import ConfigError, LeaseError, OnefoldError, TokenError
+from onefold.errors import ConfigError, LeaseError, OnefoldError, TokenError, WrongThread
 from onefold.sizes import parse_size, show_size
 
 log = logging.getLogger("onefold")
@@ -226,6 +226,9 @@ class LRUPromptCache:
             store.used = self._tick()
             return self._settle(store, lease, tokens, ended=ended)
         if any(_is_ours(layer) for layer in layers):
+            if all(_is_ours(layer) and _is_settled(layer) for layer in layers):
+                self._say("already put back", "these layers were put back before")
+                return 0
             self._say("layers were replaced", "some of these layers are not the ones that were fetched")
             return 0
         store = self._store_for(key, layers)
@@ -241,10 +244,7 @@ class LRUPromptCache:
         if lease.closed:
             self._say("already put back", "these layers were put back before")
             return 0
-        if lease._thread != threading.get_ident():
-            self._say("another thread", "these layers were fetched on another thread, and stay its own")
-            return 0
-        held = min(len(tokens), lease.offset)
+        held = lease.agreement(tokens)
         if held < len(tokens):
             self._say(foreign.LONGER, f"{held} of {len(tokens)} tokens were kept")
         if self._outgrows(lease._cache, held):
@@ -253,6 +253,9 @@ class LRUPromptCache:
             return 0
         try:
             lease.commit(tokens[:held], close=ended)
+        except WrongThread as error:
+            self._say("another thread", str(error))
+            return 0
         except LeaseError as error:
             self._say("layers do not fit the tokens", str(error))
             store.discard(lease)
@@ -506,10 +509,16 @@ def _lease_of(layers: list[Any]) -> tuple[Lease | None, bool]:
         same = all(isinstance(x, StandIn) and x.rows == [row] for x in layers)
         return (row.lease, row.seats == 0) if whole and same else (None, False)
     watchers = first.watchers() if _is_ours(first) else []
-    lease = getattr(watchers[0], "lease", None) if watchers else None
-    if lease is None or len(layers) != len(lease.layers):
+    if not watchers or watchers[0].is_settled:
         return None, False
-    return (lease, True) if all(a is b for a, b in zip(layers, lease.layers, strict=True)) else (None, False)
+    lease = watchers[0].lease
+    return (lease, True) if lease.owns(layers) else (None, False)
+
+
+def _is_settled(layer: Any) -> bool:
+    """Whether a layer is of a lease that was put back already."""
+    watchers = [] if isinstance(layer, StandIn) else layer.watchers()
+    return bool(watchers) and bool(watchers[0].is_settled)
 
 
 def _trimmable(entry: Entry) -> bool:

@@ -60,6 +60,7 @@ def fill(lease: Lease, layers: list[Any], upto: int) -> None:
         layer.offset = upto
     for beat in lease._beats:
         beat.reached = upto
+        beat.fed.begin_with(lease.tokens[:upto])
     lease._recount()
 
 
@@ -94,8 +95,8 @@ def _fill_point(layer: Any, cache: Any, upto: int) -> None:
             layer._idx = cache._idx
         else:
             layer.start_position = cache.start_position
-        if layer.offset != upto:
-            layer.restore(None, upto)
+        if layer.offset != upto and not layer.restore(None, upto):
+            raise ValueError(f"a layer that stands at {layer.offset} cannot be cut at {upto}")
     mx.eval(layer.live_arrays())
 
 

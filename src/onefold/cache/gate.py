@@ -20,6 +20,7 @@ class Gate:
         self.inner = threading.RLock()
         self._changed = threading.Condition(self.inner)
         self._process = os.getpid()
+        self._depth = 0
 
     @property
     def is_elsewhere(self) -> bool:
@@ -37,15 +38,26 @@ class Gate:
         try:
             self.inner.acquire()
             entered = True
+            self._depth += 1
         finally:
             if not entered:  # interrupted while the writer was inside
                 self._outer.release()
 
     def __exit__(self, *_: object) -> None:
+        self._depth -= 1
         try:
             self.inner.release()
         finally:
             self._outer.release()
+
+    @property
+    def is_held_here(self) -> bool:
+        """Whether this thread has the lock already."""
+        if not self._outer.acquire(blocking=False):
+            return False
+        held = self._depth > 0
+        self._outer.release()
+        return held
 
     def wait(self, seconds: float) -> None:
         """Until something has changed, or so long. Both the writer and those who wait for it call this, inside."""

@@ -1,11 +1,13 @@
 """A lease: one request's hold on a path of the tree, and its live layers.
 
 - `layers` go to any mlx-lm model, `generate_step` or `speculative_generate_step` as their prompt cache.
-- A forward is noticed at its first layer: that is where growth is reserved for all layers (or refused, before
+- A forward is noticed at its first layer (`beat`): that is where growth is reserved for all layers (or refused, before
   anything is written) and where a checkpoint can be taken, since every layer stands at the same position there.
 - A forward that fails half-way is undone at the next one, or when the lease is settled.
-- Closing settles it, by commit, cancel or error: the sound part of the work is kept, everything else let go.
-- A lease belongs to the thread that opened it.
+- Closing settles it, by commit, cancel or error: the sound part of the work is kept, everything else let go. A commit
+  stores only tokens that the layers were fed.
+- One thread at a time uses a lease; any thread may, between two forwards. A lease that is ended by another thread
+  during a forward is settled by the forward's own when that has returned.
 
     tokens   |<------ cached ------>|<-- prefilled -->|<-- generated -->|
     layers   |<-- tree's, read in place -->|<---- this lease's own ---->|
@@ -19,121 +21,28 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from onefold.cache import settling
 from onefold.cache.anatomy import Anatomy
+from onefold.cache.beat import Beat
 from onefold.cache.checkpoints import GRID, Checkpoint, wanted
 from onefold.cache.kinds.full import SegmentedLayer
 from onefold.cache.ledger import Account, Purpose
 from onefold.cache.pace import Pace
 from onefold.cache.segment import LEAST_CHUNK, Track
-from onefold.cache.stock import SLICEABLE, Kind
+from onefold.cache.stock import SLICEABLE
 from onefold.cache.tree import Node, Tokens, as_tokens, common_length
+from onefold.cache.turn import Turn
 from onefold.errors import BudgetError, CommitError, DeviceError, LeaseClosed, LeaseError, WrongThread
 
 if TYPE_CHECKING:
     from onefold.cache.prefix_cache import PrefixCache
-
-
-class Beat:
-    """Notices the forwards of one model: the target's, or the draft's."""
-
-    def __init__(self, lease: Lease, anatomy: Anatomy, model: nn.Module | None) -> None:
-        self.lease = lease
-        self._model = model and weakref.ref(model)
-        self.anatomy = anatomy
-        self.leaves: list[Any] = []
-        self.epoch = 0
-        self.rotated = not anatomy.sliceable
-        """Nothing of this model lies in the track: it has no sliceable layer, or they have become rings."""
-        self.reached = 0
-        """Where the last forward ended; a forward that begins before it comes after a rewind."""
-        self._sized = True
-        self._entered = 0
-        self._watched = False
-        self._marks: list[tuple[Any, ...]] | None = None
-
-    def enter(self, layer: Any, n_tokens: int | None) -> None:
-        if layer.epoch == self.epoch:  # every layer has been here this often: a new forward
-            self.lease._begin(self)
-            self.epoch += 1
-            self._entered, self._sized = 0, False
-            self._marks = [leaf.mark() for leaf in self.leaves]
-        layer.epoch = self.epoch
-        self._entered += 1
-        if n_tokens is not None and not self._sized:
-            self._sized = True
-            try:
-                self.lease._reserve_step(self, n_tokens)
-            except BudgetError:
-                self.undo()
-                raise
-            if self._marks is not None:  # layers that have just become rings begin this forward as rings
-                kept = zip(self.leaves, self._marks, strict=True)
-                self._marks = [m if x.kind is Kind.RECURRENT else x.mark() for x, m in kept]
-        if self._entered == len(self.leaves) and not self._watched:
-            self._marks = None  # whole, as far as can be seen from here
-
-    @property
-    def position(self) -> int:
-        """Where the layers stand."""
-        return min((leaf.offset for leaf in self.leaves), default=0)
-
-    @property
-    def uniform(self) -> bool:
-        return len({leaf.offset for leaf in self.leaves}) <= 1
-
-    def scratch_bytes(self, n_tokens: int) -> int:
-        bound = self.anatomy.bound
-        seen = self.position if bound is None else min(self.position, bound.max_size)
-        return self.anatomy.scratch_bytes(n_tokens, seen + n_tokens)
-
-    def begun(self, model: Any, inputs: mx.array | None) -> None:
-        """Refuses another model, and other tokens than the lease was opened with: both would be stored as this
-        model's KV of these tokens."""
-        self.lease._usable()
-        if self._model is not None and model is not self._model():
-            raise LeaseError("this lease's layers belong to another model")
-        start, lease = self.position, self.lease
-        if inputs is not None and self.reached <= start < min(len(lease.tokens), lease._rewound):
-            fed = np.array(inputs).reshape(-1)[: min(len(lease.tokens), lease._rewound) - start]
-            same = common_length(fed.astype(np.int32), lease.tokens[start : start + len(fed)])
-            if same < len(fed):
-                raise LeaseError(
-                    f"position {start + same} is fed token {int(fed[same])}, but the lease was opened with "
-                    f"{int(lease.tokens[start + same])} there: feed lease.rest, from position {lease.cached} on"
-                )
-        self._watched = True
-
-    def ended(self, n_tokens: int) -> None:
-        self._watched = False
-        self._marks = None  # nothing to undo, and no second reference to any state
-        if self.anatomy.silent:
-            for leaf in self.leaves:
-                if leaf.kind is Kind.RECURRENT:
-                    leaf.offset += n_tokens
-        self.reached = self.position
-
-    def failed(self) -> None:
-        self._watched = False
-        self.undo()
-
-    def undo(self) -> None:
-        """Back to where the unfinished forward began."""
-        if self._marks is not None:
-            for leaf, mark in zip(self.leaves, self._marks, strict=True):
-                leaf.reset(mark)
-            self._marks = None
-            self.reached = self.position
-        for leaf in self.leaves:
-            leaf.epoch = self.epoch
 
 
 class Lease:
@@ -163,6 +72,8 @@ class Lease:
         self.layers: list[Any] = []
         self._track = track
         self._beats: list[Beat] = []
+        self._parts: list[slice] = []
+        """Each model's layers among them all."""
         self._node: Node | None = None
         self._points: Account = cache._ledger.open(Purpose.LIVE, 0)
         self._restored: Checkpoint | None = None
@@ -175,14 +86,26 @@ class Lease:
         self._chunk = (0, 0.0)
         """The last forward's tokens, and when it began."""
         self._thread = threading.get_ident()
+        """That used it last: forwards' scratch is reserved by thread."""
+        self._turn = Turn()
+        """Of the thread that is in a forward, or settling."""
+        self._ending: Callable[[], None] | None = None
+        """How another thread wanted it to end, during a forward."""
+        self._unscheduled: threading.Thread | None = None
+        """The thread of a forward that was not watched: what it wrote may be computable there alone."""
+        self._running: Beat | None = None
+        """Whose forward was the last."""
         first = 0
         for i, anatomy in enumerate(anatomies):
             beat = Beat(self, anatomy, cache._refs[i]() if cache._refs else None)
             layers, beat.leaves = anatomy.make(track, beat, first_index=first)
             first += len(anatomy.sliceable)
+            self._parts.append(slice(len(self.layers), len(self.layers) + len(layers)))
             self.layers += layers
             self._beats.append(beat)
         self._handed_out = list(self.layers)
+        self._let_go: list[weakref.ref[Any]] = []
+        """The layers that were handed out, once the caller has dropped the lease."""
 
     # -- the request's side ----------------------------------------------------------------
 
@@ -226,57 +149,134 @@ class Lease:
         """Another request will branch off here: a chunk ends at this position, with a checkpoint if one is needed."""
         self._asked |= {position}
 
-    def commit(self, tokens: Any, *, close: bool = True) -> None:
-        """Keep what the layers hold: the KV of `tokens`, from the first on.
+    def commit(self, tokens: Any = None, *, close: bool = True) -> Tokens:
+        """Keep what the layers hold: the KV of `tokens`, from the first on. Returns the tokens that were committed.
 
-        May be given fewer tokens than the layers hold (a stop token that will not come back), never more. With
-        `close=False` the lease goes on, and others can borrow what was committed.
+        Without `tokens` that is everything the layers were fed. (`generate_step` feeds a token before it yields it, so
+        each token that it yielded is among them, the last one and an end marker too.) May be given fewer tokens than
+        the layers hold (a stop token that will not come back), never more, and never others than they were fed:
+        CommitError then says where they differ, and the lease stays open. With `close=False` the lease goes on, and
+        others can borrow what was committed.
         """
-        self._usable()
-        found = as_tokens(tokens)
-        shared = min(len(found), len(self.tokens), self._rewound)
-        same = common_length(found[:shared], self.tokens[:shared])
+        with self._in_turn():
+            if self._layers_changed():
+                raise CommitError("the list of layers was changed; what they hold cannot be known")
+            for beat in self._beats:
+                beat.undo()
+            if tokens is None:
+                found = self.fed()
+            else:
+                found = as_tokens(tokens) if len(tokens) else np.empty(0, np.int32)
+                self._check_fed(found)
+            if not all(b.uniform for b in self._beats):
+                offsets = sorted({leaf.offset for b in self._beats for leaf in b.leaves})
+                raise CommitError(f"the layers disagree: they hold from {offsets[0]} to {offsets[-1]} tokens")
+            settling.settle(self._cache, self, found, close=close)
+            return found
+
+    def fed(self) -> Tokens:
+        """The tokens that every model's layers were fed and hold now. Waits for forwards that are under way."""
+        if not self._beats:
+            return self.tokens[:0]
+        known = [b.fed.tokens()[: b.position] for b in self._beats]
+        shortest = min(known, key=len)
+        return shortest[: min(common_length(shortest, other) for other in known)]
+
+    def agreement(self, tokens: Any) -> int:
+        """How many of `tokens`, from the first on, the layers were fed and hold now: as many as can be committed."""
+        found = as_tokens(tokens) if len(tokens) else np.empty(0, np.int32)
+        held = [found[: b.position] for b in self._beats]
+        return min(
+            (b.fed.agreement(h) if b.is_watched else len(h) for b, h in zip(self._beats, held, strict=True)), default=0
+        )
+
+    def _check_fed(self, tokens: Tokens) -> None:
+        shared = min(len(tokens), len(self.tokens), self._rewound)
+        same = common_length(tokens[:shared], self.tokens[:shared])
         if same < shared:
-            given, leased = int(found[same]), int(self.tokens[same])
+            given, leased = int(tokens[same]), int(self.tokens[same])
             raise CommitError(f"token {same} of the commit is {given}, but the lease was opened with {leased}")
-        if self._layers_changed():
-            raise CommitError("the list of layers was changed; what they hold cannot be known")
-        for beat in self._beats:
-            beat.undo()
-        held = self._beats[0].position if self._beats else len(found)
-        if len(found) > held:
-            raise CommitError(f"{len(found)} tokens committed, but the layers hold {held}")
-        if not all(b.uniform for b in self._beats):
-            offsets = sorted({leaf.offset for b in self._beats for leaf in b.leaves})
-            raise CommitError(f"the layers disagree: they hold from {offsets[0]} to {offsets[-1]} tokens")
-        settling.settle(self._cache, self, found, close=close)
+        if self._beats and len(tokens) > self._beats[0].position:
+            raise CommitError(f"{len(tokens)} tokens committed, but the layers hold {self._beats[0].position}")
+        for beat in (b for b in self._beats if b.is_watched):
+            held = tokens[: beat.position]
+            same = beat.fed.agreement(held)
+            if same < len(held):
+                fed = beat.fed.tokens()
+                what = (
+                    f"the layers were fed {int(fed[same])} there"
+                    if same < len(fed)
+                    else ("what the layers were fed there is not known: call the model itself, with tokens")
+                )
+                raise CommitError(
+                    f"token {same} of the commit is {int(held[same])}, but {what}: commit lease.fed(), or nothing "
+                    "for all of it"
+                )
+
+    def owns(self, layers: list[Any]) -> bool:
+        """Whether these are the layers that it handed out, all of them."""
+        own = self._handed_out or [ref() for ref in self._let_go]
+        return len(own) == len(layers) and all(a is b for a, b in zip(own, layers, strict=True))
 
     def _layers_changed(self) -> bool:
         if len(self.layers) != len(self._handed_out):
             return True
         return any(a is not b for a, b in zip(self.layers, self._handed_out, strict=True))
 
+    def _layers_of(self, beat: Beat) -> list[Any]:
+        """The layers that a model takes as its cache; none where they are not what was handed out any more."""
+        return [] if self._layers_changed() else self.layers[self._parts[self._beats.index(beat)]]
+
     def cancel(self) -> None:
-        """Close without generated tokens: the part of the prompt that was prefilled is kept."""
+        """Close without generated tokens: the part of the prompt that was prefilled is kept. From another thread
+        during a forward it is done when that has returned."""
+        self._end(self._cancel)
+
+    def discard(self) -> None:
+        """Close, and keep nothing of what was done. What was stored before stays. During a forward, as `cancel`."""
+        self._end(self._discard)
+
+    def _end(self, how: Callable[[], None]) -> None:
         if self.closed:
             return
-        self._usable()
+        if not self._turn.take():
+            self._ending = how
+            if not self._turn.take():
+                return  # whoever has the turn looks when it ends
+        try:
+            self._ending = None
+            if not self.closed:
+                self._usable()
+                how()
+        finally:
+            self._turn.give_back()
+
+    def _cancel(self) -> None:
         for beat in self._beats:
             beat.undo()
         sound = all(b.uniform for b in self._beats) and not self._layers_changed()
-        keep = min(self.offset, len(self.tokens), self._rewound) if sound else 0
+        keep = min(self.agreement(self.tokens), self._rewound) if sound else 0
         settling.settle(self._cache, self, self.tokens[:keep], close=True)
 
-    def discard(self) -> None:
-        """Close, and keep nothing of what was done. What was stored before stays."""
-        self._usable()
+    def _discard(self) -> None:
         with self._cache._lock:
             settling.evaluate(self._cache, self)
             settling.release(self._cache, self)
 
     def __del__(self) -> None:
-        """Dropped without being closed: what it holds is let go at the cache's next call."""
-        if not getattr(self, "closed", True):
+        """Dropped without being closed. Its layers keep it alive while somebody refers to them; then it is settled at
+        the cache's next call."""
+        if getattr(self, "closed", True):
+            return
+        for beat in self._beats:
+            beat.keep(self)
+        self._let_go = [weakref.ref(layer) for layer in self._handed_out] if self._beats else []
+        self.layers, self._handed_out = [], []
+        if not self._beats:
+            self._cache.drop(self)
+
+    def _layers_dropped(self) -> None:
+        if all(beat.is_dropped for beat in self._beats):
             self._cache.drop(self)
 
     def __enter__(self) -> Lease:
@@ -294,15 +294,83 @@ class Lease:
     # -- the layers' side, through Beat ------------------------------------------------------
 
     def _usable(self) -> None:
+        """Raises if this thread cannot use the lease now."""
         if self.closed:
             raise LeaseClosed("this lease is closed; its layers hold nothing any more")
-        if threading.get_ident() != self._thread:
-            raise WrongThread(f"this lease belongs to thread {self._thread}, and was used from {threading.get_ident()}")
+        thread = self._unscheduled
+        if thread is None or thread is threading.current_thread():
+            return
+        try:
+            mx.eval([leaf.live_arrays() for beat in self._beats for leaf in beat.leaves])
+        except RuntimeError as error:
+            if thread.is_alive():
+                raise WrongThread(
+                    f"only thread {thread.name!r} can compute what it left in these layers, because it called a part "
+                    "of the model and not the model itself: evaluate the layers there before another thread uses them"
+                ) from error
+            with self._cache._lock:
+                settling.lose(self._cache, self, error)
+            raise DeviceError(f"what thread {thread.name!r} left in the layers is lost with it: {error}") from error
+        self._unscheduled = None
+
+    def _take_turn(self) -> None:
+        """This thread uses the lease until `_end_turn`; WrongThread if another one does."""
+        if not self._turn.take():
+            raise WrongThread("another thread is in the middle of a forward on this lease: wait until it has returned")
+        usable = False
+        try:
+            self._usable()
+            usable = True
+        finally:
+            if not usable:
+                self._turn.give_back()
+        here, before = threading.get_ident(), self._thread
+        if here != before:
+            self._thread = here
+            with self._cache._lock:
+                self._cache.thread_left(before)
+
+    def _end_turn(self) -> None:
+        self._end_as_asked()
+        self._turn.give_back()
+        if self._ending is not None and self._turn.take():  # asked for in between
+            self._end_as_asked()
+            self._turn.give_back()
+
+    def _end_as_asked(self) -> None:
+        """End the lease if another thread wanted it to. With the turn."""
+        if self._ending is not None:
+            how, self._ending = self._ending, None
+            if not self.closed:
+                with contextlib.suppress(DeviceError):
+                    how()
+
+    @contextlib.contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        self._take_turn()
+        try:
+            yield
+        finally:
+            self._end_turn()
+
+    def await_turn(self, seconds: float) -> bool:
+        """Wait until no other thread is in a forward on this lease; False if it took longer."""
+        return self._turn.wait(seconds)
+
+    @property
+    def busy_elsewhere(self) -> bool:
+        """Whether another thread is in a forward on it, or has left what only that thread can compute."""
+        return self.in_forward_elsewhere or self._unscheduled not in (None, threading.current_thread())
+
+    @property
+    def in_forward_elsewhere(self) -> bool:
+        return self._turn.is_elsewhere
 
     def _begin(self, beat: Beat) -> None:
         """A forward begins: every layer stands at one position."""
         self._usable()
         beat.undo()
+        beat.refuse_after_refused_rewind()
         if not beat.uniform:
             offsets = sorted({leaf.offset for leaf in beat.leaves})
             raise LeaseError(f"the layers disagree: they hold from {offsets[0]} to {offsets[-1]} tokens")
@@ -313,6 +381,9 @@ class Lease:
     def _note_rewind(self, to: int) -> None:
         """What comes from here on need not be what the lease was opened with."""
         self._rewound = min(self._rewound, to)
+        for beat in self._beats:
+            if beat.position <= to:
+                beat.fed.cut(to)
         for checkpoint in [c for c in self._taken if c.position > to]:
             self._taken.remove(checkpoint)
             checkpoint.close()
@@ -321,6 +392,7 @@ class Lease:
         """Growth for all layers, windows and states, and the forward's scratch; or BudgetError, and nothing."""
         cache = self._cache
         with cache._lock:
+            cache.sweep()
             start = beat.position
             beat.reached = start + n_tokens
             offsets = [leaf.offset for b in self._beats for leaf in b.leaves]
@@ -335,7 +407,8 @@ class Lease:
                     self._track.ensure(end, rest)
                     self._track.shorten(end)
                 self._track.ensure(start, n_tokens, keep=max(offsets, default=0))
-            self._count_points(sum(self._point_bytes(b, n_tokens) for b in self._beats))
+            kept = sum(b.round_bytes() for b in self._beats)
+            self._count_points(kept + sum(self._point_bytes(b, n_tokens) for b in self._beats))
 
     def _time_prefill(self, pace: Pace, beat: Beat, n_tokens: int) -> None:
         """How long the chunk before this forward took, if it was one."""
@@ -371,6 +444,7 @@ class Lease:
             for leaf in beat.leaves:
                 if leaf.kind not in SLICEABLE or leaf.ring is not None:
                     total += sum(a.nbytes for a in leaf.live_arrays() if id(a) not in shared)
+            total += beat.round_bytes()
         return total
 
     def _recount(self) -> None:
@@ -400,6 +474,7 @@ class Lease:
                     for piece in self._track.pieces:
                         piece.slab.layers[leaf.index] = None
         beat.rotated = True
+        beat.rotates()
         self._rotated_at = min(self._rotated_at, start)
         self._cache._rotated(self, start, bound.max_size)
         if self._spanless:

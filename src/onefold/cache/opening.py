@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from typing import TYPE_CHECKING
 
 from onefold.cache import stock
@@ -49,6 +48,8 @@ def open_lease(cache: PrefixCache, lease: Lease, reserve_tokens: int) -> None:
             _read_in_place(cache, lease, node)
     if not _stand_at(cache, lease, point, checkpoint):
         _begin_again(cache, lease, checkpoint)
+    for beat in lease._beats:
+        beat.fed.begin_with(lease.tokens[: lease.cached])
     if not lease._spanless:
         rest = len(lease.tokens) + reserve_tokens - lease._track.end
         for bound in (a.bound for a in cache._anatomies if a.bound is not None):
@@ -65,18 +66,23 @@ def open_lease(cache: PrefixCache, lease: Lease, reserve_tokens: int) -> None:
 
 
 def readable_length(cache: PrefixCache, path: list[Node], matched: int) -> tuple[int, str]:
-    """How far the path's segments can be read by this thread now."""
+    """How far the path's segments can be read by this thread now, and why no further."""
     if not cache._store.specs:
         return matched, ""
-    at, here = 0, threading.get_ident()
+    at = 0
     for node in path:
         if node.span is None:
             return at, "rotated" if node.disk is None else "left on disk"
-        writers = node.span.slab.writers
-        if any(x._track in writers and x._thread != here for x in cache._leases):
+        if node.span.slab.writers and busy_writer(cache, node) is not None:
             return at, "held by another thread"
         at = min(node.end, matched)
     return at, ""
+
+
+def busy_writer(cache: PrefixCache, node: Node) -> Lease | None:
+    """The lease that another thread is using at this moment to write where this node lies."""
+    writers = node.span.slab.writers if node.span is not None else ()
+    return next((x for x in cache._leases if x._track in writers and x.busy_elsewhere), None) if writers else None
 
 
 def resume_point(
@@ -202,12 +208,11 @@ def _make_writable(cache: PrefixCache, lease: Lease, rest: int) -> bool:
     free = cache._disk is None or cache._disk.spiller.make_way(path, {p.slab for p in track.pieces})
     free = free or cache._contiguous  # going on elsewhere would be a copy of it all
     room = round_up(max(rest, 1))
-    home = track.pieces[-1].slab.home
-    if free and (len(cache._threads) == 1 or home == lease._thread):
+    if free:
         united = cache._shelf.unite(track, path, room)
         if not united and not track.take() and cache._shelf.clear_behind(track):
             track.take()
-    # else other threads, or the disk writer, could not read it while this one writes: it is left to all of them
+    # else the disk writer could not read it while this lease writes: it is left as it is
     moved = track.writable(track.pieces[-1])
     cache._totals["moves" if moved else "borrows"] += 1
     if cache._contiguous and not (moved and track.whole):

@@ -1,9 +1,9 @@
 """The door: `PrefixCache` hands out leases, takes back what they made, and keeps it under one budget.
 
 Continue is a move, share is a borrow, commit is a move. Bookkeeping is guarded by one lock: any thread may lease,
-commit and read statistics. A lease's forwards run on the thread that opened it; what is handed to other threads
-has been evaluated. A buffer that another thread is writing at this moment is not lent out: that is a shorter hit,
-with its reason.
+commit and read statistics. A lease may change threads between two forwards: what a forward has written is scheduled
+before its thread lets go. A buffer that another thread is writing at this moment is waited for, as long as a forward
+takes; longer than `FORWARD_MOST` is a shorter hit, with its reason.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import functools
 import logging
 import os
 import sys
-import threading
 import time
 import weakref
 from collections import Counter
@@ -42,11 +41,13 @@ from onefold.cache.segment import LEAST_CHUNK, Store, Track, round_up
 from onefold.cache.shelf import Shelf
 from onefold.cache.tiers.record import VERSION
 from onefold.cache.tree import Node, Tokens, Tree, as_tokens
-from onefold.errors import BudgetError, ConfigError, DeviceError, IntegrityError, OnefoldError
+from onefold.errors import BudgetError, ConfigError, DeviceError, IntegrityError, OnefoldError, WrongThread
 from onefold.sizes import parse_size
 
 log = logging.getLogger("onefold")
 
+FORWARD_MOST = 2.0
+"""Seconds that a lease waits for another thread's forward."""
 CLEARING_MOST = 10.0
 CLOSING_MOST = 600.0
 """Seconds that `close` waits for what is being written."""
@@ -170,8 +171,6 @@ class PrefixCache:
         """Told of leases that were dropped without being closed, when they have been settled."""
         self._pins: set[int] = set()
         self._scratch = Scratch(self._ledger, gate)
-        self._threads: set[int] = set()
-        """That ever leased."""
         self._totals: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
         self._closed = False
@@ -224,10 +223,10 @@ class PrefixCache:
         """
         found = as_tokens(tokens).copy()  # the caller may go on with its buffer
         asked = _positions(checkpoints, reserve_tokens, namespace)
+        self._await_writers(found, namespace)
         with self._lock:
             self._open_for_use()
             self.sweep()
-            self._threads.add(threading.get_ident())
             restores = [after] if isinstance(after, Restore) else list(after or ())
             if after is None and self._disk is not None:
                 restores = self._read_disk(found, namespace, reserve_tokens)
@@ -258,6 +257,24 @@ class PrefixCache:
             if lease.reason:
                 self._reasons[lease.reason] += 1
             return lease
+
+    def _await_writers(self, tokens: Tokens, namespace: Hashable) -> None:
+        """Wait, without the lock, while other threads are in forwards that write where these tokens lie: what a forward
+        has written can be read by all threads when it has returned. A forward that takes longer costs a shorter hit."""
+        until = time.monotonic() + FORWARD_MOST
+        while (left := until - time.monotonic()) > 0 and not self._lock.is_held_here:
+            with self._lock:
+                if self._closed or not any(x.in_forward_elsewhere for x in self._leases):
+                    return
+                path = self._tree(namespace).match(tokens).path
+                busy = next((x for n in path if (x := opening.busy_writer(self, n)) is not None), None)
+            if busy is None or not busy.in_forward_elsewhere or not busy.await_turn(left):
+                return
+
+    def thread_left(self, thread: int) -> None:
+        """Release the scratch of a thread that no open lease was used by last. Called with the lock held."""
+        if not any(x._thread == thread for x in self._leases):
+            self._scratch.release(thread)
 
     def batch(self, leases: list[Lease], *, pooled: bool | None = None) -> Batch:
         """Rows for one decode step at a time: see `Batch`. `pooled` keeps their tails in one slab, which saves
@@ -291,6 +308,7 @@ class PrefixCache:
         found = as_tokens(tokens)
         with self._lock:
             self._open_for_use()
+            self.sweep()
             if self._disk is None or self.uncached_reason:
                 return None
             return restoring.plan(self, self._disk, self._tree(namespace), found, reserve_tokens)
@@ -349,6 +367,7 @@ class PrefixCache:
         well, in every namespace; with `disk=False` what is on disk stays there, and what is not is written first, for
         some seconds at most."""
         with self._lock:
+            self.sweep()
             if not disk and self._disk is not None:
                 self._disk.spiller.flush(everything=True, until=time.monotonic() + CLEARING_MOST)
             for restore in list(self._restores):
@@ -372,6 +391,7 @@ class PrefixCache:
         """Change the budget while running. Frees what no longer fits; refuses what cannot be freed now."""
         with self._lock:
             self._open_for_use()
+            self.sweep()
             n_bytes = parse_size(budget, total_bytes=device.memory_bytes())
             pool, before = self._pool.bytes, self._ledger.budget_bytes
             self._pool.resize(min(pool, device.pool_bytes(n_bytes)))
@@ -389,6 +409,7 @@ class PrefixCache:
         made it there is nothing to let go of: neither MLX nor the folder works there."""
         if self._lock.is_elsewhere:
             return
+        self._end_leases()
         with self._lock:
             if not self._closed:
                 self._settle_all()
@@ -409,9 +430,19 @@ class PrefixCache:
                 self._endings[0]()
                 del self._endings[0]
 
+    def _end_leases(self) -> None:
+        """Have leases that other threads are using settled by those threads, when their forwards have returned."""
+        until = time.monotonic() + FORWARD_MOST
+        for lease in list(self._leases):
+            if lease.busy_elsewhere:
+                lease.discard()
+                lease.await_turn(max(0.0, until - time.monotonic()))
+
     def _settle_all(self) -> None:
         for lease in [*self._leases, *self._dropped]:
-            if lease._thread == threading.get_ident() and not lease.closed:
+            if lease.busy_elsewhere:
+                continue  # its thread settles it
+            if not lease.closed:
                 with contextlib.suppress(DeviceError):
                     settling.evaluate(self, lease)  # what it committed before may wait for what it did since
             settling.release(self, lease)
@@ -498,21 +529,25 @@ class PrefixCache:
             raise ConfigError("this cache is closed")
 
     def sweep(self) -> None:
-        """Settle leases that were dropped without being closed; on their own thread, while there is one."""
+        """Settle leases that were dropped without being closed. One whose state only another thread can compute waits
+        for that thread."""
         if not self._dropped and not self._dropped_restores:
             return
-        here, running = threading.get_ident(), {t.ident for t in threading.enumerate()}
         with self._lock:
             while self._dropped_restores:
                 self._dropped_restores.pop().finish()
             for lease in list(self._dropped):
-                if lease._thread == here or lease._thread not in running:
+                with contextlib.suppress(WrongThread):
+                    self._settle_dropped(lease)
                     self._dropped.remove(lease)
-                    lease._thread = here
-                    self._reasons["dropped"] += 1
-                    with contextlib.suppress(DeviceError):
-                        lease.cancel()
-                        self.on_dropped(lease)
+
+    def _settle_dropped(self, lease: Lease) -> None:
+        try:
+            lease.cancel()
+            self.on_dropped(lease)
+        except DeviceError:
+            log.debug("a dropped lease could not be evaluated", exc_info=True)
+        self._reasons["dropped"] += 1
 
     def _open_uncached(self, lease: Lease) -> None:
         """A model that we do not understand gets its own caches, and nothing is kept."""

@@ -100,7 +100,6 @@ class Slab:
         "account",
         "capacity",
         "copies",
-        "home",
         "layers",
         "rewriting",
         "spans",
@@ -116,8 +115,6 @@ class Slab:
         self.layers: list[list[mx.array] | None] = [None] * len(store.specs)
         self.spans: set[Span] = set()
         self.tracks: set[Track] = set()
-        self.home = 0
-        """The thread whose request wrote it last."""
         self.writers: set[Track] = set()
         """One, or the rows of a batch that write to regions of their own: see `arena`."""
         self.rewriting = False
@@ -305,6 +302,11 @@ class Track:
         """The same, whatever the layer."""
         found = [p for p in self.pieces if p.pos < upto and p.lo < p.hi]
         return [(p.slab, p.lo, min(p.hi, p.lo + upto - p.pos)) for p in found]
+
+    def written(self) -> list[mx.array]:
+        """Every layer's arrays that this track may have written to."""
+        slabs = {id(p.slab): p.slab for p in self.pieces if self.writable(p)}
+        return [a for slab in slabs.values() for layer in slab.layers if layer for a in layer]
 
     # -- borrowing, from the tree ----------------------------------------------------------
 

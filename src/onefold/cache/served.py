@@ -66,7 +66,7 @@ class Row:
         """Tokens of a padded prompt that are its own."""
 
     def __del__(self) -> None:
-        if not self.lease.closed:
+        if not self.lease.closed:  # the batch that it was a row of may refer to its lease for a while
             self.table.cache.drop(self.lease)
 
 

@@ -44,19 +44,21 @@ def evaluate(cache: PrefixCache, lease: Lease) -> None:
     try:
         mx.eval(arrays)
     except RuntimeError as error:
-        torn = [p.slab for p in lease._track.pieces if lease._track.writable(p)]
-        cache._reasons["lost on the device"] += 1
-        release(cache, lease)
-        for slab in torn:
-            cache._shelf.lose(slab, error)
+        lose(cache, lease, error)
         raise DeviceError(f"what the layers hold could not be evaluated: {error}") from error
+
+
+def lose(cache: PrefixCache, lease: Lease, error: Exception) -> None:
+    """Close a lease whose state cannot be computed, and give up the buffers that it was writing."""
+    torn = [p.slab for p in lease._track.pieces if lease._track.writable(p)]
+    cache._reasons["lost on the device"] += 1
+    release(cache, lease)
+    for slab in torn:
+        cache._shelf.lose(slab, error)
 
 
 def _store_work(cache: PrefixCache, lease: Lease, tokens: Tokens) -> None:
     shelf, tree, track = cache._shelf, cache._shelf.tree(lease.namespace), lease._track
-    for piece in track.pieces:
-        if track.writable(piece):
-            piece.slab.home = lease._thread
     position = lease.offset
     keep = min(len(tokens), position)
     if not lease._spanless:
@@ -156,6 +158,7 @@ def release(cache: PrefixCache, lease: Lease) -> None:
             else:
                 leaf.ring = None
             leaf.offset = 0
+        beat.part()
     lease._track.free()
     for checkpoint in lease._taken:
         checkpoint.close()
@@ -170,9 +173,7 @@ def release(cache: PrefixCache, lease: Lease) -> None:
         cache._shelf.tidy(tree, node)
     for slab in slabs:
         cache._shelf.trim_slack(slab)
-    thread = lease._thread
-    if not any(x._thread == thread for x in cache._leases):
-        cache._scratch.release(thread)
+    cache.thread_left(lease._thread)
 
 
 def let_go(cache: PrefixCache, lease: Lease) -> None:

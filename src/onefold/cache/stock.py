@@ -6,6 +6,7 @@ capability (`kind_of`), never read off its class's name.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import importlib
@@ -149,10 +150,10 @@ _watched: dict[type, tuple[Any, int]] = {}
 
 def watch(model: nn.Module) -> type:
     """Have the model's class say when a forward begins and how it ended, to whoever `watchers()` of the first layer
-    it was given names: `begun(model, inputs)`, then `ended(n_tokens)` or `failed()`. A list whose first member can
-    `drive` only stands in for layers, and runs the forward itself, with theirs. So layers are put back after a
-    forward that raised before anybody reads them again, and tokens are counted for models (mamba, rwkv7, jamba) that
-    do not count them. Counted like `install`."""
+    it was given names: `begun`, then `ended` or `failed`, then `left`. A list whose first member can `drive` only
+    stands in for layers, and runs the forward itself, with theirs. So layers are put back after a forward that raised
+    before anybody reads them again, what was written is scheduled before its thread lets go, and tokens are counted
+    for models (mamba, rwkv7, jamba) that do not count them. Counted like `install`."""
     cls = type(model)
     original, count = _watched.get(cls, (cls.__call__, 0))
     _watched[cls] = (original, count + 1)
@@ -169,24 +170,39 @@ def watch(model: nn.Module) -> type:
                     return call(self, x, *(layers if a is stand_in else a for a in args), **here)
 
                 return stand_in[0].drive(run, inputs, len(stand_in))
-            watchers: list[Any] = next((c[0].watchers() for c in given if _listed(c, "watchers")), [])
-            told = None if kwargs.get("input_embeddings") is not None else inputs
+            layers: Any = next((c for c in given if _listed(c, "watchers")), None)
+            watchers = [] if layers is None else layers[0].watchers()
+            if not watchers:
+                return original(self, inputs, *args, **kwargs)
+            embedded = kwargs.get("input_embeddings") is not None
+            told: list[Any] = []
+            written: list[mx.array] = []
             worked = False
             try:
                 for row, watcher in enumerate(watchers):
-                    watcher.begun(self, told if told is None or len(watchers) == 1 else told[row : row + 1])
+                    watcher.begun(self, inputs, row, n_layers=len(layers), embedded=embedded)
+                    told.append(watcher)
                 out = original(self, inputs, *args, **kwargs)
                 worked = True
             finally:
-                for watcher in watchers:
-                    if worked:
-                        watcher.ended(inputs.shape[1])
-                    else:
-                        watcher.failed()
+                try:
+                    for watcher in told:
+                        written += watcher.ended(inputs.shape[1]) if worked else watcher.failed()
+                    schedule(written)
+                finally:
+                    for watcher in told:
+                        watcher.left()
             return out
 
         cls.__call__ = call  # type: ignore[method-assign]
     return cls
+
+
+def schedule(arrays: list[mx.array]) -> None:
+    """Begin to compute these, without waiting: an array that is only described can be computed by the thread that
+    described it and by no other. One that cannot be computed says so when somebody waits for it."""
+    with contextlib.suppress(RuntimeError):
+        mx.async_eval(*{id(a): a for a in arrays}.values())
 
 
 def _listed(cache: Any, capability: str) -> bool:

@@ -23,6 +23,9 @@ from onefold.errors import TokenError
 
 Tokens = npt.NDArray[np.int32]
 
+NAMED = 1 << 30
+"""Ids from here on are no vocabulary's: they name something else that a model was fed, such as an image."""
+
 
 def unboxed(tokens: Any) -> Any:
     """A list of integers as an array, which is quicker so than by way of numpy; anything else as it is."""

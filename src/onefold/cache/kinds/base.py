@@ -24,46 +24,104 @@ from onefold.cache.stock import Kind
 
 
 class Pulse(Protocol):
-    """Who is told when a forward reaches a layer."""
+    """Who is told when a forward reaches a layer, and asked when a layer is to be rewound."""
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether all layers of the model can be rewound to where the last round of forwards began, whatever their
+        kind."""
+        ...
+
+    @property
+    def generating(self) -> bool:
+        """Whether the layers stand behind the prompt: several tokens in one forward are then several steps in one."""
+        ...
 
     def enter(self, layer: Any, n_tokens: int | None) -> None:
         """Before a layer's first write of a forward; may refuse by raising, and then nothing was written."""
         ...
 
-    def begun(self, model: Any, inputs: mx.array | None) -> None:
-        """A forward of the whole model begins; `ended` or `failed` will follow. May refuse by raising."""
+    def begun(self, model: Any, inputs: mx.array, row: int, *, n_layers: int, embedded: bool) -> None:
+        """A forward of the whole model begins, with so many layers, on row `row` of `inputs` or on embeddings in their
+        place; `ended` or `failed` will follow, then `left`. May refuse by raising."""
         ...
 
-    def ended(self, n_tokens: int) -> None: ...
+    def ended(self, n_tokens: int) -> list[mx.array]:
+        """Returns the arrays that the forward has written: they are scheduled before `left`."""
+        ...
 
-    def failed(self) -> None:
-        """The forward raised half-way: put every layer back to where it began."""
+    def failed(self) -> list[mx.array]:
+        """The forward raised half-way: put every layer back to where it began. Returns what `ended` does."""
+        ...
+
+    def left(self) -> None:
+        """The forward's thread lets go of the layers."""
+        ...
+
+    def rewind(self, layer: Any, to: int) -> bool:
+        """Rewind `layer` to position `to`; False if that cannot be done, and then nothing has changed."""
+        ...
+
+    def dropped(self, layer: Any) -> None:
+        """Nobody refers to this layer any more but its owner."""
         ...
 
 
 class NoPulse:
     """For a layer that stands alone."""
 
+    rolls_back = False
+    generating = False
+
     def enter(self, layer: Any, n_tokens: int | None) -> None:
         pass
 
-    def begun(self, model: Any, inputs: mx.array | None) -> None:
+    def begun(self, model: Any, inputs: mx.array, row: int, *, n_layers: int, embedded: bool) -> None:
         pass
 
-    def ended(self, n_tokens: int) -> None:
+    def ended(self, n_tokens: int) -> list[mx.array]:
+        return []
+
+    def failed(self) -> list[mx.array]:
+        return []
+
+    def left(self) -> None:
         pass
 
-    def failed(self) -> None:
+    def rewind(self, layer: Any, to: int) -> bool:
+        done: bool = layer.restore(None, to)
+        return done
+
+    def dropped(self, layer: Any) -> None:
         pass
+
+
+_ALONE = NoPulse()
 
 
 class Watched:
-    """Says who wants to hear how a forward ends: see `stock.watch`."""
+    """A layer that has an owner: a pulse that hears of forwards (see `stock.watch`) and decides on rewinds."""
 
     _pulse: Any
+    offset: int
 
     def watchers(self) -> list[Any]:
         return [] if self._pulse is None else [self._pulse]
+
+    def trim(self, n: int) -> int:
+        """Rewind by `n` tokens. Returns how many were taken back: all of them, or none."""
+        n = min(self.offset, n)
+        return n if n > 0 and self.pulse.rewind(self, self.offset - n) else 0
+
+    @property
+    def pulse(self) -> Pulse:
+        found: Pulse = _ALONE if self._pulse is None else self._pulse
+        return found
+
+    def __del__(self) -> None:
+        pulse = getattr(self, "_pulse", None)
+        if pulse is not None:
+            pulse.dropped(self)
 
 
 class Point(Watched):

@@ -32,11 +32,7 @@ class ChunkedLayer(Point, stock.ChunkedKVCache):  # type: ignore[misc, valid-typ
         return super().update_and_fetch(keys, values)
 
     def is_trimmable(self) -> bool:
-        return self.start_position == 0
-
-    def trim(self, n: int) -> int:
-        n = min(self.offset, n)
-        return n if self.restore(None, self.offset - n) else 0
+        return self.start_position == 0 or self.pulse.rolls_back
 
     def snapshot(self, from_offset: int = 0) -> Snapshot | None:
         if self.keys is None or self.offset <= max(0, from_offset):

@@ -16,7 +16,7 @@ import mlx.core as mx
 from onefold.cache import stock
 from onefold.cache.attention import Codec, Handle
 from onefold.cache.kinds.base import Pulse, Snapshot, Watched, close_all, own_bytes
-from onefold.cache.kinds.rotating import RotatingLayer
+from onefold.cache.kinds.rotating import RotatingLayer, steps_mask
 from onefold.cache.segment import ArraySpec, LayerSpec, Track
 from onefold.cache.stock import Kind
 
@@ -120,10 +120,11 @@ class SegmentedLayer(Watched):
         return handle(k_spec), handle(v_spec)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        if self.ring is not None:
-            return self.ring.make_mask(N, return_array=return_array, window_size=window_size)
-        if self.bound is not None and self.offset + N > self.bound.max_size:
-            return self._mask_after_rotation(N, return_array, window_size)
+        if self.bound is not None and (self.ring is not None or self.offset + N > self.bound.max_size):
+            if N > 1 and self.bound.keep and self.pulse.generating:
+                return steps_mask(N, self.offset, *self.bound)
+            ring = self.ring or self._ring_to_be()
+            return ring.make_mask(N, return_array=return_array, window_size=window_size)
         return stock.attention_mask(N, offset=self.offset, return_array=return_array, window_size=window_size)
 
     @staticmethod
@@ -132,11 +133,7 @@ class SegmentedLayer(Watched):
         return stock.BatchKVCache.merge(caches)
 
     def is_trimmable(self) -> bool:
-        return self.ring is None or self.ring.is_trimmable()
-
-    def trim(self, n: int) -> int:
-        n = min(self.offset, n)
-        return n if self.restore(None, self.offset - n) else 0
+        return self.ring is None or self.ring.is_trimmable() or self.pulse.rolls_back
 
     def size(self) -> int:
         return self.offset
@@ -303,12 +300,12 @@ class SegmentedLayer(Watched):
         assert self.bound is not None
         return Snapshot(snapshot.arrays, 0, snapshot.end, (self.bound.keep, self.bound.max_size))
 
-    def _mask_after_rotation(self, N: int, return_array: bool, window_size: int | None) -> Any:
-        """The mask that the ring will need: the mask is made before the update that rotates."""
+    def _ring_to_be(self) -> Any:
+        """A ring that stands where this layer stands, for its mask: the mask is made before the update that rotates."""
         assert self.bound is not None
         ring = stock.RotatingKVCache(self.bound.max_size, self.bound.keep)
         ring.offset = ring._idx = self.offset
-        return ring.make_mask(N, return_array=return_array, window_size=window_size)
+        return ring
 
     # -- details -------------------------------------------------------------------------
 

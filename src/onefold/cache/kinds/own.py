@@ -54,15 +54,18 @@ class _Opening:
         self._layer = layer
         self._pulse = layer._pulse
 
-    def begun(self, model: Any, inputs: mx.array | None) -> None:
-        self._pulse.begun(model, inputs)
-        self._pulse.enter(self._layer, None if inputs is None else inputs.shape[1])
+    def begun(self, model: Any, inputs: mx.array, row: int, *, n_layers: int, embedded: bool) -> None:
+        self._pulse.begun(model, inputs, row, n_layers=n_layers, embedded=embedded)
+        self._pulse.enter(self._layer, None if embedded else inputs.shape[1])
 
-    def ended(self, n_tokens: int) -> None:
-        self._pulse.ended(n_tokens)
+    def ended(self, n_tokens: int) -> list[mx.array]:
+        return self._pulse.ended(n_tokens)
 
-    def failed(self) -> None:
-        self._pulse.failed()
+    def failed(self) -> list[mx.array]:
+        return self._pulse.failed()
+
+    def left(self) -> None:
+        self._pulse.left()
 
 
 @functools.cache
@@ -93,6 +96,9 @@ class OwnLayer(Point):
 
     def watchers(self) -> list[Any]:
         return [_Opening(self)]
+
+    def is_trimmable(self) -> bool:
+        return self.pulse.rolls_back
 
     def snapshot(self, from_offset: int = 0) -> OwnSnapshot | None:
         if self.offset <= max(0, from_offset):

@@ -59,6 +59,9 @@ class RecurrentLayer(Point, stock.ArraysCache):  # type: ignore[misc, valid-type
         self._written = None
         return True
 
+    def is_trimmable(self) -> bool:
+        return self.pulse.rolls_back
+
     def empty(self) -> bool:
         return all(a is None for a in self.cache)
 

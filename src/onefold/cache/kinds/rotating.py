@@ -2,8 +2,8 @@
 
 - A snapshot holds exactly min(offset, max_size) entries in temporal order (after the kept head), in arrays
   of their own. With the offset that is the whole state: the write position follows from it.
-- Until the window is full nothing is lost, so a snapshot can be clamped and the live state rewound; once it
-  has wrapped, neither can: fewer than max_size entries would be left.
+- Until the window is full nothing is lost, so a snapshot can be clamped and the live state rewound. Once it has
+  wrapped a snapshot cannot; the live state can be by less than the tokens of its last forward (see `_left`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RotatingLayer(Point, stock.RotatingKVCache):  # type: ignore[misc, valid-t
         if target < 0:
             return False
         if snapshot is None:
-            return target == self.offset or (target < self.offset <= self.max_size)
+            return target == self.offset or (target < self.offset <= self.max_size) or self._left(target) > 0
         if snapshot.extra != (self.keep, self.max_size) or target > snapshot.end:
             return False
         return target == snapshot.end or snapshot.end <= self.max_size
@@ -58,9 +58,26 @@ class RotatingLayer(Point, stock.RotatingKVCache):  # type: ignore[misc, valid-t
         if snapshot is not None:
             self.adopt(snapshot)
         if target < self.offset:
-            self._straighten()
-            self.offset = self._idx = target
+            if self.offset <= self.max_size:
+                self._straighten()
+                left = target
+            else:
+                left = self._left(target)
+                self.keys, self.values = (own_bytes(a[..., :left, :]) for a in (self.keys, self.values))
+            self.offset, self._idx = target, left
         return True
+
+    def is_trimmable(self) -> bool:
+        """Whether what it holds can be rewound by a token at least."""
+        return self.offset < self.max_size or self.can_restore(None, self.offset - 1) or self.pulse.rolls_back
+
+    def _left(self, target: int) -> int:
+        """Entries that a rewind of a full window to `target` leaves; 0 if they would not fill it. A forward of several
+        tokens leaves more entries than the window has, in temporal order, so its last tokens can be taken back."""
+        if self.keys is None or not 0 < target < self.offset or self._idx != self.keys.shape[2]:
+            return 0
+        left: int = self._idx - (self.offset - target)
+        return left if left >= min(target, self.max_size) else 0
 
     def adopt(self, snapshot: Snapshot) -> None:
         """Share the snapshot's arrays: the first write makes this layer's own."""
@@ -93,3 +110,11 @@ class RotatingLayer(Point, stock.RotatingKVCache):  # type: ignore[misc, valid-t
         if extra > 0:
             v = mx.concatenate([v[..., : self.keep, :], v[..., extra + self.keep :, :]], axis=2)
         return own_bytes(v)
+
+
+def steps_mask(n: int, offset: int, max_size: int, keep: int) -> mx.array:
+    """What `n` tokens would see if a ring with a kept head were fed them one by one. In one forward mlx-lm's own mask
+    hides the head from all but the first."""
+    before = min(offset, max_size - 1)
+    query, key = mx.arange(before, before + n)[:, None], mx.arange(before + n)[None]
+    return (key <= query) & ((key < keep) | (key > query - (max_size - keep)))

@@ -1,0 +1,250 @@
+"""A lease belongs to one thread at a time, and moves freely between forwards."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import pytest
+from driving import cold, forward, same, turn
+from mlx_lm.models.cache import make_prompt_cache
+from tiny import tiny
+
+import onefold
+from onefold.mlx_lm import LRUPromptCache
+
+T = TypeVar("T")
+FAMILIES = ("llama", "gemma3", "qwen3_next", "gemma2")
+"""Full, sliding, hybrid, and outside the seam."""
+
+
+def words(n: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(1, 90), k=n)
+
+
+def elsewhere(work: Callable[[], T]) -> T:
+    """Run on a thread that is gone afterwards."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+def step(model: Any, layers: list[Any], tokens: list[int]) -> mx.array:
+    """A forward that leaves its logits to whoever reads them, evaluated."""
+    logits = model(mx.array([tokens]), cache=layers)[:, -1, :]
+    mx.eval(logits)
+    return logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_forward_on_any_thread_of_a_pool(family: str) -> None:
+    """Four conversations at once, `asyncio.to_thread` around each forward, two turns each."""
+    model = tiny(family)
+    system = words(24)
+
+    async def talk(cache: onefold.PrefixCache, pool: ThreadPoolExecutor, who: int) -> None:
+        loop, tokens = asyncio.get_running_loop(), system + words(9, who)
+        for turn_number in range(2):
+            _, reference = await loop.run_in_executor(pool, cold, model, tokens, 4)
+            lease = cache.lease(tokens)  # on the event loop's thread
+            seen, at = [], lease.cached
+            while at < len(tokens):
+                stop = len(tokens) if at == len(tokens) - 1 else min((at // 8 + 1) * 8, len(tokens) - 1)
+                logits = await loop.run_in_executor(pool, step, model, lease.layers, tokens[at:stop])
+                at = stop
+            seen.append(logits)
+            for _ in range(4):
+                tokens = [*tokens, int(mx.argmax(seen[-1]).item())]
+                seen.append(await loop.run_in_executor(pool, step, model, lease.layers, tokens[-1:]))
+            assert same(seen, reference), f"conversation {who}, turn {turn_number}"
+            await loop.run_in_executor(pool, lease.commit, tokens)
+            tokens = tokens + words(7, 10 * who + turn_number)
+
+    async def main(cache: onefold.PrefixCache) -> None:
+        with ThreadPoolExecutor(4) as pool:
+            await asyncio.gather(*(talk(cache, pool, who) for who in range(4)))
+
+    with onefold.PrefixCache(model, "64MB", min_checkpoint_tokens=1) as cache:
+        asyncio.run(main(cache))
+        cache.check()
+        stats = cache.stats()
+        assert stats.open_leases == 0 and "lost on the device" not in stats.reasons
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forward_that_nobody_evaluated_is_continued_after_its_thread_has_ended(family: str) -> None:
+    model, prompt = tiny(family), words(40)
+    with onefold.PrefixCache(model, "64MB", min_checkpoint_tokens=1) as cache:
+        lease = cache.lease(prompt)
+        for at in range(0, 39, 13):
+            elsewhere(lambda at=at: [model(mx.array([prompt[at : at + 13]]), cache=lease.layers)][:0])
+        logits = model(mx.array([prompt[39:]]), cache=lease.layers)[:, -1, :]
+        reference = make_prompt_cache(model)
+        for at in range(0, 39, 13):
+            model(mx.array([prompt[at : at + 13]]), cache=reference)
+        assert same([logits], [model(mx.array([prompt[39:]]), cache=reference)[:, -1, :]])
+        elsewhere(lambda: lease.commit(prompt))
+        cache.check()
+        turn(cache, model, [*prompt, 5], n=2)
+
+
+def test_a_conversation_is_continued_in_place_whatever_thread_had_it() -> None:
+    model, tokens = tiny("llama"), words(40)
+    with onefold.PrefixCache(model, "16MB") as cache:
+        for i in range(4):
+            tokens = elsewhere(lambda i=i, tokens=tokens: turn(cache, model, [*tokens, *words(5, i)])[1])
+        assert cache.stats().moves == 3 and cache.stats().borrows == 0
+
+
+def test_two_threads_in_one_forward_are_refused() -> None:
+    model, prompt = tiny("llama"), words(20)
+    inside, go = threading.Event(), threading.Event()
+    with onefold.PrefixCache(model, "16MB") as cache, cache.lease(prompt) as lease:
+        first, caught = lease.layers[0], list[BaseException]()
+        real = first.update_and_fetch
+
+        def slowly(*args: Any) -> Any:
+            inside.set()
+            assert go.wait(10)
+            return real(*args)
+
+        first.update_and_fetch = slowly
+        thread = threading.Thread(target=forward, args=(model, lease.layers, prompt, 0))
+        thread.start()
+        assert inside.wait(10)
+        for use in (
+            lambda: model(mx.array([prompt]), cache=lease.layers),
+            lambda: lease.commit(prompt),
+        ):
+            try:
+                use()
+            except onefold.WrongThread as error:
+                caught.append(error)
+        go.set()
+        thread.join()
+        assert len(caught) == 2
+        lease.commit(prompt)
+        cache.check()
+
+
+@pytest.mark.parametrize("how", ["cancel", "discard", "close"])
+def test_ending_a_lease_during_another_threads_forward_is_done_by_that_thread(how: str) -> None:
+    model, prompt = tiny("llama"), words(20)
+    inside, go = threading.Event(), threading.Event()
+    cache = onefold.PrefixCache(model, "16MB")
+    lease = cache.lease(prompt)
+    first, ended = lease.layers[0], list[Any]()
+    real = first.update_and_fetch
+
+    def slowly(*args: Any) -> Any:
+        inside.set()
+        assert go.wait(10)
+        return real(*args)
+
+    def run() -> None:
+        logits = model(mx.array([prompt]), cache=lease.layers)
+        ended.append(lease.closed)
+        try:
+            model(mx.array([[1]]), cache=lease.layers)
+        except onefold.LeaseClosed as error:
+            ended.append(error)
+        mx.eval(logits)  # the forward itself was whole
+
+    first.update_and_fetch = slowly
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert inside.wait(10)
+    if how == "close":
+        threading.Timer(0.2, go.set).start()
+        cache.close()
+    else:
+        getattr(lease, how)()
+        assert not lease.closed
+        go.set()
+    thread.join()
+    assert ended[0] is True and isinstance(ended[1], onefold.LeaseClosed)
+    if how != "close":
+        cache.check()
+        assert cache.lease([*prompt, 1]).cached == (len(prompt) if how == "cancel" else 0)
+    cache.close()
+
+
+def test_what_only_another_thread_can_compute() -> None:
+    """A part of the model was called, which is not watched, and nothing of it was evaluated."""
+    model, prompt = tiny("llama"), words(20)
+    wait, ready = threading.Event(), threading.Event()
+    with onefold.PrefixCache(model, "16MB") as cache:
+        lease = cache.lease(prompt)
+
+        def run() -> None:
+            model.model(mx.array([prompt]), cache=lease.layers)
+            ready.set()
+            wait.wait(10)
+
+        thread = threading.Thread(target=run, name="another")
+        thread.start()
+        assert ready.wait(10)
+        with pytest.raises(onefold.WrongThread, match="'another'"):
+            model(mx.array([[1]]), cache=lease.layers)
+        wait.set()
+        thread.join()
+        with pytest.raises(onefold.DeviceError, match="'another'"):
+            model(mx.array([[1]]), cache=lease.layers)
+        assert lease.closed and cache.stats().reasons["lost on the device"] == 1
+        cache.check()
+        turn(cache, model, prompt)
+
+
+def test_a_reader_waits_for_a_forward_and_shares_what_it_finds() -> None:
+    """Another thread's request on the same prefix is not computed again because its owner is in a forward."""
+    model, prompt = tiny("llama"), words(40)
+    inside, go = threading.Event(), threading.Event()
+    with onefold.PrefixCache(model, "16MB") as cache:
+        lease = cache.lease([*prompt, 1])
+        forward(model, lease.layers, [*prompt, 1], 0)
+        lease.commit(prompt, close=False)
+        first = lease.layers[0]
+        real = first.update_and_fetch
+
+        def slowly(*args: Any) -> Any:
+            inside.set()
+            assert go.wait(10)
+            return real(*args)
+
+        first.update_and_fetch = slowly
+        thread = threading.Thread(target=forward, args=(model, lease.layers, [*prompt, 1, 2], 41))
+        thread.start()
+        assert inside.wait(10)
+        threading.Timer(0.2, go.set).start()
+        other = cache.lease([*prompt, 3])
+        assert other.cached == len(prompt)
+        thread.join()
+        other.cancel()
+        lease.commit([*prompt, 1, 2])
+        cache.check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_drop_in_fetched_here_generated_there_and_put_back_elsewhere(family: str) -> None:
+    model, cache, tokens = tiny(family), LRUPromptCache(), words(40)
+    with ThreadPoolExecutor(4) as pool:
+        for i in range(4):
+            layers, rest = cache.fetch_nearest_cache("model", tokens)
+            if layers is None:
+                layers = make_prompt_cache(model)
+            reference = cold(model, tokens, 3)[1]
+            seen = [pool.submit(forward, model, layers, tokens, len(tokens) - len(rest)).result()]
+            for _ in range(3):
+                tokens = [*tokens, int(mx.argmax(seen[-1]).item())]
+                seen.append(pool.submit(step, model, layers, tokens[-1:]).result())
+            assert same(seen, reference)
+            pool.submit(cache.insert_cache, "model", tokens, layers).result()
+            assert "another thread" not in cache.reasons
+            if i and family != "qwen3_next":  # hybrids keep a state each 64 tokens
+                assert len(rest) < 10
+            tokens = tokens + words(5, i)
+    cache.close()

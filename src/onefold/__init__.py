@@ -6,8 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from onefold import blas as _blas
+from onefold import cuda as _cuda
 
 _blas.preload()
+_cuda.allow_many_shapes()
 
 if TYPE_CHECKING:
     from onefold.cache.batch import Batch

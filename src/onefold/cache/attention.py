@@ -197,12 +197,25 @@ def _weigh(blocks: list[_Block], sinks: mx.array | None) -> mx.array:
 
 def _attend_joined(q: mx.array, row: list[View], scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
     """A prefill chunk: this layer's pieces side by side, for the length of this layer."""
-    k = _cat([v.arrays[0][..., v.lo : v.hi, :] for v in row], axis=2)
-    v = _cat([v.arrays[1][..., v.lo : v.hi, :] for v in row], axis=2)
+    k, v = (_side_by_side(row, j) for j in (0, 1))
     out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
-    if len(row) > 1:
+    if not _starts_a_buffer(row):
         mx.eval(out)  # or the device runs ahead and holds several layers' copies
     return out
+
+
+def _side_by_side(row: list[View], j: int) -> mx.array:
+    """What a row's pieces hold in their arrays `j`, in one array that begins where its buffer begins."""
+    parts = [v.arrays[j][..., v.lo : v.hi, :] for v in row]
+    if len(parts) > 1:
+        return mx.concatenate(parts, axis=2)
+    return parts[0] if _starts_a_buffer(row) else mx.contiguous(parts[0])
+
+
+def _starts_a_buffer(row: list[View]) -> bool:
+    """Whether a row is one range from the start of a buffer: the fused kernel can be given a slice of it. On CUDA it
+    reads beyond its memory for one query on a range that begins further on (`benchmarks/gpu_attention.py`)."""
+    return len(row) == 1 and (row[0].lo == 0 or not device.on_cuda())
 
 
 def _masked(scores: mx.array, mask: Any) -> mx.array:
@@ -333,8 +346,7 @@ def _attend_rows(
 
 
 def _one_buffer_each(rows: Rows | list[list[View]], codec: Codec) -> bool:
-    """Every row is one range from the start of a buffer. (On CUDA the fused kernel is wrong for one query on a range
-    that begins further on.)"""
+    """Every row is one range from the start of a buffer."""
     return codec.plain and all(len(row) == 1 and row[0].lo == 0 for row in rows)
 
 

@@ -153,8 +153,8 @@ class Beat:
         return len({leaf.offset for leaf in self.leaves}) <= 1
 
     @property
-    def generating(self) -> bool:
-        return self.position >= len(self.lease.tokens) - 1
+    def verifies(self) -> bool:
+        return self.rolls_back and self.position >= len(self.lease.tokens) - 1
 
     def scratch_bytes(self, n_tokens: int) -> int:
         bound = self.anatomy.bound
@@ -251,9 +251,9 @@ class Beat:
         """A round begins with the first forward after another model's, behind the prompt."""
         lease = self.lease
         another, lease._running = lease._running is not self, self
-        if not (self.anatomy.pointwise or self.anatomy.bound is not None) or not self.rolls_back:
+        if not self.anatomy.pointwise and self.anatomy.bound is None:
             return
-        if self.generating and (another or self._round is None or self._round[0] > self.position):
+        if self.verifies and (another or self._round is None or self._round[0] > self.position):
             self._round = (self.position, [leaf.mark() for leaf in self.leaves])
 
     def rotates(self) -> None:

@@ -33,8 +33,8 @@ class Pulse(Protocol):
         ...
 
     @property
-    def generating(self) -> bool:
-        """Whether the layers stand behind the prompt: several tokens in one forward are then several steps in one."""
+    def verifies(self) -> bool:
+        """Whether several tokens in the next forward are several steps in one: a draft model's, behind the prompt."""
         ...
 
     def enter(self, layer: Any, n_tokens: int | None) -> None:
@@ -71,7 +71,7 @@ class NoPulse:
     """For a layer that stands alone."""
 
     rolls_back = False
-    generating = False
+    verifies = False
 
     def enter(self, layer: Any, n_tokens: int | None) -> None:
         pass

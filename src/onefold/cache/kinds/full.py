@@ -121,7 +121,7 @@ class SegmentedLayer(Watched):
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         if self.bound is not None and (self.ring is not None or self.offset + N > self.bound.max_size):
-            if N > 1 and self.bound.keep and self.pulse.generating:
+            if N > 1 and self.bound.keep and self.pulse.verifies:
                 return steps_mask(N, self.offset, *self.bound)
             ring = self.ring or self._ring_to_be()
             return ring.make_mask(N, return_array=return_array, window_size=window_size)

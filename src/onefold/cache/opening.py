@@ -11,6 +11,7 @@ Called with the cache's lock held.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 from typing import TYPE_CHECKING
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from onefold.cache.prefix_cache import PrefixCache
 
 log = logging.getLogger("onefold")
+
+NEAR = 16
+"""Descendants of a path's end that are looked at for a checkpoint that can be clamped."""
 
 
 def open_lease(cache: PrefixCache, lease: Lease, reserve_tokens: int) -> None:
@@ -104,7 +108,7 @@ def _clampable(cache: PrefixCache, path: list[Node], target: int) -> Checkpoint 
     """A checkpoint at or behind `target` whose windows still hold everything before it."""
     if not path or not target or cache._recurrent:
         return None
-    near = [*path, *list(path[-1].walk())[:16]]
+    near = [*path, *itertools.islice(path[-1].walk(), NEAR)]
     layers = [leaf for a in cache._anatomies for leaf in a.make(Track(cache._store))[1]]
     for node in near:
         found: Checkpoint | None = node.checkpoint

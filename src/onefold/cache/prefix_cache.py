@@ -353,17 +353,18 @@ class PrefixCache:
                 self._disk.spiller.flush(everything=True, until=time.monotonic() + CLEARING_MOST)
             for restore in list(self._restores):
                 restore.finish()
-            for node in self._shelf.nodes():
+            for node in list(self._shelf.leaves.busy):
                 node.pins = 0
             self._pins.clear()
             for tree in self._shelf.trees.values():
-                while gone := [n for n in tree.root.walk() if _is_leaf(n, disk) and n.idle]:
-                    for node in gone:
-                        if disk:
-                            self._totals["discarded_tokens"] += node.end - node.start
-                            self._shelf.drop(tree, node)
-                        else:
-                            self._totals["discarded_tokens"] += self._shelf.unload(tree, node)
+                for node in reversed(list(tree.root.walk())):  # children before parents
+                    if node.parent is None or not node.idle or not _is_leaf(node, disk):
+                        continue
+                    if disk:
+                        self._totals["discarded_tokens"] += node.end - node.start
+                        self._shelf.drop(tree, node)
+                    else:
+                        self._totals["discarded_tokens"] += self._shelf.unload(tree, node)
             if disk and self._shelf.disk is not None:
                 self._shelf.disk.clear()
                 self._shelf.disk.spiller.flush(everything=False, until=time.monotonic() + CLEARING_MOST)
@@ -681,7 +682,7 @@ def _is_leaf(node: Node, disk: bool) -> bool:
     """Nothing hangs on it; or, with what is on disk to stay, nothing in memory does."""
     if disk:
         return not node.children
-    return node.in_memory and not any(n.in_memory for n in node.walk())
+    return node.in_memory and not node.held_below
 
 
 def _positions(checkpoints: Iterable[int], reserve_tokens: int, namespace: Hashable) -> frozenset[int]:

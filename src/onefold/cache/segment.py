@@ -8,7 +8,8 @@
   below `floor` belong to the tree; recomputing them writes nothing. A slab is written by one track, and
   only while no other track reads it: a second reader seals it, and the writer goes on in a fresh slab.
 - Whatever copies (growing, compacting, merging) goes layer by layer and evaluates each, so that the
-  transient is one layer; it is reserved as in flight.
+  transient is one layer; it is reserved as in flight. Where bytes are short it is one array.
+- A slab tells its store of every change to its size, spans and readers, so that nobody looks through all slabs.
 
     position   0 ............ floor ............. end
     pieces     [ slab A 0:900 )[ slab B 12:80 )[ slab C 0:31 ) ....room
@@ -19,6 +20,7 @@ Knows nothing of models, tokens, or when to free.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ import mlx.core as mx
 from onefold.cache.attention import View
 from onefold.cache.kinds.base import own_bytes
 from onefold.cache.ledger import Ledger, Purpose
+from onefold.cache.ranking import Ranking
 from onefold.cache.tree import Node
 from onefold.errors import BudgetError, DeviceError
 from onefold.sizes import show_size
@@ -74,6 +77,15 @@ class Store:
         self.specs = tuple(specs)
         self.ledger = ledger
         self.slabs: set[Slab] = set()
+        self.busy: set[Slab] = set()
+        """Those that are not idle: a track reads them, or they are being copied."""
+        self.capacity = 0
+        """Tokens of all slabs together."""
+        self.roomy: Ranking[Slab] = Ranking()
+        """Slabs with room or waste, the most first."""
+        self._unwritten: Ranking[Slab] = Ranking()
+        """Slabs that no track writes, the largest first."""
+        self._counted: dict[Slab, int] = {}
         self.allocate: Callable[..., mx.array] = mx.zeros
         self.token_bytes = sum(s.token_bytes for s in self.specs)
         self.layer_token_bytes = max((s.token_bytes for s in self.specs), default=0)
@@ -81,6 +93,50 @@ class Store:
     def slab(self, capacity: int, *, reserved: int | None = None) -> Slab:
         """A new slab, reserved now; each layer is allocated at its first write."""
         return Slab(self, capacity, self.token_bytes * capacity if reserved is None else reserved)
+
+    @property
+    def largest(self) -> int:
+        """The capacity of the largest slab that no track writes."""
+        slab = self._unwritten.first()
+        return 0 if slab is None else slab.capacity
+
+    def note(self, slab: Slab) -> None:
+        """Called after each change of a slab's capacity, spans, tracks, writers or copies, and when it has gone."""
+        there = slab in self.slabs
+        capacity = slab.capacity if there else 0
+        self.capacity += capacity - self._counted.pop(slab, 0)
+        if there:
+            self._counted[slab] = capacity
+        if there and not slab.idle:
+            self.busy.add(slab)
+        else:
+            self.busy.discard(slab)
+        if there and capacity > slab.owned:
+            self.roomy.place(slab, slab.owned - capacity)
+        else:
+            self.roomy.remove(slab)
+        if there and not slab.writers:
+            self._unwritten.place(slab, -capacity)
+        else:
+            self._unwritten.remove(slab)
+
+    def check(self) -> list[str]:
+        """Recount from all slabs and say what differs."""
+        found = []
+        if self.busy != {s for s in self.slabs if not s.idle}:
+            found.append(f"{len(self.busy)} slabs are noted as busy, and others are")
+        if self.capacity != sum(s.capacity for s in self.slabs):
+            found.append(f"the slabs are noted to have {self.capacity} tokens, and have another number")
+        if self.roomy.keys() != {s: s.owned - s.capacity for s in self.slabs if s.capacity > s.owned}:
+            found.append("the slabs that have room are not those that are noted")
+        if self._unwritten.keys() != {s: -s.capacity for s in self.slabs if not s.writers}:
+            found.append("the slabs that no track writes are not those that are noted")
+        for slab in self.slabs:
+            owned, used = sum(s.hi - s.lo for s in slab.spans), max((s.hi for s in slab.spans), default=0)
+            if (slab.owned, slab.used) != (owned, used):
+                said = f"counts {slab.owned} tokens up to {slab.used}, not {owned} up to {used}"
+                found.append(f"slab of {slab.capacity} {said}")
+        return found
 
     def zeros(self, index: int, n: int) -> Arrays:
         specs = self.specs[index].arrays
@@ -97,12 +153,13 @@ class Store:
 
 class Slab:
     __slots__ = (
+        "_copies",
+        "_rewriting",
         "account",
         "capacity",
-        "copies",
         "home",
         "layers",
-        "rewriting",
+        "owned",
         "spans",
         "store",
         "tracks",
@@ -114,16 +171,20 @@ class Slab:
         self.capacity = capacity
         self.account = store.ledger.open(Purpose.LIVE, reserved, f"a buffer of {capacity} tokens")
         self.layers: list[list[mx.array] | None] = [None] * len(store.specs)
-        self.spans: set[Span] = set()
+        self.spans: list[Span] = []
+        """What nodes own of it, by index. Changed by `add` and `discard` alone."""
+        self.owned = 0
+        """Tokens that nodes own; the rest is room or waste."""
         self.tracks: set[Track] = set()
+        """Changed by `enter` and `leave` alone."""
         self.home = 0
         """The thread whose request wrote it last."""
         self.writers: set[Track] = set()
         """One, or the rows of a batch that write to regions of their own: see `arena`."""
-        self.rewriting = False
-        self.copies = 0
-        """Ranges of it that are being copied out by another thread at this moment."""
+        self._rewriting = False
+        self._copies = 0
         store.slabs.add(self)
+        store.note(self)
 
     @property
     def bytes(self) -> int:
@@ -131,17 +192,69 @@ class Slab:
 
     @property
     def idle(self) -> bool:
-        return not self.tracks and not self.rewriting and not self.copies
+        return not self.tracks and not self._rewriting and not self._copies
+
+    @property
+    def rewriting(self) -> bool:
+        """Its arrays are being replaced: nobody may read, copy, compact or evict from it."""
+        return self._rewriting
+
+    @rewriting.setter
+    def rewriting(self, is_so: bool) -> None:
+        self._rewriting = is_so
+        self.store.note(self)
+
+    @property
+    def copies(self) -> int:
+        """Ranges of it that are being copied out by another thread at this moment."""
+        return self._copies
+
+    @copies.setter
+    def copies(self, n: int) -> None:
+        self._copies = n
+        self.store.note(self)
 
     @property
     def used(self) -> int:
         """One past the last index that a node owns."""
-        return max((s.hi for s in self.spans), default=0)
+        return self.spans[-1].hi if self.spans else 0
 
-    @property
-    def owned(self) -> int:
-        """Tokens that nodes own; the rest is room or waste."""
-        return sum(s.hi - s.lo for s in self.spans)
+    def add(self, span: Span) -> None:
+        """A node owns this range from now on."""
+        bisect.insort(self.spans, span, key=_start)
+        self.owned += span.hi - span.lo
+        self.store.note(self)
+
+    def discard(self, span: Span) -> None:
+        """No node owns this range any more."""
+        del self.spans[self._index(span)]
+        self.owned -= span.hi - span.lo
+        self.store.note(self)
+
+    def _index(self, span: Span) -> int:
+        at = bisect.bisect_left(self.spans, span.lo, key=_start)
+        return at if self.spans[at] is span else self.spans.index(span)
+
+    def cut(self, span: Span, upper: Span) -> None:
+        """`upper` has taken over the head of `span`."""
+        self.spans.insert(self._index(span), upper)
+
+    def joined(self, upper: Span) -> None:
+        """The span after `upper` has taken it over."""
+        del self.spans[self._index(upper)]
+
+    def enter(self, track: Track, *, writes: bool = False) -> None:
+        """A track reads it from now on, or writes it as well."""
+        self.tracks.add(track)
+        if writes:
+            self.writers.add(track)
+        self.store.note(self)
+
+    def leave(self, track: Track) -> None:
+        """A track neither reads nor writes it any more. Call `settle` afterwards."""
+        self.tracks.discard(track)
+        self.writers.discard(track)
+        self.store.note(self)
 
     def arrays(self, index: int) -> list[mx.array]:
         layer = self.layers[index]
@@ -158,6 +271,7 @@ class Slab:
                 self.account.close()
         else:
             self.account.move(Purpose.LIVE if self.writers else Purpose.STORED)
+        self.store.note(self)
 
     def evaluate(self) -> None:
         mx.eval([a for layer in self.layers if layer for a in layer])
@@ -178,6 +292,7 @@ class Slab:
                     self.account.resize(capacity * per_token)
                 self._rewrite_layers(ranges, capacity)
                 self.capacity = capacity
+                self.store.note(self)
                 self.account.resize(capacity * per_token)
             finally:
                 transient.close()
@@ -227,23 +342,38 @@ class Span:
     hi: int
     node: Node
 
-    def __post_init__(self) -> None:
-        self.slab.spans.add(self)
+    @classmethod
+    def own(cls, slab: Slab, lo: int, hi: int, node: Node) -> Span:
+        """A span of a range that `node` owns from now on."""
+        span = cls(slab, lo, hi, node)
+        slab.add(span)
+        return span
 
     def cut(self, at: int, upper: Node, lower: Node) -> tuple[Span, Span]:
         first = Span(self.slab, self.lo, self.lo + at, upper)
+        self.slab.cut(self, first)
         self.lo += at
         self.node = lower
         return first, self
 
     def join(self, upper: Span) -> None:
         """Take over the range right before this one."""
+        self.slab.joined(upper)
         self.lo = upper.lo
-        self.slab.spans.discard(upper)
+
+    def move(self, slab: Slab, lo: int) -> None:
+        """What it holds was copied to `slab`. The caller settles the slab where it lay."""
+        self.slab.discard(self)
+        self.slab, self.lo, self.hi = slab, lo, lo + self.hi - self.lo
+        slab.add(self)
 
     def drop(self) -> None:
-        self.slab.spans.discard(self)
+        self.slab.discard(self)
         self.slab.settle()
+
+
+def _start(span: Span) -> int:
+    return span.lo
 
 
 @dataclass(eq=False, slots=True)
@@ -316,7 +446,7 @@ class Track:
                 last.hi = span.hi
             else:
                 self.pieces.append(Piece(span.slab, span.lo, span.hi, self.end))
-                span.slab.tracks.add(self)
+                span.slab.enter(self)
         self.floor = self.frozen = self.end
 
     def take(self) -> bool:
@@ -403,8 +533,7 @@ class Track:
     def free(self) -> None:
         """Let go of everything. What nodes own stays with them."""
         for piece in self.pieces:
-            piece.slab.tracks.discard(self)
-            piece.slab.writers.discard(self)
+            piece.slab.leave(self)
         slabs = {id(p.slab): p.slab for p in self.pieces}
         self.pieces = []
         self.floor = self.frozen = 0
@@ -414,8 +543,7 @@ class Track:
     # -- for ensure --------------------------------------------------------------------
 
     def _append(self, slab: Slab, n: int) -> None:
-        slab.tracks.add(self)
-        slab.writers.add(self)
+        slab.enter(self, writes=True)
         self.pieces.append(Piece(slab, 0, n, self.end))
 
     def _grow(self, last: Piece, missing: int) -> None:
@@ -438,6 +566,7 @@ class Track:
         self.frozen = min(self.frozen, start)
         if self.pieces and self.pieces[-1].slab.used > self.pieces[-1].hi:
             self.pieces[-1].slab.writers.discard(self)  # what lies behind is a node's
+            self.store.note(self.pieces[-1].slab)
         if fresh is not None:
             self._append(fresh, keep - start)
 
@@ -450,8 +579,7 @@ class Track:
         left = {id(p.slab) for p in self.pieces}
         for piece in dropped:
             if id(piece.slab) not in left:
-                piece.slab.tracks.discard(self)
-                piece.slab.writers.discard(self)
+                piece.slab.leave(self)
                 piece.slab.settle()
 
     def _copy(self, index: int, start: int, stop: int, capacity: int) -> list[mx.array]:
@@ -488,7 +616,7 @@ class Track:
     def _merge(self, capacity: int, consume: set[Slab]) -> Slab:
         end, store = self.end, self.store
         fresh = store.slab(capacity, reserved=0)
-        fresh.tracks.add(self)  # not idle: reclaiming must not think it empty
+        fresh.enter(self)  # not idle: reclaiming must not think it empty
         try:
             if consume:
                 transient = store.ledger.open(
@@ -505,7 +633,7 @@ class Track:
                 transient = store.ledger.open(Purpose.INFLIGHT, 0)
                 fresh.account.resize(capacity * store.token_bytes)
         except BudgetError:
-            fresh.tracks.discard(self)
+            fresh.leave(self)
             fresh.settle()
             raise
         for index in range(len(store.specs)):

@@ -93,7 +93,13 @@ class Beat:
     def scratch_bytes(self, n_tokens: int) -> int:
         bound = self.anatomy.bound
         seen = self.position if bound is None else min(self.position, bound.max_size)
-        return self.anatomy.scratch_bytes(n_tokens, seen + n_tokens)
+        return self.anatomy.scratch_bytes(n_tokens, seen + n_tokens, joins=self.joins(n_tokens))
+
+    def joins(self, n_tokens: int) -> bool:
+        """Whether a forward of so many tokens may put a layer's pieces side by side."""
+        if self.anatomy.contiguous or any(leaf.kind is not Kind.FULL for leaf in self.leaves):
+            return True
+        return n_tokens > 1 and not self.lease._track.whole
 
     def begun(self, model: Any, inputs: mx.array | None) -> None:
         """Refuses another model, and other tokens than the lease was opened with: both would be stored as this
@@ -197,11 +203,13 @@ class Lease:
         return self.tokens[self.cached :]
 
     def chunk_limit(self, limit: int = 2048) -> int:
-        """The largest chunk, up to `limit`, whose scratch the budget has room for now (and at least 16 tokens): a
-        `prefill_step_size` that will not be refused."""
-        cache = self._cache
-        held = cache._scratch.bytes
-        while limit > LEAST_CHUNK and any(not cache._ledger.fits(b.scratch_bytes(limit) - held) for b in self._beats):
+        """The largest chunk, up to `limit`, whose scratch the budget has room for: a `prefill_step_size` that will not
+        be refused. Down to 16 tokens nothing is evicted for it; below that, what can be."""
+        ledger, held = self._cache._ledger, self._cache._scratch.bytes - 2 * self._points.bytes
+        while limit > LEAST_CHUNK and not all(ledger.fits(b.scratch_bytes(limit) - held) for b in self._beats):
+            limit //= 2
+        held += ledger.spare()
+        while limit > 1 and not all(ledger.attainable(b.scratch_bytes(limit) - held) for b in self._beats):
             limit //= 2
         return limit
 

@@ -38,7 +38,7 @@ from onefold.cache.lease import Lease
 from onefold.cache.ledger import ElasticLedger, Ledger, Purpose
 from onefold.cache.restoring import Restore
 from onefold.cache.scratch import Scratch
-from onefold.cache.segment import LEAST_CHUNK, Store, Track, round_up
+from onefold.cache.segment import Store, Track
 from onefold.cache.shelf import Shelf
 from onefold.cache.tiers.record import VERSION
 from onefold.cache.tree import Node, Tokens, Tree, as_tokens
@@ -156,8 +156,7 @@ class PrefixCache:
         self._seam = [name for m in models for name in stock.install(m, attention)]
         self._watched = [stock.watch(m) for m in models]
         self._ledger = ledger
-        self._pool_before = device.limit_pool(pool_share)
-        self._pool = self._ledger.open(Purpose.POOL, device.pool_bytes(pool_share))
+        self._pool = device.Pool(self._ledger, device.pool_bytes(pool_share))
         self._store = Store([s for a in self._anatomies for s in a.specs], self._ledger)
         self._pointwise = any(a.pointwise for a in self._anatomies)
         self._recurrent = any(a.recurrent for a in self._anatomies)
@@ -374,16 +373,14 @@ class PrefixCache:
         with self._lock:
             self._open_for_use()
             n_bytes = parse_size(budget, total_bytes=device.memory_bytes())
-            pool, before = self._pool.bytes, self._ledger.budget_bytes
-            self._pool.resize(min(pool, device.pool_bytes(n_bytes)))
+            before = self._ledger.budget_bytes
+            self._pool.set_share(min(device.pool_bytes(n_bytes), device.pool_bytes(before)))
             try:
                 self._ledger.set_budget(n_bytes)
-                self._pool.resize(device.pool_bytes(n_bytes))
             except BudgetError:
-                self._ledger.set_budget(before)
-                self._pool.resize(pool)
+                self._pool.set_share(device.pool_bytes(before))
                 raise
-            device.limit_pool(n_bytes)
+            self._pool.set_share(device.pool_bytes(n_bytes))
 
     def close(self) -> None:
         """Let go of everything, leases included, and take the attention seam out again. In a child of the process that
@@ -398,7 +395,6 @@ class PrefixCache:
                     self.clear,
                     functools.partial(stock.uninstall, self._seam),
                     *(functools.partial(stock.unwatch, cls) for cls in self._watched),
-                    functools.partial(device.restore_pool, self._pool_before),
                     self._close_accounts,
                     mx.clear_cache,
                 ]
@@ -440,8 +436,7 @@ class PrefixCache:
 
     def _close_accounts(self) -> None:
         self._scratch.close()
-        if not self._pool.closed:
-            self._pool.close()
+        self._pool.close()
 
     def __enter__(self) -> PrefixCache:
         return self
@@ -601,10 +596,10 @@ class PrefixCache:
         return not self._pointwise
 
     def most_tokens(self) -> int:
-        """The longest conversation that the budget has room for, if it had all of it."""
+        """The longest conversation that the budget has room for, if it had all of it, MLX's pool included."""
         if self.uncached_reason:
             return sys.maxsize  # what an unknown cache takes is not known
-        free = self._ledger.budget_bytes - self._pool.bytes
+        free = self._ledger.budget_bytes - (self._pool.bytes if self._ledger.elastic else 0)
         bounds = [a.bound.max_size for a in self._anatomies if a.bound is not None]
         if bounds and self._need(max(bounds) + 512) <= free:
             return sys.maxsize  # it rotates from there on, and grows no more
@@ -615,11 +610,12 @@ class PrefixCache:
         return low
 
     def _need(self, n_tokens: int) -> int:
-        """What a lone conversation of so many tokens takes, with a forward of the smallest chunk and a copy of one
-        layer, which is the least that reclaiming needs."""
-        slab = round_up(n_tokens) * (self._store.token_bytes + self._store.layer_token_bytes)
-        scratch = sum(a.scratch_bytes(LEAST_CHUNK, n_tokens) for a in self._anatomies)
-        points = sum(a.point_bytes(n_tokens, LEAST_CHUNK) for a in self._anatomies)
+        """What a lone conversation of so many tokens takes, with a forward of one token; and where it must lie in one
+        buffer, with a copy of one array, which growing takes."""
+        copied = self._store.array_token_bytes if self._contiguous else 0
+        slab = n_tokens * (self._store.token_bytes + copied)
+        scratch = sum(a.scratch_bytes(1, n_tokens) for a in self._anatomies)
+        points = sum(a.point_bytes(n_tokens, 1) for a in self._anatomies)
         return slab + scratch + 3 * points
 
     def forget(self, tokens: Any, keep: int, *, namespace: Hashable = "") -> None:

@@ -26,7 +26,7 @@ import numpy as np
 from onefold.cache import host, opening
 from onefold.cache.checkpoints import Checkpoint, revive
 from onefold.cache.ledger import Account, Purpose
-from onefold.cache.segment import Slab, Span, Track, round_up
+from onefold.cache.segment import Slab, Span, Track
 from onefold.cache.tiers.folder import read_all
 from onefold.cache.tiers.heads import read_content
 from onefold.cache.tiers.record import Content, Tensor
@@ -218,7 +218,7 @@ class Restore:
         if not self._direct:
             self._buffers = self._on_the_way((AHEAD + 1 + host.TWICE_MORE) * max(r.size for r in records))
         stop = max(self._stop, self._wanted.target + self._room)
-        self._slab = self._cache._store.slab(round_up(stop - self._base))
+        self._slab = self._cache._store.slab_for(stop - self._base)
         self._slab.enter(self._holder)
 
     def _on_the_way(self, n_bytes: int) -> Account:

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 
@@ -37,15 +37,25 @@ from onefold.errors import BudgetError, DeviceError
 from onefold.sizes import show_size
 
 Arrays = tuple[mx.array, ...]
+Made = TypeVar("Made")
 
 STEP = 256
-"""Capacities are multiples of this, which is also what the fast decode kernels like."""
+"""Capacities of slabs that are written are multiples of this while bytes are not short."""
+FINE_STEP = 8
+"""The same at rest, and where bytes are short."""
+ROOM_SHARE = 8
+"""Room to grow is an eighth of a slab: an eighth more when it grows, and at most about that at rest."""
 LEAST_CHUNK = 16
-"""Tokens of the smallest chunk that prefill is cut into when the budget is short."""
+"""Tokens of the smallest chunk that prefill is cut into while anything else can give way."""
 
 
 def round_up(n: int, to: int = STEP) -> int:
     return (n + to - 1) // to * to
+
+
+def rest_capacity(owned: int) -> int:
+    """The capacity that a slab at rest keeps for so many tokens."""
+    return round_up(owned + owned // ROOM_SHARE, FINE_STEP)
 
 
 class ArraySpec(NamedTuple):
@@ -80,33 +90,65 @@ class Store:
         self.busy: set[Slab] = set()
         """Those that are not idle: a track reads them, or they are being copied."""
         self.capacity = 0
-        """Tokens of all slabs together."""
+        """Tokens that all slabs have room for together."""
+        self.owned = 0
+        """Tokens that nodes own, in all slabs together."""
         self.roomy: Ranking[Slab] = Ranking()
         """Slabs with room or waste, the most first."""
-        self._unwritten: Ranking[Slab] = Ranking()
-        """Slabs that no track writes, the largest first."""
-        self._counted: dict[Slab, int] = {}
+        self._idle: Ranking[Slab] = Ranking()
+        """Slabs that are not busy, the largest first."""
+        self._counted: dict[Slab, tuple[int, int]] = {}
         self.allocate: Callable[..., mx.array] = mx.zeros
         self.token_bytes = sum(s.token_bytes for s in self.specs)
         self.layer_token_bytes = max((s.token_bytes for s in self.specs), default=0)
+        self.array_token_bytes = max((a.token_bytes for s in self.specs for a in s.arrays), default=0)
 
     def slab(self, capacity: int, *, reserved: int | None = None) -> Slab:
         """A new slab, reserved now; each layer is allocated at its first write."""
         return Slab(self, capacity, self.token_bytes * capacity if reserved is None else reserved)
 
+    def capacities(self, need: int, held: int = 0, spare: int = 0) -> Iterator[int]:
+        """Capacities to try for `need` tokens, for a slab that has `held` already: with room to grow while memory is
+        free; then rounded up, if evicting makes room for that and `spare` bytes more; then as little as can be."""
+        roomy, rounded = round_up(max(need, held + held // ROOM_SHARE)), round_up(need)
+        if roomy > rounded and self.ledger.fits((roomy - held) * self.token_bytes + spare):
+            yield roomy
+        if self.ledger.attainable((rounded - held) * self.token_bytes + spare):
+            yield rounded
+        yield from sorted({round_up(need, FINE_STEP), need}, reverse=True)
+
+    def slab_for(self, need: int, *, spare: int = 0) -> Slab:
+        """A new slab for `need` tokens, with room if there is some. Raises BudgetError."""
+        return self.first_granted(self.slab, self.capacities(need, spare=spare))
+
+    @staticmethod
+    def first_granted(make: Callable[[int], Made], capacities: Iterable[int]) -> Made:
+        """What `make` returns for the first capacity that the budget has room for. Raises the last BudgetError."""
+        refused: BudgetError | None = None
+        for capacity in capacities:
+            try:
+                return make(capacity)
+            except BudgetError as error:
+                refused = error
+        assert refused is not None
+        raise refused
+
     @property
     def largest(self) -> int:
-        """The capacity of the largest slab that no track writes."""
-        slab = self._unwritten.first()
+        """The capacity of the largest slab that is not busy."""
+        slab = self._idle.first()
         return 0 if slab is None else slab.capacity
 
     def note(self, slab: Slab) -> None:
         """Called after each change of a slab's capacity, spans, tracks, writers or copies, and when it has gone."""
         there = slab in self.slabs
         capacity = slab.capacity if there else 0
-        self.capacity += capacity - self._counted.pop(slab, 0)
+        owned = slab.owned if there else 0
+        counted = self._counted.pop(slab, (0, 0))
+        self.capacity += capacity - counted[0]
+        self.owned += owned - counted[1]
         if there:
-            self._counted[slab] = capacity
+            self._counted[slab] = (capacity, owned)
         if there and not slab.idle:
             self.busy.add(slab)
         else:
@@ -115,22 +157,24 @@ class Store:
             self.roomy.place(slab, slab.owned - capacity)
         else:
             self.roomy.remove(slab)
-        if there and not slab.writers:
-            self._unwritten.place(slab, -capacity)
+        if there and slab.idle:
+            self._idle.place(slab, -capacity)
         else:
-            self._unwritten.remove(slab)
+            self._idle.remove(slab)
 
     def check(self) -> list[str]:
         """Recount from all slabs and say what differs."""
         found = []
         if self.busy != {s for s in self.slabs if not s.idle}:
             found.append(f"{len(self.busy)} slabs are noted as busy, and others are")
-        if self.capacity != sum(s.capacity for s in self.slabs):
-            found.append(f"the slabs are noted to have {self.capacity} tokens, and have another number")
+        noted = self.capacity, self.owned
+        real = sum(s.capacity for s in self.slabs), sum(s.owned for s in self.slabs)
+        if noted != real:
+            found.append(f"the slabs are noted to have room for and to hold {noted} tokens, and have {real}")
         if self.roomy.keys() != {s: s.owned - s.capacity for s in self.slabs if s.capacity > s.owned}:
             found.append("the slabs that have room are not those that are noted")
-        if self._unwritten.keys() != {s: -s.capacity for s in self.slabs if not s.writers}:
-            found.append("the slabs that no track writes are not those that are noted")
+        if self._idle.keys() != {s: -s.capacity for s in self.slabs if s.idle}:
+            found.append("the slabs that are not busy are not those that are noted")
         for slab in self.slabs:
             owned, used = sum(s.hi - s.lo for s in slab.spans), max((s.hi for s in slab.spans), default=0)
             if (slab.owned, slab.used) != (owned, used):
@@ -283,14 +327,16 @@ class Slab:
         spans and pieces are for the caller to move.
         """
         ledger, per_token = self.store.ledger, self.store.token_bytes
-        copied = self.store.layer_token_bytes * min(capacity, self.capacity)
+        copied, growth = min(capacity, self.capacity), max(0, capacity - self.capacity) * per_token
+        by_layer = growth + copied * self.store.layer_token_bytes <= ledger.free_bytes
+        at_once = copied * (self.store.layer_token_bytes if by_layer else self.store.array_token_bytes)
         self.rewriting = True  # making room for this must not compact, or evict from, the very slab
         try:
-            transient = ledger.open(Purpose.INFLIGHT, copied, "one layer's copy")
+            transient = ledger.open(Purpose.INFLIGHT, at_once, "one layer's copy" if by_layer else "one array's copy")
             try:
                 if capacity > self.capacity:
                     self.account.resize(capacity * per_token)
-                self._rewrite_layers(ranges, capacity)
+                self._rewrite_layers(ranges, capacity, by_layer=by_layer)
                 self.capacity = capacity
                 self.store.note(self)
                 self.account.resize(capacity * per_token)
@@ -299,31 +345,43 @@ class Slab:
         finally:
             self.rewriting = False
 
-    def _rewrite_layers(self, ranges: list[tuple[int, int]], capacity: int) -> None:
-        kept = sum(hi - lo for lo, hi in ranges)
+    def _rewrite_layers(self, ranges: list[tuple[int, int]], capacity: int, *, by_layer: bool) -> None:
         done = 0
         try:
             for index, layer in enumerate(self.layers):
-                if layer is not None:
-                    room = self.store.zeros(index, capacity - kept) if capacity > kept else ()
-                    parts = [[a[..., lo:hi, :] for lo, hi in ranges] for a in layer]
-                    new = [_join([*p, r]) for p, r in zip(parts, room or [None] * len(parts), strict=True)]
+                if layer is None:
+                    continue
+                n = len(layer)
+                for first, stop in [(0, n)] if by_layer else [(j, j + 1) for j in range(n)]:
+                    new = self._rewritten(index, layer, range(first, stop), ranges, capacity)
                     mx.eval(new)
-                    self.layers[index] = new
-                done = index + 1
+                    layer[first:stop] = new
+                    done += 1
         except (BudgetError, MemoryError, RuntimeError) as error:
             if capacity > self.capacity:
-                self._shrink_back(done)
+                self._shrink_back()
             elif done:
-                raise DeviceError(f"{done} of {len(self.layers)} layers were moved, then: {error}") from error
+                raise DeviceError(f"{done} copies were made, then: {error}") from error
             raise
 
-    def _shrink_back(self, done: int) -> None:
-        """Growing failed after `done` layers: give them the size of the others again."""
-        for index, layer in enumerate(self.layers[:done]):
-            if layer is not None:
-                self.layers[index] = [own_bytes(a[..., : self.capacity, :]) for a in layer]
-                mx.eval(self.layers[index])
+    def _rewritten(
+        self, index: int, layer: list[mx.array], which: range, ranges: list[tuple[int, int]], capacity: int
+    ) -> list[mx.array]:
+        kept = sum(hi - lo for lo, hi in ranges)
+        room = self.store.zeros(index, capacity - kept) if capacity > kept else None
+        new = []
+        for j in which:
+            parts: list[mx.array | None] = [layer[j][..., lo:hi, :] for lo, hi in ranges]
+            new.append(_join([*parts, None if room is None else room[j]]))
+        return new
+
+    def _shrink_back(self) -> None:
+        """Growing failed half-way: give the arrays that were grown the size of the others again."""
+        for layer in self.layers:
+            for j, array in enumerate(layer or ()):
+                if layer is not None and array.shape[2] != self.capacity:
+                    layer[j] = own_bytes(array[..., : self.capacity, :])
+                    mx.eval(layer[j])
         self.account.resize(self.capacity * self.store.token_bytes)
 
 
@@ -419,7 +477,7 @@ class Track:
     def gather(self) -> None:
         """See that a contiguous track is one piece, before it is read."""
         if self.contiguous and self.pieces and not self.whole:
-            self.merge(round_up(self.end), consume=set())
+            self.copy_whole(self.end)
 
     # -- reading ----------------------------------------------------------------------
 
@@ -465,11 +523,11 @@ class Track:
 
     # -- writing ------------------------------------------------------------------------
 
-    def ensure(self, start: int, n: int, *, keep: int | None = None) -> None:
+    def ensure(self, start: int, n: int, *, keep: int | None = None, spare: int = 0) -> None:
         """Make the positions [start, start + n) readable, and those not below `floor` writable.
 
-        `keep` is the furthest position that any layer still needs. May raise BudgetError; then
-        nothing has been allocated and every layer reads what it read before.
+        `keep` is the furthest position that any layer still needs. Room to grow leaves `spare` bytes free. May raise
+        BudgetError; then nothing has been allocated and every layer reads what it read before.
         """
         stop = start + n
         start = max(start, self.floor)
@@ -482,15 +540,15 @@ class Track:
         if self.pieces and self.writable(self.pieces[-1]):
             last = self.pieces[-1]
             if last.room < missing and last.limit is None:
-                self._grow(last, missing)
+                self._grow(last, missing, spare)
             step = min(last.room, missing)
             last.hi += step
             missing -= step
         if missing > 0:
             if self.contiguous and self.pieces:
-                self._gather(missing)
+                self._gather(missing, spare)
             else:
-                self._append(self.store.slab(round_up(missing)), missing)
+                self._append(self.store.slab_for(missing, spare=spare), missing)
 
     def write(self, index: int, start: int, new: Arrays) -> None:
         """Store `new` (arrays of some tokens from `start` on) for layer `index`, from `floor` up."""
@@ -546,20 +604,21 @@ class Track:
         slab.enter(self, writes=True)
         self.pieces.append(Piece(slab, 0, n, self.end))
 
-    def _grow(self, last: Piece, missing: int) -> None:
-        """Make room in place; where there is none for one layer's copy, a fresh slab will do."""
+    def _grow(self, last: Piece, missing: int, spare: int) -> None:
+        """Make room in place; where there is none for one array's copy, a fresh slab will do."""
+        capacities = self.store.capacities(last.hi + missing, last.slab.capacity, spare)
         with contextlib.suppress(BudgetError):
-            last.slab.rewrite([(0, last.hi)], round_up(last.hi + missing))
+            self.store.first_granted(lambda capacity: last.slab.rewrite([(0, last.hi)], capacity), capacities)
 
     def _reseat(self, start: int, keep: int) -> None:
         """The positions from `start` on lie where this track may not write: go on in a fresh slab."""
         if self.contiguous and self.pieces:
-            self.merge(round_up(self.end), consume=set())
+            self.copy_whole(self.end)
             self.frozen = min(self.frozen, start)
             return
         fresh = None
         if keep > start:
-            fresh = self.store.slab(round_up(keep - start))
+            fresh = self.store.slab_for(keep - start)
             for index in range(len(self.store.specs)):
                 fresh.layers[index] = self._copy(index, start, keep, fresh.capacity)
         self._cut(start)
@@ -596,10 +655,16 @@ class Track:
         mx.eval(new)
         return new
 
-    def _gather(self, missing: int) -> None:
+    def _gather(self, missing: int, spare: int) -> None:
         """Bring everything into one slab of its own, layer by layer, with room for `missing` more."""
-        self.merge(round_up(self.end + missing), consume=set())
+        self.copy_whole(self.end + missing, spare)
         self.pieces[-1].hi += missing
+
+    def copy_whole(self, need: int, spare: int = 0) -> None:
+        """Copy everything to one slab with room for `need` tokens. Raises BudgetError before anything has changed."""
+        self.store.first_granted(
+            lambda capacity: self.merge(capacity, consume=set()), self.store.capacities(need, spare=spare)
+        )
 
     def merge(self, capacity: int, consume: set[Slab]) -> Slab:
         """One slab with all that the pieces hold. The layers of the slabs in `consume`, which nobody

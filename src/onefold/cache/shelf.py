@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from onefold.cache import eviction
 from onefold.cache.checkpoints import POINTS_SHARE, Checkpoint, Points, superfluous
 from onefold.cache.ledger import Ledger
-from onefold.cache.segment import STEP, Piece, Slab, Span, Store, Track, round_up
+from onefold.cache.segment import ROOM_SHARE, Piece, Slab, Span, Store, Track, rest_capacity
 from onefold.cache.tree import Node, Tokens, Tree
 from onefold.errors import BudgetError, DeviceError
 
@@ -53,6 +53,7 @@ class Shelf:
         self._reclaiming = False
         ledger.make_room = self.make_room
         ledger.headroom = self._headroom
+        ledger.reclaimable = self.reclaimable_bytes
 
     # -- finding -------------------------------------------------------------------------
 
@@ -241,13 +242,24 @@ class Shelf:
         until = time.monotonic() + patience
         goal = self.ledger.used_bytes - missing
         try:
+            # what room alone cannot make up for goes first, so that its buffers are not copied before
+            self._give_up(min(self.ledger.used_bytes, goal + self._room_bytes()), patience, until)
             self._squeeze(goal)
-            if self.disk is not None:
-                self._evict_down_to(goal, self.disk.spiller.is_clean, 0.0)
-            if self.disk is None or patience:
-                self._evict_down_to(goal, lambda node: True, until)
+            self._give_up(goal, patience, until)
         finally:
             self._reclaiming = False
+
+    def _room_bytes(self) -> int:
+        """What compacting every idle slab would free."""
+        room = self.store.capacity - self.store.owned
+        return (room - sum(s.capacity - s.owned for s in self.store.busy)) * self.store.token_bytes
+
+    def _give_up(self, goal: int, patience: float, until: float) -> None:
+        """Evict until no more than `goal` bytes are used: what is on disk too first, then the rest."""
+        if self.disk is not None:
+            self._evict_down_to(goal, self.disk.spiller.is_clean, 0.0)
+        if self.disk is None or patience:
+            self._evict_down_to(goal, lambda node: True, until)
 
     def _squeeze(self, goal: int) -> None:
         """Give back room that no node owns, until no more than `goal` bytes are used."""
@@ -331,9 +343,13 @@ class Shelf:
                         self.unload(tree, node)
 
     def trim_slack(self, slab: Slab) -> None:
-        """After a request: leave room for the next turn, and no more."""
-        if slab in self.store.slabs and slab.idle and slab.capacity - slab.owned >= 2 * STEP:
-            self.compact(slab, room=STEP)
+        """After a request: leave some room for the next turn, in proportion, so that a long conversation is not copied
+        at each turn; and no more. Nothing is evicted for that."""
+        rest = rest_capacity(slab.owned)
+        if slab.capacity - rest <= slab.owned // (2 * ROOM_SHARE) or slab not in self.store.slabs or not slab.idle:
+            return
+        if rest * self.store.array_token_bytes <= self.ledger.free_bytes:
+            self.compact(slab, room=rest - slab.owned)
 
     def clear_behind(self, track: Track) -> bool:
         """Nodes of another branch lie behind the track's end in its last slab: move them to a slab of their own, if
@@ -356,8 +372,8 @@ class Shelf:
         common = {p.slab for p in track.pieces if p.limit is not None}
         spans = [n.span for n in path if n.span is not None and n.span.slab in common]
         tokens = sum(s.hi - s.lo for s in spans)
-        if spans and self.ledger.fits((tokens + STEP) * self.store.token_bytes):
-            self._move_out(spans, room=round_up(tokens) - tokens)
+        if spans and self.ledger.fits(rest_capacity(tokens) * self.store.token_bytes):
+            self._move_out(spans, room=rest_capacity(tokens) - tokens)
 
     def _move_out(self, spans: list[Span], room: int) -> None:
         """Copy these spans to a slab of their own, in this order, and let go of where they lay."""
@@ -400,7 +416,9 @@ class Shelf:
             old.drop()
 
     def _headroom(self) -> int:
-        return self.store.layer_token_bytes * self.store.largest
+        """One array of the largest slab that may be compacted, which one that is read or written may not. When it no
+        longer is, and there is no room to compact it, it is given up whole."""
+        return self.store.array_token_bytes * self.store.largest
 
     # -- recounting ----------------------------------------------------------------------
 

@@ -77,7 +77,10 @@ class Conversations:
         self._random = np.random.default_rng(0)
 
     def words(self, n: int) -> np.ndarray:
-        return self._random.integers(1, VOCAB, n).astype(np.int32)
+        """A prompt that has nothing but its first token in common with others, and not that with those of `fill`."""
+        found = self._random.integers(1, VOCAB, n).astype(np.int32)
+        found[0] = 0
+        return found
 
     def store(self, tokens: np.ndarray) -> None:
         lease = self.cache.lease(tokens)

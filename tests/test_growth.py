@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -141,3 +142,35 @@ def test_a_ranking_keeps_few_stale_entries() -> None:
     for i in range(10_000):
         ranking.place(i % 10, (i,))
     assert len(ranking._heap) <= 100
+
+
+@pytest.mark.parametrize("what", ["set_budget", "shrink", "clear"])
+def test_other_threads_get_in_while_much_is_given_up(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In short stretches, between which the lock is free and the books are right."""
+    monkeypatch.setattr("onefold.cache.prefix_cache.STRETCH_SECONDS", 0.0)
+    model = tiny("llama")
+    with onefold.PrefixCache(model, "64MB") as cache:
+        for i in range(12):
+            turn(cache, model, words(40, seed=i))
+        left: list[int] = []
+
+        def look() -> None:
+            cache.check()
+            left.append(cache.stats().nodes)
+
+        def between() -> None:
+            thread = threading.Thread(target=look)
+            thread.start()
+            thread.join(60)
+            assert not thread.is_alive(), "the lock is held"
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cache._lock, "between", between)
+            if what == "set_budget":
+                cache.set_budget(cache.token_bytes * 100)
+            elif what == "shrink":
+                cache.shrink(0)
+            else:
+                cache.clear()
+        assert len(left) >= 6 and left == sorted(left, reverse=True) and left[0] > left[-1]
+        cache.check()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import sys
 import threading
@@ -32,7 +33,7 @@ from onefold.cache.batch import Batch
 from onefold.cache.counting import Stats
 from onefold.cache.disk import Disk, DiskSettings, DiskStats
 from onefold.cache.fingerprint import lasting_digest, model_digest
-from onefold.cache.gate import Gate
+from onefold.cache.gate import STRETCH_SECONDS, Gate
 from onefold.cache.kinds.full import Bound
 from onefold.cache.lease import Lease
 from onefold.cache.ledger import ElasticLedger, Ledger, Purpose
@@ -355,6 +356,9 @@ class PrefixCache:
             for node in list(self._shelf.leaves.busy):
                 node.pins = 0
             self._pins.clear()
+        if self._shelf.disk is None:
+            self._drop_leaves()
+        with self._lock:
             for tree in self._shelf.trees.values():
                 for node in reversed(list(tree.root.walk())):  # children before parents
                     if node.parent is None or not node.idle or not _is_leaf(node, disk):
@@ -368,11 +372,32 @@ class PrefixCache:
                 self._shelf.disk.clear()
                 self._shelf.disk.spiller.flush(everything=False, until=time.monotonic() + CLEARING_MOST)
 
+    def _drop_leaves(self) -> None:
+        """Drop what was used last before now and is not held, in stretches between which other threads get in."""
+        began = time.time()
+        while True:
+            with self._lock:
+                stop = time.monotonic() + STRETCH_SECONDS
+                while (node := self._shelf.leaves.pop()) is not None:
+                    if node.last_use > began:  # all that follow are, too
+                        self._shelf.changed(node)
+                        return
+                    self._totals["discarded_tokens"] += node.end - node.start
+                    self._shelf.drop(self._shelf.tree_of(node), node)
+                    if time.monotonic() > stop:
+                        break
+                else:
+                    return
+            self._lock.between()
+
     def set_budget(self, budget: int | float | str) -> None:
         """Change the budget while running. Frees what no longer fits; refuses what cannot be freed now."""
+        n_bytes = parse_size(budget, total_bytes=device.memory_bytes())
+        ledger, share = self._ledger, 0 if self._ledger.elastic else device.pool_bytes(n_bytes)
+        if n_bytes > 0:
+            self._reclaim(lambda: ledger.used_bytes - ledger.spare() + share + ledger.headroom() - n_bytes)
         with self._lock:
             self._open_for_use()
-            n_bytes = parse_size(budget, total_bytes=device.memory_bytes())
             before = self._ledger.budget_bytes
             self._pool.set_share(min(device.pool_bytes(n_bytes), device.pool_bytes(before)))
             try:
@@ -635,11 +660,20 @@ class PrefixCache:
                     self._shelf.trim_slack(span.slab)
 
     def shrink(self, n_bytes: int) -> None:
-        """Evict until at most `n_bytes` are stored, or nothing more can be."""
-        with self._lock:
-            excess = self.stored_bytes - n_bytes
-            if excess > 0:
-                self._shelf.make_room(min(excess, self._shelf.reclaimable_bytes()))
+        """Evict until at most `n_bytes` are stored, or nothing more can be. Other threads get in meanwhile."""
+        self._reclaim(lambda: min(self.stored_bytes - n_bytes, self._shelf.reclaimable_bytes()))
+
+    def _reclaim(self, excess: Callable[[], int]) -> None:
+        """Free so many bytes, in stretches between which other threads get in; nothing if they cannot all be freed."""
+        before = math.inf
+        while True:
+            with self._lock:
+                if self._closed or not before > (missing := excess()) > 0:
+                    return
+                before = missing
+                stop = math.inf if self._disk is not None else time.monotonic() + STRETCH_SECONDS
+                self._shelf.make_room(missing, stop=stop)
+            self._lock.between()
 
     def adopt(self, tokens: Any, layers: list[Any]) -> tuple[int, str]:
         """Take over what a list of mlx-lm's own caches holds: the KV of `tokens`. Returns how many of them could be

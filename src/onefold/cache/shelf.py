@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
@@ -229,9 +230,10 @@ class Shelf:
                 points -= node.checkpoint.account.bytes
         return tokens * self.store.token_bytes + points
 
-    def make_room(self, missing: int, *, patience: float = PATIENCE) -> None:
+    def make_room(self, missing: int, *, patience: float = PATIENCE, stop: float = math.inf) -> None:
         """Free at least `missing` bytes if that is possible, and as little more as can be. What is not on disk yet and
-        should be is written first, for so many seconds at most; with none to spare it stays in memory."""
+        should be is written first, for so many seconds at most; with none to spare it stays in memory. After
+        `stop` (by the monotonic clock) a node or a slab more is given up, and the caller asks again for the rest."""
         if self._reclaiming:
             return
         if self.disk is not None:
@@ -243,9 +245,14 @@ class Shelf:
         goal = self.ledger.used_bytes - missing
         try:
             # what room alone cannot make up for goes first, so that its buffers are not copied before
-            self._give_up(min(self.ledger.used_bytes, goal + self._room_bytes()), patience, until)
-            self._squeeze(goal)
-            self._give_up(goal, patience, until)
+            before = math.inf
+            while before > (used := self.ledger.used_bytes) > goal + self._room_bytes():
+                before = used
+                self._give_up(goal + self._room_bytes(), patience, until, stop)
+                if time.monotonic() > stop:
+                    return
+            self._squeeze(goal, stop)
+            self._give_up(goal, patience, until, stop)
         finally:
             self._reclaiming = False
 
@@ -254,27 +261,29 @@ class Shelf:
         room = self.store.capacity - self.store.owned
         return (room - sum(s.capacity - s.owned for s in self.store.busy)) * self.store.token_bytes
 
-    def _give_up(self, goal: int, patience: float, until: float) -> None:
+    def _give_up(self, goal: int, patience: float, until: float, stop: float) -> None:
         """Evict until no more than `goal` bytes are used: what is on disk too first, then the rest."""
         if self.disk is not None:
-            self._evict_down_to(goal, self.disk.spiller.is_clean, 0.0)
+            self._evict_down_to(goal, self.disk.spiller.is_clean, 0.0, stop)
         if self.disk is None or patience:
-            self._evict_down_to(goal, lambda node: True, until)
+            self._evict_down_to(goal, lambda node: True, until, stop)
 
-    def _squeeze(self, goal: int) -> None:
+    def _squeeze(self, goal: int, stop: float) -> None:
         """Give back room that no node owns, until no more than `goal` bytes are used."""
         kept: list[Slab] = []
         while self.ledger.used_bytes > goal and (slab := self.store.roomy.first()) is not None:
             if not slab.idle or not self.compact(slab):
                 self.store.roomy.remove(slab)
                 kept.append(slab)
+            elif time.monotonic() > stop:
+                break
         for slab in kept:
             self.store.note(slab)
 
-    def _evict_down_to(self, goal: int, may: Callable[[Node], bool], until: float) -> None:
+    def _evict_down_to(self, goal: int, may: Callable[[Node], bool], until: float, stop: float) -> None:
         while (short := self.ledger.used_bytes - goal) > 0:
             touched, freed = dict[Slab, None](), 0
-            while freed < short:
+            while freed < short and not (freed and time.monotonic() > stop):
                 victim = eviction.choose(
                     self.leaves,
                     short - freed,
@@ -290,7 +299,7 @@ class Shelf:
             for slab in touched:
                 if slab in self.store.slabs and slab.idle and slab.capacity > slab.owned:
                     self.compact(slab)
-            if not freed:
+            if not freed or time.monotonic() > stop:
                 return
 
     def _evict(self, victim: eviction.Victim, touched: dict[Slab, None], until: float) -> int:

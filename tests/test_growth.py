@@ -42,12 +42,12 @@ def counted(request: pytest.FixtureRequest) -> Iterator[Counting]:
 
 
 class Counting:
-    """A cache of 40 conversations that counts every slab and node that is looked at among all of them."""
+    """A cache of 20 conversations that counts every slab and node that is looked at among all of them."""
 
     def __init__(self, cache: onefold.PrefixCache, model: nn.Module) -> None:
         self.cache, self.model = cache, model
         self.prefix = words(20)
-        for i in range(20):
+        for i in range(10):
             self.store([*words(30, seed=100 + i)])
             self.store([*self.prefix, i, *words(10, seed=i)])
         self.slabs = cache._store.slabs = Counted(cache._store.slabs)
@@ -71,7 +71,7 @@ class Counting:
         return self.slabs.looks + self.nodes
 
 
-FAMILIES = pytest.mark.parametrize("counted", ["llama", "gemma3", "qwen3_next", "deepseek_v3"], indirect=True)
+FAMILIES = pytest.mark.parametrize("counted", ["llama", "gemma3", "qwen3_next"], indirect=True)
 
 
 @FAMILIES
@@ -79,9 +79,10 @@ def test_a_request_looks_at_nothing_but_its_own_path(counted: Counting) -> None:
     cache, model = counted.cache, counted.model
     with cache.lease([*counted.prefix, 85, 86]) as lease:
         forward(model, lease.layers, lease.tokens.tolist(), lease.cached)
-        for _ in range(300):  # long enough to grow
+        for _ in range(8):
             mx.eval(model(mx.array([[5]]), cache=lease.layers))
-        lease.commit([*counted.prefix, 85, 86, *[5] * 300])
+        mx.eval(model(mx.array([[5] * 300]), cache=lease.layers))  # grows
+        lease.commit([*counted.prefix, 85, 86, *[5] * 308])
     counted.store(words(30, seed=999))
     assert cache.held_bytes > 0
     assert counted.looks == 0
@@ -94,7 +95,7 @@ def test_reclaiming_looks_at_nothing_but_what_it_frees(counted: Counting) -> Non
     counted.nodes = 0
     cache.shrink(cache.stored_bytes // 2)
     cache.set_budget("16MB")
-    cache.forget(words(30, seed=119), 10)
+    cache.forget(words(30, seed=109), 10)
     assert counted.looks == 0
     assert cache.stats().stored_tokens < stored
     cache.check()

@@ -80,7 +80,7 @@ def test_where_bytes_are_short_a_buffer_grows_by_little() -> None:
     assert track.end >= 3990
 
 
-@pytest.mark.parametrize("n", [60, 150, 700, 1300])
+@pytest.mark.parametrize("n", [60, 150, 900])
 def test_at_rest_a_conversation_holds_little_more_than_its_tokens(n: int) -> None:
     model = tiny("llama")
     with onefold.PrefixCache(model, "256MB") as cache:
@@ -136,10 +136,9 @@ def filled(cache: onefold.PrefixCache, model: Any, chunk: int) -> list[int]:
     return said
 
 
-@pytest.mark.parametrize("chunk", [8, 16])
-def test_one_conversation_can_have_nine_tenths_of_the_budget(heavy: Any, chunk: int) -> None:
+def test_one_conversation_can_have_nine_tenths_of_the_budget(heavy: Any) -> None:
     with onefold.PrefixCache(heavy, "64MB") as cache:
-        said = filled(cache, heavy, chunk)
+        said = filled(cache, heavy, 16)
         stats = cache.stats()
         assert len(said) * stats.token_bytes >= 0.9 * stats.budget_bytes
         assert cache.in_memory(said) * stats.token_bytes >= 0.9 * stats.budget_bytes
@@ -157,8 +156,7 @@ def test_a_prompt_can_have_nine_tenths_of_the_budget(heavy: Any) -> None:
         cache.check()
 
 
-@pytest.mark.parametrize("chunk", [2, 24])
-@pytest.mark.parametrize("budget", ["8MB", "12MB"])
+@pytest.mark.parametrize(("budget", "chunk"), [("8MB", 2), ("12MB", 24)])
 def test_a_refused_conversation_can_be_continued_by_one_token(heavy: Any, budget: str, chunk: int) -> None:
     with onefold.PrefixCache(heavy, budget) as cache:
         store(cache, heavy, words(40, seed=1))  # something that may be evicted

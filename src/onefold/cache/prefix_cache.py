@@ -356,7 +356,7 @@ class PrefixCache:
             for node in list(self._shelf.leaves.busy):
                 node.pins = 0
             self._pins.clear()
-        if self._shelf.disk is None:
+        if self._disk is None:
             self._drop_leaves()
         with self._lock:
             for tree in self._shelf.trees.values():

@@ -201,6 +201,7 @@ class Slab:
         "_rewriting",
         "account",
         "capacity",
+        "foreign",
         "home",
         "layers",
         "owned",
@@ -221,6 +222,8 @@ class Slab:
         """Tokens that nodes own; the rest is room or waste."""
         self.tracks: set[Track] = set()
         """Changed by `enter` and `leave` alone."""
+        self.foreign = False
+        """Its arrays came from a caller, who may still refer to them: a copy of them would not free them."""
         self.home = 0
         """The thread whose request wrote it last."""
         self.writers: set[Track] = set()
@@ -515,6 +518,7 @@ class Track:
         if last.slab.tracks != {self} or last.slab.used > last.hi or last.slab.copies:
             return False
         last.slab.writers = {self}
+        last.slab.foreign = False
         last.slab.settle()
         return True
 

@@ -355,6 +355,8 @@ class Shelf:
         """After a request: leave some room for the next turn, in proportion, so that a long conversation is not copied
         at each turn; and no more. Nothing is evicted for that."""
         rest = rest_capacity(slab.owned)
+        if slab.foreign:
+            return
         if slab.capacity - rest <= slab.owned // (2 * ROOM_SHARE) or slab not in self.store.slabs or not slab.idle:
             return
         if rest * self.store.array_token_bytes <= self.ledger.free_bytes:

@@ -420,7 +420,7 @@ def test_a_preempted_request_with_a_seed_goes_on_as_it_would_have(loaded):
     seeded = [Sampling(temperature=1.0, seed=i) for i in range(4)]
     with Engine(*loaded, budget="256MB") as engine:
         wide = [ask(engine, words(400, seed=i), 500, sampling=s).tokens for i, s in enumerate(seeded)]
-    with Engine(*loaded, budget=SMALL) as engine:
+    with Engine(*loaded, budget=SMALL // 2) as engine:
         answers = ask_all(engine, [request(words(400, seed=i), 500, sampling=s) for i, s in enumerate(seeded)])
         assert engine.stats().preemptions > 0
         assert [a.tokens for a in answers] == wide
@@ -469,7 +469,7 @@ def test_alone_and_out_of_memory_an_answer_ends_with_length(loaded):
         engine.check()
 
 
-@pytest.mark.parametrize("wrong", [{"budget": "200kB"}, {"kv": "3"}, {"max_kv_size": 10, "keep": 20}])
+@pytest.mark.parametrize("wrong", [{"budget": "100kB"}, {"kv": "3"}, {"max_kv_size": 10, "keep": 20}])
 def test_what_cannot_be_used_is_said_and_leaves_no_thread(loaded, wrong):
     with pytest.raises(ConfigError):
         Engine(*loaded, **{"budget": "64MB", **wrong})

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +30,15 @@ def pick(tree: Tree, missing: int = 1, *, frees: dict[int, int] | None = None, m
     def bytes_of(node: Node) -> int:
         return whole(node) if frees is None else frees.get(id(node), whole(node))
 
-    return choose(Leaves(tree.root.walk()), missing, bytes_of, TOKEN_BYTES, may_cut=may_cut)
+    return choose(order_of(tree), missing, bytes_of, TOKEN_BYTES, may_cut=may_cut)
+
+
+def order_of(tree: Tree) -> Leaves:
+    order = Leaves()
+    for node in tree.root.walk():
+        order.changed(node)
+    assert order.check(tree.root.walk()) == []
+    return order
 
 
 def test_nothing_to_give_up() -> None:
@@ -96,10 +108,14 @@ def test_a_checkpoint_goes_with_its_whole_leaf() -> None:
     assert pick(tree, 95, may_cut=True) == Victim(node, 0)
 
 
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9), st.booleans()), min_size=1, max_size=30))
+USES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9), st.booleans()), min_size=1, max_size=30)
+
+
+@given(USES)
 def test_looked_through_once_they_go_as_if_looked_through_each_time(found: list[tuple[int, int, bool]]) -> None:
     """Some nodes have nothing in memory: they are on disk, and whatever is below them may be in memory."""
-    tree = Tree()
+    order = Leaves()
+    tree = Tree(order)
     nodes: list[Node] = [tree.root]
     for i, (parent, use, on_disk) in enumerate(found):
         node = leaf(tree, i, 3, last_use=use, parent=nodes[parent % len(nodes)])
@@ -114,14 +130,109 @@ def test_looked_through_once_they_go_as_if_looked_through_each_time(found: list[
         free = [n for n in held if not any(b.span is not None for b in n.walk())]
         return min(free, key=lambda n: (n.last_use, -n.end), default=None)
 
-    order = Leaves(tree.root.walk())
-    for node in order:
+    while (node := order.pop()) is not None:
         best = oldest()
         assert best is not None and (node.last_use, node.end) == (best.last_use, best.end)
         assert not any(b.span is not None for b in node.walk())
         node.span, node.disk = None, object()
-        order.gave_up(node.parent)
+        assert order.check(tree.root.walk()) == []
     assert oldest() is None
+
+
+@dataclass(eq=False)
+class Payload:
+    """A payload as a node's, which can be cut and joined."""
+
+    def cut(self, at: int, upper: Node, lower: Node) -> tuple[Payload | None, Payload | None]:
+        return Payload(), Payload()
+
+    def join(self, upper: Payload | None) -> None: ...
+
+    def moved(self, node: Node) -> Payload:
+        return Payload()
+
+
+CHANGES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99), st.integers(0, 9)), max_size=60)
+
+
+@given(CHANGES)
+def test_every_change_of_a_tree_is_heard(changes: list[tuple[int, int, int]]) -> None:
+    """Whatever is done to nodes in whatever order, the order of eviction is that of a look through all of them."""
+    order = Leaves()
+    tree = Tree(order)
+    for i, (what, which, n) in enumerate(changes):
+        nodes = list(tree.root.walk())
+        node = nodes[which % len(nodes)] if nodes else tree.root
+        if what == 0 or not nodes:
+            leaf(tree, 1000 + i, 2 + n, last_use=n, parent=node if n % 3 else tree.root)
+        elif what == 1 and len(node.tokens) > 1:
+            tree.split(node, node.start + 1 + n % (len(node.tokens) - 1))
+        elif what == 2 and len(node.children) == 1 and node.checkpoint is None:
+            (below,) = node.children.values()
+            tree.join(node, below)
+        elif what == 3 and not node.children:
+            tree.remove(node)
+        elif what == 4:
+            node.leases = n % 2
+        elif what == 5:
+            node.pins = n % 2
+        elif what == 6:
+            node.span = Payload() if n % 2 else None
+        elif what == 7:
+            node.disk = Payload() if n % 2 else None
+        elif what == 8:
+            node.checkpoint = Payload() if n % 2 else None
+        else:
+            node.last_use = n
+        assert order.check(tree.root.walk()) == []
+
+
+def test_choosing_looks_at_no_more_leaves_than_it_gives_up() -> None:
+    """However many there are."""
+    order, looked = Leaves(), 0
+    tree = Tree(order)
+    for i in range(5000):
+        leaf(tree, i, 4, last_use=i)
+
+    def frees(node: Node) -> int:
+        nonlocal looked
+        looked += 1
+        return whole(node)
+
+    for _ in range(10):
+        victim = choose(order, 1, frees, TOKEN_BYTES, may_cut=False)
+        assert victim is not None
+        tree.remove(victim.node)
+    assert looked == 10
+
+
+def test_a_walk_looks_only_at_what_is_asked_for() -> None:
+    class Counted(dict[int, Node]):
+        looks = 0
+
+        def values(self):  # type: ignore[no-untyped-def]
+            node = self
+
+            class View:
+                def __iter__(self) -> Iterator[Node]:
+                    for n in list(dict.values(node)):
+                        Counted.looks += 1
+                        yield n
+
+                def __reversed__(self) -> Iterator[Node]:
+                    for n in reversed(list(dict.values(node))):
+                        Counted.looks += 1
+                        yield n
+
+            return View()
+
+    tree = Tree()
+    parent = leaf(tree, 1, 4, last_use=1)
+    for i in range(500):
+        leaf(tree, i, 4, last_use=1, parent=parent)
+    parent.children = Counted(parent.children)
+    assert len(list(itertools.islice(parent.walk(), 16))) == 16
+    assert Counted.looks == 16
 
 
 @given(

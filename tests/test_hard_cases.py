@@ -163,7 +163,8 @@ def test_a_refused_step_leaves_no_row_ahead():
             forward(model, lease.layers, prompt, 0)
         batch, ledger = cache.batch(rows), cache._ledger
         assert not batch.ragged
-        short = ledger.open(Purpose.LIVE, ledger.free_bytes - ledger.headroom() - 3000)
+        left = ledger.free_bytes + ledger.spare() - ledger.headroom()  # MLX's pool gives way before anybody is refused
+        short = ledger.open(Purpose.LIVE, left - 3000)
         with pytest.raises(onefold.BudgetError):
             batch.step(mx.array([5, 5]))
         assert [lease.offset for lease in rows] == [255, 256]

@@ -144,6 +144,37 @@ def test_3_the_ledger_equals_active_memory_between_steps(family):
             known = known + words(30, seed=i)
 
 
+def test_3_with_mlx_s_pool_the_ledger_is_within_a_hundredth_for_arrays_of_256_kb():
+    """The pool may hand out buffers that are larger than asked for, by two pages at most."""
+    from mlx_lm.models import llama
+
+    args = llama.ModelArgs(
+        model_type="llama", hidden_size=32, num_hidden_layers=1, intermediate_size=32, num_attention_heads=8,
+        num_key_value_heads=8, head_dim=1024, rms_norm_eps=1e-5, vocab_size=131,
+    )  # fmt: skip
+    mx.random.seed(0)
+    model = llama.Model(args)
+    mx.eval(model.parameters())
+    before, rng = active(), random.Random(5)
+    with onefold.PrefixCache(model, "80MB") as cache:
+        known = [words(48)]
+        for i in range(25):
+            base = rng.choice(known)  # by 8 tokens, which are 256 kB
+            prompt = base[: 8 * rng.randrange(1, len(base) // 8 + 1)] + words(8 * rng.randrange(1, 12), seed=i)
+            with cache.lease(prompt) as lease:
+                for chunk in lease.chunks(40):
+                    mx.eval(model(mx.array(chunk)[None], cache=lease.layers))
+                mx.eval(model(mx.array([prompt[-1:]]), cache=lease.layers))
+                lease.commit(prompt)
+            known = [*known, prompt][-20:]
+            stats = cache.stats()
+            ours, real = stats.bytes["live"] + stats.bytes["stored"], mx.get_active_memory() - before
+            sizes = [a.nbytes for s in cache._store.slabs for layer in s.layers if layer for a in layer]
+            assert sum(n < 1 << 18 for n in sizes) <= len(sizes) / 4
+            assert abs(ours - real) <= 0.01 * real, (ours, real)
+        assert stats.evicted_tokens > 0 and mx.get_cache_memory() > 0
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next", "deepseek_v3", "mixtral", "falcon_h1"])
 def test_3_during_a_forward_active_memory_stays_below_the_ledger(family):
     model = tiny(family)

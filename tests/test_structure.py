@@ -24,6 +24,7 @@ NO_MLX = (
     "cache/gate.py",
     "cache/ondisk.py",
     "cache/pace.py",
+    "cache/ranking.py",
     "cache/worker.py",
     "cache/tiers/census.py",
     "cache/tiers/folder.py",

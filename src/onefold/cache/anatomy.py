@@ -193,15 +193,16 @@ class Anatomy:
 
     # -- bytes ---------------------------------------------------------------------------
 
-    def scratch_bytes(self, n_tokens: int, total_tokens: int) -> int:
+    def scratch_bytes(self, n_tokens: int, total_tokens: int, *, joins: bool = True) -> int:
         """An upper estimate of one forward's activations and attention scratch. On a GPU a chunk's scores are never
-        laid out whole, unless the model does so itself (those outside the seam)."""
+        laid out whole, unless the model does so itself (those outside the seam). `joins` says whether the pieces of a
+        layer may be put side by side."""
         per_token = self.widest * self.itemsize * 8
         scores = 3 * self.heads * n_tokens * total_tokens * 4
         if device.on_gpu() and not self.contiguous:
             few = min(n_tokens, 16)
             scores = (3 * self.heads * few * 4 + 2 * n_tokens) * total_tokens
-        joined = max((leaf.token_bytes for leaf in self.leaves), default=0) * total_tokens  # one layer's pieces
+        joined = max((leaf.token_bytes for leaf in self.leaves), default=0) * total_tokens if joins else 0
         spoken = n_tokens if self.logit_tokens is None else min(n_tokens, self.logit_tokens)
         logits = 3 * spoken * self.vocab * max(4, self.itemsize)
         return n_tokens * per_token + scores + joined + logits + (1 << 16)

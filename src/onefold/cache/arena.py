@@ -70,8 +70,7 @@ class Arena:
     def _give(self, track: Track, lo: int) -> None:
         slab = self._slab
         assert slab is not None
-        slab.tracks.add(track)
-        slab.writers.add(track)
+        slab.enter(track, writes=True)
         slab.settle()
         last = track.pieces[-1] if track.pieces else None
         if last is None or not self._can_bring(track, last):
@@ -84,11 +83,8 @@ class Arena:
                 target[j][..., lo : lo + n, :] = array[..., last.lo : last.hi, :]
             mx.eval(target)
         for span in list(old.spans):
-            old.spans.discard(span)
-            span.slab, span.lo, span.hi = slab, lo + span.lo - last.lo, lo + span.hi - last.lo
-            slab.spans.add(span)
-        old.tracks.discard(track)
-        old.writers.discard(track)
+            span.move(slab, lo + span.lo - last.lo)
+        old.leave(track)
         old.settle()
         track.pieces[-1] = Piece(slab, lo, lo + n, last.pos, limit=lo + STEP)
 

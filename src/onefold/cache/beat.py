@@ -159,7 +159,13 @@ class Beat:
     def scratch_bytes(self, n_tokens: int) -> int:
         bound = self.anatomy.bound
         seen = self.position if bound is None else min(self.position, bound.max_size)
-        return self.anatomy.scratch_bytes(n_tokens, seen + n_tokens)
+        return self.anatomy.scratch_bytes(n_tokens, seen + n_tokens, joins=self.joins(n_tokens))
+
+    def joins(self, n_tokens: int) -> bool:
+        """Whether a forward of so many tokens may put a layer's pieces side by side."""
+        if self.anatomy.contiguous or any(leaf.kind is not Kind.FULL for leaf in self.leaves):
+            return True
+        return n_tokens > 1 and not self.lease._track.whole
 
     def begun(self, model: Any, inputs: mx.array, row: int, *, n_layers: int, embedded: bool) -> None:
         lease = self.lease

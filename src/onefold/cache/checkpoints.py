@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ import mlx.core as mx
 from onefold.cache.kinds.base import Snapshot
 from onefold.cache.kinds.own import OwnSnapshot
 from onefold.cache.ledger import Account
+from onefold.cache.ranking import Ranking
 from onefold.cache.tree import Node
 
 PER_PATH = 4
@@ -122,6 +124,68 @@ def superfluous(held: list[Node]) -> list[Node]:
     """Of the nodes of a path that have a checkpoint, those whose checkpoint is to go."""
     gone = set(surplus([Place(n.end, len(n.children) > 1) for n in held]))
     return [n for n in held if n.end in gone]
+
+
+class Points:
+    """The nodes that have a checkpoint, in the order in which those are dropped when their share of the budget is used
+    up: first those that one further on makes up for, then the least recently used. A watch of the trees, like
+    `eviction.Leaves`."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        """Of all checkpoints in the trees."""
+        self._bytes: dict[Node, int] = {}
+        self._order: Ranking[Node] = Ranking()
+
+    def changed(self, node: Node) -> None:
+        there = node.parent is not None and node.checkpoint is not None
+        known = node in self._bytes
+        if not there and not known:
+            return
+        self.bytes -= self._bytes.pop(node, 0)
+        if there:
+            self._bytes[node] = node.checkpoint.account.bytes
+            self.bytes += self._bytes[node]
+            self._order.place(node, _drop_rank(node))
+        else:
+            self._order.remove(node)
+        if there != known and node.parent is not None:
+            self.branched(node.parent)
+
+    def branched(self, node: Node) -> None:
+        """Look again at the nearest checkpoint above, or here: it may be made up for now, or no longer."""
+        at: Node | None = node if self._bytes else None
+        while at is not None and at.checkpoint is None:
+            at = at.parent
+        if at is not None and at in self._bytes:
+            self._order.place(at, _drop_rank(at))
+
+    def pop(self) -> Node | None:
+        """Take out the node whose checkpoint goes next; None if there is none. `changed` has it in the order again."""
+        return self._order.pop()
+
+    def check(self, nodes: Iterable[Node]) -> list[str]:
+        """Recount from all nodes and say what differs."""
+        held = [n for n in nodes if n.checkpoint is not None]
+        found = []
+        if self._bytes != {n: n.checkpoint.account.bytes for n in held} or self.bytes != sum(self._bytes.values()):
+            found.append(f"the checkpoints are noted to have {self.bytes} bytes, and have another number")
+        if self._order.keys() != {n: _drop_rank(n) for n in held}:
+            found.append("the order in which checkpoints are dropped is not that of the tree")
+        return found
+
+
+def _drop_rank(node: Node) -> tuple[bool, float, int]:
+    return not _made_up_for(node), node.last_use, node.end
+
+
+def _made_up_for(node: Node) -> bool:
+    """Whether the only way on from here leads to another checkpoint."""
+    while len(node.children) == 1:
+        (node,) = node.children.values()
+        if node.checkpoint is not None:
+            return True
+    return False
 
 
 def wanted(position: int, last: int, prompt_tokens: int, asked: frozenset[int]) -> bool:

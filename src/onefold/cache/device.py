@@ -8,6 +8,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from onefold.cache.ledger import Ledger, Purpose
+
 POOL_SHARE = 16
 POOL_MOST = 1 << 30
 
@@ -50,10 +52,51 @@ def pool_bytes(budget_bytes: int) -> int:
     return min(POOL_MOST, budget_bytes // POOL_SHARE)
 
 
-def limit_pool(budget_bytes: int) -> int:
-    """Bound the buffers that MLX keeps for reuse; returns what the bound was before."""
-    return mx.set_cache_limit(pool_bytes(budget_bytes))
+class Pool:
+    """The buffers that MLX keeps for reuse: bounded by their share of a budget, and the bound is counted.
 
+    The share gives way where a reservation would be refused otherwise, and comes back out of free bytes. The bound is
+    the process's, from here to `close`.
+    """
 
-def restore_pool(before: int) -> None:
-    mx.set_cache_limit(before)
+    def __init__(self, ledger: Ledger, share_bytes: int) -> None:
+        self._ledger = ledger
+        self._share = share_bytes
+        self._account = ledger.open(Purpose.POOL, share_bytes)
+        self._before = mx.set_cache_limit(share_bytes)
+        if not ledger.elastic:  # an elastic ledger does not count it
+            ledger.spare = lambda: self.bytes
+            ledger.give_way = self.give_way
+
+    @property
+    def bytes(self) -> int:
+        return self._account.bytes
+
+    def give_way(self, n_bytes: int) -> None:
+        """Have so many bytes less, or none."""
+        self._set(max(0, self.bytes - n_bytes))
+
+    def refill(self) -> None:
+        """Have the whole share again, as far as bytes are free."""
+        free = self._ledger.free_bytes - self._ledger.headroom()
+        if self.bytes < self._share and free > 0:
+            self._set(min(self._share, self.bytes + free))
+
+    def set_share(self, share_bytes: int) -> None:
+        """Have another share: at once if that is less, else as far as bytes are free."""
+        self._share = share_bytes
+        if self.bytes > share_bytes:
+            self._set(share_bytes)
+        self.refill()
+
+    def close(self) -> None:
+        """Give the bound back to the process. May be called again."""
+        if not self._account.closed:
+            self._account.close()
+            mx.set_cache_limit(self._before)
+
+    def _set(self, n_bytes: int) -> None:
+        self._account.resize(n_bytes)
+        mx.set_cache_limit(n_bytes)
+        if mx.get_cache_memory() > n_bytes:
+            mx.clear_cache()

@@ -9,11 +9,10 @@ No MLX in this file: what a node would free is asked of the caller.
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from onefold.cache.ranking import Ranking
 from onefold.cache.tree import Node
 
 SMALLEST_CUT = 64
@@ -27,44 +26,68 @@ class Victim(NamedTuple):
 
 
 class Leaves:
-    """In which order they go. The nodes are looked through once; a parent follows when its last leaf was given up."""
+    """The nodes that may be evicted, in order. A watch of the trees: it hears of every change, and so never has to look
+    through all nodes. `busy` are the nodes that a lease or a pin holds."""
 
-    def __init__(self, nodes: Iterable[Node]) -> None:
-        self._below: Counter[Node] = Counter()
-        """For nodes that have something in memory below them: in how many of their branches."""
-        found = [n for n in nodes if n.in_memory]
-        for node in found:
-            while (above := node.parent) is not None:
-                self._below[above] += 1
-                if self._below[above] > 1 or above.in_memory:  # it is counted already, or counts for itself
-                    break
-                node = above
-        self._queue: list[tuple[float, int, int, Node]] = []
-        for node in found:
-            self._push(node)
+    def __init__(self) -> None:
+        self.busy: set[Node] = set()
+        self._queue: Ranking[Node] = Ranking()
+        self._passed: list[Node] = []
 
-    def _push(self, node: Node) -> None:
-        if node.idle and not self._below[node]:
-            heapq.heappush(self._queue, (node.last_use, -node.end, id(node), node))
+    def changed(self, node: Node) -> None:
+        if node.parent is None or node.idle:
+            self.busy.discard(node)
+        else:
+            self.busy.add(node)
+        if _is_leaf(node):
+            self._queue.place(node, _rank(node))
+        else:
+            self._queue.remove(node)
 
-    def __iter__(self) -> Iterator[Node]:
-        while self._queue:
-            yield heapq.heappop(self._queue)[-1]
+    def branched(self, node: Node) -> None:
+        """Nothing: what has something in memory below it is told as a change."""
 
-    def gave_up(self, above: Node | None) -> None:
-        """A leaf whose parent this was has nothing in memory any more."""
-        while above is not None and not above.is_root:
-            self._below[above] -= 1
-            if self._below[above]:
-                return
-            if above.in_memory:
-                self._push(above)
-                return
-            above = above.parent
+    def pop(self) -> Node | None:
+        """Take out the next leaf; None if there is none. It comes again if it changes, or with `put_back`."""
+        return self._queue.pop()
+
+    def pass_over(self, node: Node) -> None:
+        """This leaf was taken out and is not to go now."""
+        self._passed.append(node)
+
+    def put_back(self) -> None:
+        """Have the leaves that were passed over in the order again."""
+        passed, self._passed = self._passed, []
+        for node in passed:
+            self.changed(node)
+
+    def check(self, nodes: Iterable[Node]) -> list[str]:
+        """Recount from all nodes and say what differs."""
+        found, known = [], list(nodes)
+        for node in known:
+            below = sum(child.holds for child in node.children.values())
+            if node.held_below != below:
+                where = f"node [{node.start}, {node.end})"
+                found.append(f"{where} counts {node.held_below} branches in memory, not {below}")
+        queued = self._queue.keys()
+        if queued != {n: _rank(n) for n in known if _is_leaf(n)}:
+            found.append(f"the order of eviction has {len(queued)} leaves, and not those of the tree")
+        if self.busy != {n for n in known if not n.idle}:
+            found.append(f"{len(self.busy)} nodes are noted as held, and others are")
+        return found
+
+
+def _is_leaf(node: Node) -> bool:
+    return node.parent is not None and node.in_memory and not node.held_below and node.idle
+
+
+def _rank(node: Node) -> tuple[float, int]:
+    return node.last_use, -node.end
 
 
 def leaves(nodes: Iterable[Node]) -> list[Node]:
-    return list(Leaves(nodes))
+    """The leaves among these nodes, in the order in which they would go."""
+    return sorted((n for n in nodes if _is_leaf(n)), key=_rank)
 
 
 def choose(
@@ -77,9 +100,10 @@ def choose(
     may: Callable[[Node], bool] = lambda node: True,
 ) -> Victim | None:
     """The next leaf to give up, or None if none would free anything. Leaves that may not go are passed over."""
-    for node in order:
+    while (node := order.pop()) is not None:
         freed = frees(node)
         if freed <= 0 or not may(node):
+            order.pass_over(node)
             continue
         length = node.end - node.start
         if may_cut and freed > missing and token_bytes and node.checkpoint is None:

@@ -71,6 +71,7 @@ def _fill_track(lease: Lease, layers: list[tuple[Any, list[mx.array]]], upto: in
     if start == 0 and len(capacities) == 1 and min(capacities) % STEP == 0:
         track.free()
         slab = track.store.slab(min(capacities))
+        slab.foreign = True
         for layer, arrays in layers:
             slab.layers[layer.index] = [own_name(a) for a in arrays]
         slab.evaluate()

@@ -3,6 +3,8 @@
 Whoever calls the cache goes through both doors, so that no other caller sees a change half done. The writer thread uses
 the inner one alone. A caller that must wait for the writer opens the inner door for that long, and not the outer.
 
+Long bookkeeping is done in stretches, each with the lock held; `between` them the threads that wait come first.
+
 A child of the process is refused: whoever held the lock when it was forked is not there to let go of it.
 """
 
@@ -10,8 +12,14 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 from onefold.errors import ConfigError
+
+STRETCH_SECONDS = 0.01
+"""That bookkeeping holds the lock at a stretch, where it can be interrupted."""
+GIVE_WAY_SECONDS = 0.0005
+"""Enough for a thread that waits to be woken and to take the lock."""
 
 
 class Gate:
@@ -21,6 +29,8 @@ class Gate:
         self._changed = threading.Condition(self.inner)
         self._process = os.getpid()
         self._depth = 0
+        self._waiting = 0
+        self._counting = threading.Lock()
 
     @property
     def is_elsewhere(self) -> bool:
@@ -33,7 +43,11 @@ class Gate:
 
     def __enter__(self) -> None:
         self.refuse_elsewhere()
-        self._outer.acquire()
+        self._count(1)
+        try:
+            self._outer.acquire()
+        finally:
+            self._count(-1)
         entered = False
         try:
             self.inner.acquire()
@@ -58,6 +72,15 @@ class Gate:
         held = self._depth > 0
         self._outer.release()
         return held
+
+    def _count(self, n: int) -> None:
+        with self._counting:
+            self._waiting += n
+
+    def between(self) -> None:
+        """Called outside, between two stretches of one long piece of work: lets those in who wait now."""
+        if self._waiting:
+            time.sleep(GIVE_WAY_SECONDS)
 
     def wait(self, seconds: float) -> None:
         """Until something has changed, or so long. Both the writer and those who wait for it call this, inside."""

@@ -120,11 +120,13 @@ class Lease:
         return self.tokens[self.cached :]
 
     def chunk_limit(self, limit: int = 2048) -> int:
-        """The largest chunk, up to `limit`, whose scratch the budget has room for now (and at least 16 tokens): a
-        `prefill_step_size` that will not be refused."""
-        cache = self._cache
-        held = cache._scratch.bytes
-        while limit > LEAST_CHUNK and any(not cache._ledger.fits(b.scratch_bytes(limit) - held) for b in self._beats):
+        """The largest chunk, up to `limit`, whose scratch the budget has room for: a `prefill_step_size` that will not
+        be refused. Down to 16 tokens nothing is evicted for it; below that, what can be."""
+        ledger, held = self._cache._ledger, self._cache._scratch.bytes - 2 * self._points.bytes
+        while limit > LEAST_CHUNK and not all(ledger.fits(b.scratch_bytes(limit) - held) for b in self._beats):
+            limit //= 2
+        held += ledger.spare()
+        while limit > 1 and not all(ledger.attainable(b.scratch_bytes(limit) - held) for b in self._beats):
             limit //= 2
         return limit
 

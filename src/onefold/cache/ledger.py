@@ -73,7 +73,13 @@ class Ledger:
         self.make_room: Callable[[int], None] | None = None
         """Called with the bytes that are missing; frees what it can."""
         self.headroom: Callable[[], int] = lambda: 0
-        """Bytes that only copies in flight may use, so that reclaiming itself always has room."""
+        """Bytes that only copies in flight may use, so that reclaiming itself has room."""
+        self.reclaimable: Callable[[], int] = lambda: 0
+        """Bytes that `make_room` could free."""
+        self.spare: Callable[[], int] = lambda: 0
+        """Bytes that are reserved and can be done without: MLX's pool."""
+        self.give_way: Callable[[int], None] = lambda n_bytes: None
+        """Called with spare bytes that are needed, before a reservation is refused."""
 
     @property
     def budget_bytes(self) -> int:
@@ -112,6 +118,11 @@ class Ledger:
         """Whether a reservation would be granted as things are, without freeing anything."""
         with self._lock:
             return n_bytes <= self.free_bytes - self.headroom()
+
+    def attainable(self, n_bytes: int) -> bool:
+        """Whether a reservation would be granted, if need be by freeing what can be freed."""
+        with self._lock:
+            return n_bytes <= self.free_bytes - self.headroom() + self.reclaimable()
 
     def set_budget(self, budget_bytes: int) -> None:
         """Change the budget while running; what no longer fits is freed first, or it is refused."""
@@ -159,6 +170,11 @@ class Ledger:
 
         if missing() > 0 and self.make_room is not None:
             self.make_room(missing())
+        if missing() > 0 and (spare := self.spare()):
+            if missing() > spare and self.make_room is not None:
+                self.make_room(missing() - spare)
+            if 0 < missing() <= spare:
+                self.give_way(missing())
         if missing() > 0:
             available = max(0, n_bytes - missing())
             raise BudgetError(
@@ -223,3 +239,6 @@ class ElasticLedger(Ledger):
 
     def fits(self, n_bytes: int) -> bool:
         return n_bytes <= self.free_bytes
+
+    def attainable(self, n_bytes: int) -> bool:
+        return True

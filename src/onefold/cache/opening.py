@@ -11,13 +11,14 @@ Called with the cache's lock held.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from typing import TYPE_CHECKING
 
 from onefold.cache import stock
 from onefold.cache.checkpoints import Checkpoint
 from onefold.cache.ledger import Purpose
-from onefold.cache.segment import LEAST_CHUNK, Track, round_up
+from onefold.cache.segment import Track, round_up
 from onefold.cache.tree import Node
 from onefold.errors import BudgetError
 
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
     from onefold.cache.prefix_cache import PrefixCache
 
 log = logging.getLogger("onefold")
+
+PREFILLED = 256
+"""Tokens of a chunk that room to grow leaves scratch for."""
+NEAR = 16
+"""Descendants of a path's end that are looked at for a checkpoint that can be clamped."""
 
 
 def open_lease(cache: PrefixCache, lease: Lease, reserve_tokens: int) -> None:
@@ -61,7 +67,7 @@ def open_lease(cache: PrefixCache, lease: Lease, reserve_tokens: int) -> None:
             lease._unreserved = max(0, rest)  # a request that waits holds nothing yet
         elif writable and rest > 0:
             end = lease._track.end
-            lease._track.ensure(end, rest)
+            lease._track.ensure(end, rest, spare=_scratch(cache, lease, min(rest, PREFILLED)))
             lease._track.shorten(end)
 
 
@@ -110,7 +116,7 @@ def _clampable(cache: PrefixCache, path: list[Node], target: int) -> Checkpoint 
     """A checkpoint at or behind `target` whose windows still hold everything before it."""
     if not path or not target or cache._recurrent:
         return None
-    near = [*path, *list(path[-1].walk())[:16]]
+    near = [*path, *itertools.islice(path[-1].walk(), NEAR)]
     layers = [leaf for a in cache._anatomies for leaf in a.make(Track(cache._store))[1]]
     for node in near:
         found: Checkpoint | None = node.checkpoint
@@ -185,17 +191,23 @@ def _require(cache: PrefixCache, lease: Lease, rest: int) -> None:
 
 
 def _needed(cache: PrefixCache, lease: Lease, rest: int) -> int:
-    """Bytes of the rest beyond what its buffer has room for already, of the smallest forward, and of the copy of one
-    layer that a larger buffer must always leave room for."""
+    """Bytes of the rest beyond what its buffer has room for already, and of a forward of one token; where all must lie
+    in one buffer, also of the copy of one array that growing takes."""
     last = lease._track.pieces[-1] if lease._track.pieces else None
     held = used = 0
-    if last is not None and last.slab.tracks == {lease._track} and all(s.hi <= last.hi for s in last.slab.spans):
+    if last is not None and last.slab.tracks == {lease._track} and last.slab.used <= last.hi:
         held, used = last.slab.capacity, last.hi  # nothing lies behind: it goes on in place
-    capacity = round_up(used + rest) if used + rest > held else held
-    total = lease._track.end + rest
-    scratch = max((b.anatomy.scratch_bytes(max(1, min(LEAST_CHUNK, rest)), total) for b in lease._beats), default=0)
-    headroom = max(0, capacity * cache._store.layer_token_bytes - cache._ledger.headroom())
-    return (capacity - held) * cache._store.token_bytes + max(0, scratch - cache._scratch.bytes) + headroom
+    capacity = max(held, used + rest)
+    copied = cache._store.array_token_bytes if cache._contiguous else 0
+    headroom = max(0, capacity * copied - cache._ledger.headroom())
+    return (capacity - held) * cache._store.token_bytes + _scratch(cache, lease, 1, rest) + headroom
+
+
+def _scratch(cache: PrefixCache, lease: Lease, n_tokens: int, rest: int = 0) -> int:
+    """Bytes that a forward of so many tokens needs beyond what this thread has reserved, with `rest` tokens before."""
+    total = lease._track.end + max(rest, n_tokens)
+    needed = (b.anatomy.scratch_bytes(n_tokens, total, joins=b.joins(n_tokens)) for b in lease._beats)
+    return max(0, max(needed, default=0) - cache._scratch.bytes)
 
 
 def _make_writable(cache: PrefixCache, lease: Lease, rest: int) -> bool:
@@ -218,5 +230,5 @@ def _make_writable(cache: PrefixCache, lease: Lease, rest: int) -> bool:
     if cache._contiguous and not (moved and track.whole):
         if cache._ledger.elastic:
             return False
-        track.merge(round_up(track.end + rest), consume=set())
+        track.copy_whole(track.end + rest)
     return True

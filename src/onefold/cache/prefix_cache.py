@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import sys
 import time
@@ -31,13 +32,13 @@ from onefold.cache.batch import Batch
 from onefold.cache.counting import Stats
 from onefold.cache.disk import Disk, DiskSettings, DiskStats
 from onefold.cache.fingerprint import lasting_digest, model_digest
-from onefold.cache.gate import Gate
+from onefold.cache.gate import STRETCH_SECONDS, Gate
 from onefold.cache.kinds.full import Bound
 from onefold.cache.lease import Lease
 from onefold.cache.ledger import ElasticLedger, Ledger, Purpose
 from onefold.cache.restoring import Restore
 from onefold.cache.scratch import Scratch
-from onefold.cache.segment import LEAST_CHUNK, Store, Track, round_up
+from onefold.cache.segment import Store, Track
 from onefold.cache.shelf import Shelf
 from onefold.cache.tiers.record import VERSION
 from onefold.cache.tree import Node, Tokens, Tree, as_tokens
@@ -157,8 +158,7 @@ class PrefixCache:
         self._seam = [name for m in models for name in stock.install(m, attention)]
         self._watched = [stock.watch(m) for m in models]
         self._ledger = ledger
-        self._pool_before = device.limit_pool(pool_share)
-        self._pool = self._ledger.open(Purpose.POOL, device.pool_bytes(pool_share))
+        self._pool = device.Pool(self._ledger, device.pool_bytes(pool_share))
         self._store = Store([s for a in self._anatomies for s in a.specs], self._ledger)
         self._pointwise = any(a.pointwise for a in self._anatomies)
         self._recurrent = any(a.recurrent for a in self._anatomies)
@@ -372,37 +372,60 @@ class PrefixCache:
                 self._disk.spiller.flush(everything=True, until=time.monotonic() + CLEARING_MOST)
             for restore in list(self._restores):
                 restore.finish()
-            for node in self._shelf.nodes():
+            for node in list(self._shelf.leaves.busy):
                 node.pins = 0
             self._pins.clear()
+        if self._disk is None:
+            self._drop_leaves()
+        with self._lock:
             for tree in self._shelf.trees.values():
-                while gone := [n for n in tree.root.walk() if _is_leaf(n, disk) and n.idle]:
-                    for node in gone:
-                        if disk:
-                            self._totals["discarded_tokens"] += node.end - node.start
-                            self._shelf.drop(tree, node)
-                        else:
-                            self._totals["discarded_tokens"] += self._shelf.unload(tree, node)
+                for node in reversed(list(tree.root.walk())):  # children before parents
+                    if node.parent is None or not node.idle or not _is_leaf(node, disk):
+                        continue
+                    if disk:
+                        self._totals["discarded_tokens"] += node.end - node.start
+                        self._shelf.drop(tree, node)
+                    else:
+                        self._totals["discarded_tokens"] += self._shelf.unload(tree, node)
             if disk and self._shelf.disk is not None:
                 self._shelf.disk.clear()
                 self._shelf.disk.spiller.flush(everything=False, until=time.monotonic() + CLEARING_MOST)
 
+    def _drop_leaves(self) -> None:
+        """Drop what was used last before now and is not held, in stretches between which other threads get in."""
+        began = time.time()
+        while True:
+            with self._lock:
+                stop = time.monotonic() + STRETCH_SECONDS
+                while (node := self._shelf.leaves.pop()) is not None:
+                    if node.last_use > began:  # all that follow are, too
+                        self._shelf.changed(node)
+                        return
+                    self._totals["discarded_tokens"] += node.end - node.start
+                    self._shelf.drop(self._shelf.tree_of(node), node)
+                    if time.monotonic() > stop:
+                        break
+                else:
+                    return
+            self._lock.between()
+
     def set_budget(self, budget: int | float | str) -> None:
         """Change the budget while running. Frees what no longer fits; refuses what cannot be freed now."""
+        n_bytes = parse_size(budget, total_bytes=device.memory_bytes())
+        ledger, share = self._ledger, 0 if self._ledger.elastic else device.pool_bytes(n_bytes)
+        if n_bytes > 0:
+            self._reclaim(lambda: ledger.used_bytes - ledger.spare() + share + ledger.headroom() - n_bytes)
         with self._lock:
             self._open_for_use()
             self.sweep()
-            n_bytes = parse_size(budget, total_bytes=device.memory_bytes())
-            pool, before = self._pool.bytes, self._ledger.budget_bytes
-            self._pool.resize(min(pool, device.pool_bytes(n_bytes)))
+            before = self._ledger.budget_bytes
+            self._pool.set_share(min(device.pool_bytes(n_bytes), device.pool_bytes(before)))
             try:
                 self._ledger.set_budget(n_bytes)
-                self._pool.resize(device.pool_bytes(n_bytes))
             except BudgetError:
-                self._ledger.set_budget(before)
-                self._pool.resize(pool)
+                self._pool.set_share(device.pool_bytes(before))
                 raise
-            device.limit_pool(n_bytes)
+            self._pool.set_share(device.pool_bytes(n_bytes))
 
     def close(self) -> None:
         """Let go of everything, leases included, and take the attention seam out again. In a child of the process that
@@ -418,7 +441,6 @@ class PrefixCache:
                     self.clear,
                     functools.partial(stock.uninstall, self._seam),
                     *(functools.partial(stock.unwatch, cls) for cls in self._watched),
-                    functools.partial(device.restore_pool, self._pool_before),
                     self._close_accounts,
                     mx.clear_cache,
                 ]
@@ -470,8 +492,7 @@ class PrefixCache:
 
     def _close_accounts(self) -> None:
         self._scratch.close()
-        if not self._pool.closed:
-            self._pool.close()
+        self._pool.close()
 
     def __enter__(self) -> PrefixCache:
         return self
@@ -635,10 +656,10 @@ class PrefixCache:
         return not self._pointwise
 
     def most_tokens(self) -> int:
-        """The longest conversation that the budget has room for, if it had all of it."""
+        """The longest conversation that the budget has room for, if it had all of it, MLX's pool included."""
         if self.uncached_reason:
             return sys.maxsize  # what an unknown cache takes is not known
-        free = self._ledger.budget_bytes - self._pool.bytes
+        free = self._ledger.budget_bytes - (self._pool.bytes if self._ledger.elastic else 0)
         bounds = [a.bound.max_size for a in self._anatomies if a.bound is not None]
         if bounds and self._need(max(bounds) + 512) <= free:
             return sys.maxsize  # it rotates from there on, and grows no more
@@ -649,11 +670,12 @@ class PrefixCache:
         return low
 
     def _need(self, n_tokens: int) -> int:
-        """What a lone conversation of so many tokens takes, with a forward of the smallest chunk and a copy of one
-        layer, which is the least that reclaiming needs."""
-        slab = round_up(n_tokens) * (self._store.token_bytes + self._store.layer_token_bytes)
-        scratch = sum(a.scratch_bytes(LEAST_CHUNK, n_tokens) for a in self._anatomies)
-        points = sum(a.point_bytes(n_tokens, LEAST_CHUNK) for a in self._anatomies)
+        """What a lone conversation of so many tokens takes, with a forward of one token; and where it must lie in one
+        buffer, with a copy of one array, which growing takes."""
+        copied = self._store.array_token_bytes if self._contiguous else 0
+        slab = n_tokens * (self._store.token_bytes + copied)
+        scratch = sum(a.scratch_bytes(1, n_tokens) for a in self._anatomies)
+        points = sum(a.point_bytes(n_tokens, 1) for a in self._anatomies)
         return slab + scratch + 3 * points
 
     def forget(self, tokens: Any, keep: int, *, namespace: Hashable = "") -> None:
@@ -673,11 +695,20 @@ class PrefixCache:
                     self._shelf.trim_slack(span.slab)
 
     def shrink(self, n_bytes: int) -> None:
-        """Evict until at most `n_bytes` are stored, or nothing more can be."""
-        with self._lock:
-            excess = self.stored_bytes - n_bytes
-            if excess > 0:
-                self._shelf.make_room(min(excess, self._shelf.reclaimable_bytes()))
+        """Evict until at most `n_bytes` are stored, or nothing more can be. Other threads get in meanwhile."""
+        self._reclaim(lambda: min(self.stored_bytes - n_bytes, self._shelf.reclaimable_bytes()))
+
+    def _reclaim(self, excess: Callable[[], int]) -> None:
+        """Free so many bytes, in stretches between which other threads get in; nothing if they cannot all be freed."""
+        before = math.inf
+        while True:
+            with self._lock:
+                if self._closed or not before > (missing := excess()) > 0:
+                    return
+                before = missing
+                stop = math.inf if self._disk is not None else time.monotonic() + STRETCH_SECONDS
+                self._shelf.make_room(missing, stop=stop)
+            self._lock.between()
 
     def adopt(self, tokens: Any, layers: list[Any]) -> tuple[int, str]:
         """Take over what a list of mlx-lm's own caches holds: the KV of `tokens`. Returns how many of them could be
@@ -716,7 +747,7 @@ def _is_leaf(node: Node, disk: bool) -> bool:
     """Nothing hangs on it; or, with what is on disk to stay, nothing in memory does."""
     if disk:
         return not node.children
-    return node.in_memory and not any(n.in_memory for n in node.walk())
+    return node.in_memory and not node.held_below
 
 
 def _positions(checkpoints: Iterable[int], reserve_tokens: int, namespace: Hashable) -> frozenset[int]:

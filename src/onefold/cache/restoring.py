@@ -26,7 +26,7 @@ import numpy as np
 from onefold.cache import host, opening
 from onefold.cache.checkpoints import Checkpoint, revive
 from onefold.cache.ledger import Account, Purpose
-from onefold.cache.segment import Slab, Span, Track, round_up
+from onefold.cache.segment import Slab, Span, Track
 from onefold.cache.tiers.folder import read_all
 from onefold.cache.tiers.heads import read_content
 from onefold.cache.tiers.record import Content, Tensor
@@ -218,8 +218,8 @@ class Restore:
         if not self._direct:
             self._buffers = self._on_the_way((AHEAD + 1 + host.TWICE_MORE) * max(r.size for r in records))
         stop = max(self._stop, self._wanted.target + self._room)
-        self._slab = self._cache._store.slab(round_up(stop - self._base))
-        self._slab.tracks.add(self._holder)
+        self._slab = self._cache._store.slab_for(stop - self._base)
+        self._slab.enter(self._holder)
 
     def _on_the_way(self, n_bytes: int) -> Account:
         """For bytes that cannot be read straight into their place. Raises BudgetError."""
@@ -307,7 +307,7 @@ class Restore:
             if self._direct and self._slab.layers[0] is not None:  # no garbage behind what is right
                 host.clear(self._slab, self._reached - self._base, self._stop - self._base)
             self._attach(self._slab)
-            self._slab.tracks.discard(self._holder)
+            self._slab.leave(self._holder)
             self._slab.settle()
         self._let_go()
         self._disk.read_pace.took(self._seconds, self._read_bytes)
@@ -379,7 +379,7 @@ class Restore:
         for node in self._end.path():
             if node.span is None and node.start < stop and node.start >= self._base:
                 at = self._tree.split(node, stop) if node.end > stop else node
-                at.span = Span(slab, at.start - self._base, at.end - self._base, at)
+                at.span = Span.own(slab, at.start - self._base, at.end - self._base, at)
                 self.tokens += at.end - at.start
 
     # -- points -------------------------------------------------------------------------------------------

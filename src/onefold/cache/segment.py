@@ -8,7 +8,8 @@
   below `floor` belong to the tree; recomputing them writes nothing. A slab is written by one track, and
   only while no other track reads it: a second reader seals it, and the writer goes on in a fresh slab.
 - Whatever copies (growing, compacting, merging) goes layer by layer and evaluates each, so that the
-  transient is one layer; it is reserved as in flight.
+  transient is one layer; it is reserved as in flight. Where bytes are short it is one array.
+- A slab tells its store of every change to its size, spans and readers, so that nobody looks through all slabs.
 
     position   0 ............ floor ............. end
     pieces     [ slab A 0:900 )[ slab B 12:80 )[ slab C 0:31 ) ....room
@@ -19,30 +20,42 @@ Knows nothing of models, tokens, or when to free.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 
 from onefold.cache.attention import View
 from onefold.cache.kinds.base import own_bytes
 from onefold.cache.ledger import Ledger, Purpose
+from onefold.cache.ranking import Ranking
 from onefold.cache.tree import Node
 from onefold.errors import BudgetError, DeviceError
 from onefold.sizes import show_size
 
 Arrays = tuple[mx.array, ...]
+Made = TypeVar("Made")
 
 STEP = 256
-"""Capacities are multiples of this, which is also what the fast decode kernels like."""
+"""Capacities of slabs that are written are multiples of this while bytes are not short."""
+FINE_STEP = 8
+"""The same at rest, and where bytes are short."""
+ROOM_SHARE = 8
+"""Room to grow is an eighth of a slab: an eighth more when it grows, and at most about that at rest."""
 LEAST_CHUNK = 16
-"""Tokens of the smallest chunk that prefill is cut into when the budget is short."""
+"""Tokens of the smallest chunk that prefill is cut into while anything else can give way."""
 
 
 def round_up(n: int, to: int = STEP) -> int:
     return (n + to - 1) // to * to
+
+
+def rest_capacity(owned: int) -> int:
+    """The capacity that a slab at rest keeps for so many tokens."""
+    return round_up(owned + owned // ROOM_SHARE, FINE_STEP)
 
 
 class ArraySpec(NamedTuple):
@@ -74,13 +87,100 @@ class Store:
         self.specs = tuple(specs)
         self.ledger = ledger
         self.slabs: set[Slab] = set()
+        self.busy: set[Slab] = set()
+        """Those that are not idle: a track reads them, or they are being copied."""
+        self.capacity = 0
+        """Tokens that all slabs have room for together."""
+        self.owned = 0
+        """Tokens that nodes own, in all slabs together."""
+        self.roomy: Ranking[Slab] = Ranking()
+        """Slabs with room or waste, the most first."""
+        self._idle: Ranking[Slab] = Ranking()
+        """Slabs that are not busy, the largest first."""
+        self._counted: dict[Slab, tuple[int, int]] = {}
         self.allocate: Callable[..., mx.array] = mx.zeros
         self.token_bytes = sum(s.token_bytes for s in self.specs)
         self.layer_token_bytes = max((s.token_bytes for s in self.specs), default=0)
+        self.array_token_bytes = max((a.token_bytes for s in self.specs for a in s.arrays), default=0)
 
     def slab(self, capacity: int, *, reserved: int | None = None) -> Slab:
         """A new slab, reserved now; each layer is allocated at its first write."""
         return Slab(self, capacity, self.token_bytes * capacity if reserved is None else reserved)
+
+    def capacities(self, need: int, held: int = 0, spare: int = 0) -> Iterator[int]:
+        """Capacities to try for `need` tokens, for a slab that has `held` already: with room to grow while memory is
+        free; then rounded up, if evicting makes room for that and `spare` bytes more; then as little as can be."""
+        roomy, rounded = round_up(max(need, held + held // ROOM_SHARE)), round_up(need)
+        if roomy > rounded and self.ledger.fits((roomy - held) * self.token_bytes + spare):
+            yield roomy
+        if self.ledger.attainable((rounded - held) * self.token_bytes + spare):
+            yield rounded
+        yield from sorted({round_up(need, FINE_STEP), need}, reverse=True)
+
+    def slab_for(self, need: int, *, spare: int = 0) -> Slab:
+        """A new slab for `need` tokens, with room if there is some. Raises BudgetError."""
+        return self.first_granted(self.slab, self.capacities(need, spare=spare))
+
+    @staticmethod
+    def first_granted(make: Callable[[int], Made], capacities: Iterable[int]) -> Made:
+        """What `make` returns for the first capacity that the budget has room for. Raises the last BudgetError."""
+        refused: BudgetError | None = None
+        for capacity in capacities:
+            try:
+                return make(capacity)
+            except BudgetError as error:
+                refused = error
+        assert refused is not None
+        raise refused
+
+    @property
+    def largest(self) -> int:
+        """The capacity of the largest slab that is not busy."""
+        slab = self._idle.first()
+        return 0 if slab is None else slab.capacity
+
+    def note(self, slab: Slab) -> None:
+        """Called after each change of a slab's capacity, spans, tracks, writers or copies, and when it has gone."""
+        there = slab in self.slabs
+        capacity = slab.capacity if there else 0
+        owned = slab.owned if there else 0
+        counted = self._counted.pop(slab, (0, 0))
+        self.capacity += capacity - counted[0]
+        self.owned += owned - counted[1]
+        if there:
+            self._counted[slab] = (capacity, owned)
+        if there and not slab.idle:
+            self.busy.add(slab)
+        else:
+            self.busy.discard(slab)
+        if there and capacity > slab.owned:
+            self.roomy.place(slab, slab.owned - capacity)
+        else:
+            self.roomy.remove(slab)
+        if there and slab.idle:
+            self._idle.place(slab, -capacity)
+        else:
+            self._idle.remove(slab)
+
+    def check(self) -> list[str]:
+        """Recount from all slabs and say what differs."""
+        found = []
+        if self.busy != {s for s in self.slabs if not s.idle}:
+            found.append(f"{len(self.busy)} slabs are noted as busy, and others are")
+        noted = self.capacity, self.owned
+        real = sum(s.capacity for s in self.slabs), sum(s.owned for s in self.slabs)
+        if noted != real:
+            found.append(f"the slabs are noted to have room for and to hold {noted} tokens, and have {real}")
+        if self.roomy.keys() != {s: s.owned - s.capacity for s in self.slabs if s.capacity > s.owned}:
+            found.append("the slabs that have room are not those that are noted")
+        if self._idle.keys() != {s: -s.capacity for s in self.slabs if s.idle}:
+            found.append("the slabs that are not busy are not those that are noted")
+        for slab in self.slabs:
+            owned, used = sum(s.hi - s.lo for s in slab.spans), max((s.hi for s in slab.spans), default=0)
+            if (slab.owned, slab.used) != (owned, used):
+                said = f"counts {slab.owned} tokens up to {slab.used}, not {owned} up to {used}"
+                found.append(f"slab of {slab.capacity} {said}")
+        return found
 
     def zeros(self, index: int, n: int) -> Arrays:
         specs = self.specs[index].arrays
@@ -97,11 +197,13 @@ class Store:
 
 class Slab:
     __slots__ = (
+        "_copies",
+        "_rewriting",
         "account",
         "capacity",
-        "copies",
+        "foreign",
         "layers",
-        "rewriting",
+        "owned",
         "spans",
         "store",
         "tracks",
@@ -113,14 +215,20 @@ class Slab:
         self.capacity = capacity
         self.account = store.ledger.open(Purpose.LIVE, reserved, f"a buffer of {capacity} tokens")
         self.layers: list[list[mx.array] | None] = [None] * len(store.specs)
-        self.spans: set[Span] = set()
+        self.spans: list[Span] = []
+        """What nodes own of it, by index. Changed by `add` and `discard` alone."""
+        self.owned = 0
+        """Tokens that nodes own; the rest is room or waste."""
         self.tracks: set[Track] = set()
+        """Changed by `enter` and `leave` alone."""
+        self.foreign = False
+        """Its arrays came from a caller, who may still refer to them: a copy of them would not free them."""
         self.writers: set[Track] = set()
         """One, or the rows of a batch that write to regions of their own: see `arena`."""
-        self.rewriting = False
-        self.copies = 0
-        """Ranges of it that are being copied out by another thread at this moment."""
+        self._rewriting = False
+        self._copies = 0
         store.slabs.add(self)
+        store.note(self)
 
     @property
     def bytes(self) -> int:
@@ -128,17 +236,69 @@ class Slab:
 
     @property
     def idle(self) -> bool:
-        return not self.tracks and not self.rewriting and not self.copies
+        return not self.tracks and not self._rewriting and not self._copies
+
+    @property
+    def rewriting(self) -> bool:
+        """Its arrays are being replaced: nobody may read, copy, compact or evict from it."""
+        return self._rewriting
+
+    @rewriting.setter
+    def rewriting(self, is_so: bool) -> None:
+        self._rewriting = is_so
+        self.store.note(self)
+
+    @property
+    def copies(self) -> int:
+        """Ranges of it that are being copied out by another thread at this moment."""
+        return self._copies
+
+    @copies.setter
+    def copies(self, n: int) -> None:
+        self._copies = n
+        self.store.note(self)
 
     @property
     def used(self) -> int:
         """One past the last index that a node owns."""
-        return max((s.hi for s in self.spans), default=0)
+        return self.spans[-1].hi if self.spans else 0
 
-    @property
-    def owned(self) -> int:
-        """Tokens that nodes own; the rest is room or waste."""
-        return sum(s.hi - s.lo for s in self.spans)
+    def add(self, span: Span) -> None:
+        """A node owns this range from now on."""
+        bisect.insort(self.spans, span, key=_start)
+        self.owned += span.hi - span.lo
+        self.store.note(self)
+
+    def discard(self, span: Span) -> None:
+        """No node owns this range any more."""
+        del self.spans[self._index(span)]
+        self.owned -= span.hi - span.lo
+        self.store.note(self)
+
+    def _index(self, span: Span) -> int:
+        at = bisect.bisect_left(self.spans, span.lo, key=_start)
+        return at if self.spans[at] is span else self.spans.index(span)
+
+    def cut(self, span: Span, upper: Span) -> None:
+        """`upper` has taken over the head of `span`."""
+        self.spans.insert(self._index(span), upper)
+
+    def joined(self, upper: Span) -> None:
+        """The span after `upper` has taken it over."""
+        del self.spans[self._index(upper)]
+
+    def enter(self, track: Track, *, writes: bool = False) -> None:
+        """A track reads it from now on, or writes it as well."""
+        self.tracks.add(track)
+        if writes:
+            self.writers.add(track)
+        self.store.note(self)
+
+    def leave(self, track: Track) -> None:
+        """A track neither reads nor writes it any more. Call `settle` afterwards."""
+        self.tracks.discard(track)
+        self.writers.discard(track)
+        self.store.note(self)
 
     def arrays(self, index: int) -> list[mx.array]:
         layer = self.layers[index]
@@ -155,6 +315,7 @@ class Slab:
                 self.account.close()
         else:
             self.account.move(Purpose.LIVE if self.writers else Purpose.STORED)
+        self.store.note(self)
 
     def evaluate(self) -> None:
         mx.eval([a for layer in self.layers if layer for a in layer])
@@ -166,46 +327,61 @@ class Slab:
         spans and pieces are for the caller to move.
         """
         ledger, per_token = self.store.ledger, self.store.token_bytes
-        copied = self.store.layer_token_bytes * min(capacity, self.capacity)
+        copied, growth = min(capacity, self.capacity), max(0, capacity - self.capacity) * per_token
+        by_layer = growth + copied * self.store.layer_token_bytes <= ledger.free_bytes
+        at_once = copied * (self.store.layer_token_bytes if by_layer else self.store.array_token_bytes)
         self.rewriting = True  # making room for this must not compact, or evict from, the very slab
         try:
-            transient = ledger.open(Purpose.INFLIGHT, copied, "one layer's copy")
+            transient = ledger.open(Purpose.INFLIGHT, at_once, "one layer's copy" if by_layer else "one array's copy")
             try:
                 if capacity > self.capacity:
                     self.account.resize(capacity * per_token)
-                self._rewrite_layers(ranges, capacity)
+                self._rewrite_layers(ranges, capacity, by_layer=by_layer)
                 self.capacity = capacity
+                self.store.note(self)
                 self.account.resize(capacity * per_token)
             finally:
                 transient.close()
         finally:
             self.rewriting = False
 
-    def _rewrite_layers(self, ranges: list[tuple[int, int]], capacity: int) -> None:
-        kept = sum(hi - lo for lo, hi in ranges)
+    def _rewrite_layers(self, ranges: list[tuple[int, int]], capacity: int, *, by_layer: bool) -> None:
         done = 0
         try:
             for index, layer in enumerate(self.layers):
-                if layer is not None:
-                    room = self.store.zeros(index, capacity - kept) if capacity > kept else ()
-                    parts = [[a[..., lo:hi, :] for lo, hi in ranges] for a in layer]
-                    new = [_join([*p, r]) for p, r in zip(parts, room or [None] * len(parts), strict=True)]
+                if layer is None:
+                    continue
+                n = len(layer)
+                for first, stop in [(0, n)] if by_layer else [(j, j + 1) for j in range(n)]:
+                    new = self._rewritten(index, layer, range(first, stop), ranges, capacity)
                     mx.eval(new)
-                    self.layers[index] = new
-                done = index + 1
+                    layer[first:stop] = new
+                    done += 1
         except (BudgetError, MemoryError, RuntimeError) as error:
             if capacity > self.capacity:
-                self._shrink_back(done)
+                self._shrink_back()
             elif done:
-                raise DeviceError(f"{done} of {len(self.layers)} layers were moved, then: {error}") from error
+                raise DeviceError(f"{done} copies were made, then: {error}") from error
             raise
 
-    def _shrink_back(self, done: int) -> None:
-        """Growing failed after `done` layers: give them the size of the others again."""
-        for index, layer in enumerate(self.layers[:done]):
-            if layer is not None:
-                self.layers[index] = [own_bytes(a[..., : self.capacity, :]) for a in layer]
-                mx.eval(self.layers[index])
+    def _rewritten(
+        self, index: int, layer: list[mx.array], which: range, ranges: list[tuple[int, int]], capacity: int
+    ) -> list[mx.array]:
+        kept = sum(hi - lo for lo, hi in ranges)
+        room = self.store.zeros(index, capacity - kept) if capacity > kept else None
+        new = []
+        for j in which:
+            parts: list[mx.array | None] = [layer[j][..., lo:hi, :] for lo, hi in ranges]
+            new.append(_join([*parts, None if room is None else room[j]]))
+        return new
+
+    def _shrink_back(self) -> None:
+        """Growing failed half-way: give the arrays that were grown the size of the others again."""
+        for layer in self.layers:
+            for j, array in enumerate(layer or ()):
+                if layer is not None and array.shape[2] != self.capacity:
+                    layer[j] = own_bytes(array[..., : self.capacity, :])
+                    mx.eval(layer[j])
         self.account.resize(self.capacity * self.store.token_bytes)
 
 
@@ -224,23 +400,38 @@ class Span:
     hi: int
     node: Node
 
-    def __post_init__(self) -> None:
-        self.slab.spans.add(self)
+    @classmethod
+    def own(cls, slab: Slab, lo: int, hi: int, node: Node) -> Span:
+        """A span of a range that `node` owns from now on."""
+        span = cls(slab, lo, hi, node)
+        slab.add(span)
+        return span
 
     def cut(self, at: int, upper: Node, lower: Node) -> tuple[Span, Span]:
         first = Span(self.slab, self.lo, self.lo + at, upper)
+        self.slab.cut(self, first)
         self.lo += at
         self.node = lower
         return first, self
 
     def join(self, upper: Span) -> None:
         """Take over the range right before this one."""
+        self.slab.joined(upper)
         self.lo = upper.lo
-        self.slab.spans.discard(upper)
+
+    def move(self, slab: Slab, lo: int) -> None:
+        """What it holds was copied to `slab`. The caller settles the slab where it lay."""
+        self.slab.discard(self)
+        self.slab, self.lo, self.hi = slab, lo, lo + self.hi - self.lo
+        slab.add(self)
 
     def drop(self) -> None:
-        self.slab.spans.discard(self)
+        self.slab.discard(self)
         self.slab.settle()
+
+
+def _start(span: Span) -> int:
+    return span.lo
 
 
 @dataclass(eq=False, slots=True)
@@ -286,7 +477,7 @@ class Track:
     def gather(self) -> None:
         """See that a contiguous track is one piece, before it is read."""
         if self.contiguous and self.pieces and not self.whole:
-            self.merge(round_up(self.end), consume=set())
+            self.copy_whole(self.end)
 
     # -- reading ----------------------------------------------------------------------
 
@@ -318,7 +509,7 @@ class Track:
                 last.hi = span.hi
             else:
                 self.pieces.append(Piece(span.slab, span.lo, span.hi, self.end))
-                span.slab.tracks.add(self)
+                span.slab.enter(self)
         self.floor = self.frozen = self.end
 
     def take(self) -> bool:
@@ -329,6 +520,7 @@ class Track:
         if last.slab.tracks != {self} or last.slab.used > last.hi or last.slab.copies:
             return False
         last.slab.writers = {self}
+        last.slab.foreign = False
         last.slab.settle()
         return True
 
@@ -337,11 +529,11 @@ class Track:
 
     # -- writing ------------------------------------------------------------------------
 
-    def ensure(self, start: int, n: int, *, keep: int | None = None) -> None:
+    def ensure(self, start: int, n: int, *, keep: int | None = None, spare: int = 0) -> None:
         """Make the positions [start, start + n) readable, and those not below `floor` writable.
 
-        `keep` is the furthest position that any layer still needs. May raise BudgetError; then
-        nothing has been allocated and every layer reads what it read before.
+        `keep` is the furthest position that any layer still needs. Room to grow leaves `spare` bytes free. May raise
+        BudgetError; then nothing has been allocated and every layer reads what it read before.
         """
         stop = start + n
         start = max(start, self.floor)
@@ -354,15 +546,15 @@ class Track:
         if self.pieces and self.writable(self.pieces[-1]):
             last = self.pieces[-1]
             if last.room < missing and last.limit is None:
-                self._grow(last, missing)
+                self._grow(last, missing, spare)
             step = min(last.room, missing)
             last.hi += step
             missing -= step
         if missing > 0:
             if self.contiguous and self.pieces:
-                self._gather(missing)
+                self._gather(missing, spare)
             else:
-                self._append(self.store.slab(round_up(missing)), missing)
+                self._append(self.store.slab_for(missing, spare=spare), missing)
 
     def write(self, index: int, start: int, new: Arrays) -> None:
         """Store `new` (arrays of some tokens from `start` on) for layer `index`, from `floor` up."""
@@ -405,8 +597,7 @@ class Track:
     def free(self) -> None:
         """Let go of everything. What nodes own stays with them."""
         for piece in self.pieces:
-            piece.slab.tracks.discard(self)
-            piece.slab.writers.discard(self)
+            piece.slab.leave(self)
         slabs = {id(p.slab): p.slab for p in self.pieces}
         self.pieces = []
         self.floor = self.frozen = 0
@@ -416,30 +607,31 @@ class Track:
     # -- for ensure --------------------------------------------------------------------
 
     def _append(self, slab: Slab, n: int) -> None:
-        slab.tracks.add(self)
-        slab.writers.add(self)
+        slab.enter(self, writes=True)
         self.pieces.append(Piece(slab, 0, n, self.end))
 
-    def _grow(self, last: Piece, missing: int) -> None:
-        """Make room in place; where there is none for one layer's copy, a fresh slab will do."""
+    def _grow(self, last: Piece, missing: int, spare: int) -> None:
+        """Make room in place; where there is none for one array's copy, a fresh slab will do."""
+        capacities = self.store.capacities(last.hi + missing, last.slab.capacity, spare)
         with contextlib.suppress(BudgetError):
-            last.slab.rewrite([(0, last.hi)], round_up(last.hi + missing))
+            self.store.first_granted(lambda capacity: last.slab.rewrite([(0, last.hi)], capacity), capacities)
 
     def _reseat(self, start: int, keep: int) -> None:
         """The positions from `start` on lie where this track may not write: go on in a fresh slab."""
         if self.contiguous and self.pieces:
-            self.merge(round_up(self.end), consume=set())
+            self.copy_whole(self.end)
             self.frozen = min(self.frozen, start)
             return
         fresh = None
         if keep > start:
-            fresh = self.store.slab(round_up(keep - start))
+            fresh = self.store.slab_for(keep - start)
             for index in range(len(self.store.specs)):
                 fresh.layers[index] = self._copy(index, start, keep, fresh.capacity)
         self._cut(start)
         self.frozen = min(self.frozen, start)
         if self.pieces and self.pieces[-1].slab.used > self.pieces[-1].hi:
             self.pieces[-1].slab.writers.discard(self)  # what lies behind is a node's
+            self.store.note(self.pieces[-1].slab)
         if fresh is not None:
             self._append(fresh, keep - start)
 
@@ -452,8 +644,7 @@ class Track:
         left = {id(p.slab) for p in self.pieces}
         for piece in dropped:
             if id(piece.slab) not in left:
-                piece.slab.tracks.discard(self)
-                piece.slab.writers.discard(self)
+                piece.slab.leave(self)
                 piece.slab.settle()
 
     def _copy(self, index: int, start: int, stop: int, capacity: int) -> list[mx.array]:
@@ -470,10 +661,16 @@ class Track:
         mx.eval(new)
         return new
 
-    def _gather(self, missing: int) -> None:
+    def _gather(self, missing: int, spare: int) -> None:
         """Bring everything into one slab of its own, layer by layer, with room for `missing` more."""
-        self.merge(round_up(self.end + missing), consume=set())
+        self.copy_whole(self.end + missing, spare)
         self.pieces[-1].hi += missing
+
+    def copy_whole(self, need: int, spare: int = 0) -> None:
+        """Copy everything to one slab with room for `need` tokens. Raises BudgetError before anything has changed."""
+        self.store.first_granted(
+            lambda capacity: self.merge(capacity, consume=set()), self.store.capacities(need, spare=spare)
+        )
 
     def merge(self, capacity: int, consume: set[Slab]) -> Slab:
         """One slab with all that the pieces hold. The layers of the slabs in `consume`, which nobody
@@ -490,7 +687,7 @@ class Track:
     def _merge(self, capacity: int, consume: set[Slab]) -> Slab:
         end, store = self.end, self.store
         fresh = store.slab(capacity, reserved=0)
-        fresh.tracks.add(self)  # not idle: reclaiming must not think it empty
+        fresh.enter(self)  # not idle: reclaiming must not think it empty
         try:
             if consume:
                 transient = store.ledger.open(
@@ -507,7 +704,7 @@ class Track:
                 transient = store.ledger.open(Purpose.INFLIGHT, 0)
                 fresh.account.resize(capacity * store.token_bytes)
         except BudgetError:
-            fresh.tracks.discard(self)
+            fresh.leave(self)
             fresh.settle()
             raise
         for index in range(len(store.specs)):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 def settle(cache: PrefixCache, lease: Lease, tokens: Tokens, *, close: bool) -> None:
     with cache._lock:
+        node = None
         try:
             if not cache.uncached_reason:
                 evaluate(cache, lease)
@@ -32,9 +33,10 @@ def settle(cache: PrefixCache, lease: Lease, tokens: Tokens, *, close: bool) -> 
                     _store_work(cache, lease, tokens)
         finally:
             if close:
+                node = lease._node
                 release(cache, lease)
         if close:
-            _lower_water(cache)
+            _lower_water(cache, node)
 
 
 def evaluate(cache: PrefixCache, lease: Lease) -> None:
@@ -198,9 +200,19 @@ def abandon(cache: PrefixCache, lease: Lease) -> bool:
     return not any(p.slab.spans for p in track.pieces)
 
 
-def _lower_water(cache: PrefixCache) -> None:
+def _lower_water(cache: PrefixCache, node: Node | None) -> None:
+    """Reclaim down to the low mark if more than the high mark is used; never from the path that ends at `node`, which
+    was settled just now. MLX's pool, which gives way by itself, does not count, and gets what is free then."""
     low, high = cache._water
-    held = cache._ledger.used_bytes
+    held = cache._ledger.used_bytes - cache._ledger.spare()
     if held > high * cache._ledger.budget_bytes:
         missing = int(held - low * cache._ledger.budget_bytes)
-        cache._shelf.make_room(min(missing, cache._shelf.reclaimable_bytes()), patience=0)
+        kept = node if node is not None and node.parent is not None else None
+        if kept is not None:
+            cache._shelf.hold(kept)
+        try:
+            cache._shelf.make_room(min(missing, cache._shelf.reclaimable_bytes()), patience=0)
+        finally:
+            if kept is not None:
+                cache._shelf.release(kept)
+    cache._pool.refill()

@@ -4,6 +4,7 @@
 - A span is re-pointed, never copied twice; a slab that no node and no track refers to is freed at once.
 - Reclaiming frees bytes, allocates at most one layer, and never touches a leased or pinned node. A request for
   more than could ever be freed frees nothing.
+- No call looks through all nodes or all slabs, but for `nodes` and `check`: orders and sums are kept as things change.
 - All methods are called with the cache's lock held.
 
 Knows nothing of models or requests.
@@ -13,15 +14,16 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING
 
 from onefold.cache import eviction
-from onefold.cache.checkpoints import POINTS_SHARE, Checkpoint, superfluous
-from onefold.cache.ledger import Ledger, Purpose
-from onefold.cache.segment import STEP, Piece, Slab, Span, Store, Track, round_up
+from onefold.cache.checkpoints import POINTS_SHARE, Checkpoint, Points, superfluous
+from onefold.cache.ledger import Ledger
+from onefold.cache.segment import ROOM_SHARE, Piece, Slab, Span, Store, Track, rest_capacity
 from onefold.cache.tree import Node, Tokens, Tree
 from onefold.errors import BudgetError, DeviceError
 
@@ -42,6 +44,9 @@ class Shelf:
         self.ledger = ledger
         self.pointwise = pointwise
         self.trees: dict[Hashable, Tree] = {}
+        self._by_root: dict[Node, Tree] = {}
+        self.leaves = eviction.Leaves()
+        self.points = Points()
         self.counts: Counter[str] = Counter()
         self.disk: Disk | None = None
         """Where what is given up here may lie on."""
@@ -49,11 +54,25 @@ class Shelf:
         self._reclaiming = False
         ledger.make_room = self.make_room
         ledger.headroom = self._headroom
+        ledger.reclaimable = self.reclaimable_bytes
 
     # -- finding -------------------------------------------------------------------------
 
     def tree(self, namespace: Hashable) -> Tree:
-        return self.trees.setdefault(namespace, Tree())
+        """The tree of a namespace, made at its first use."""
+        tree = self.trees.get(namespace)
+        if tree is None:
+            tree = self.trees[namespace] = Tree(self)
+            self._by_root[tree.root] = tree
+        return tree
+
+    def changed(self, node: Node) -> None:
+        """Told by the trees, as their watch."""
+        self.leaves.changed(node)
+        self.points.changed(node)
+
+    def branched(self, node: Node) -> None:
+        self.points.branched(node)
 
     def nodes(self) -> Iterator[Node]:
         for tree in self.trees.values():
@@ -86,7 +105,7 @@ class Shelf:
             node = tree.add(node, tokens[start:stop])
             if piece is not None:
                 lo = piece.lo + start - piece.pos
-                node.span = Span(piece.slab, lo, lo + stop - start, node)
+                node.span = Span.own(piece.slab, lo, lo + stop - start, node)
         return node
 
     def _fill(self, tree: Tree, path: list[Node], track: Track | None) -> None:
@@ -100,7 +119,7 @@ class Shelf:
                     break
                 at = tree.split(node, stop) if stop < node.end else node
                 lo = piece.lo + start - piece.pos
-                at.span = Span(piece.slab, lo, lo + stop - start, at)
+                at.span = Span.own(piece.slab, lo, lo + stop - start, at)
 
     def place(self, tree: Tree, tokens: Tokens, checkpoint: Checkpoint) -> bool:
         """Attach a checkpoint where it belongs; it is closed if that place is gone or taken."""
@@ -135,20 +154,18 @@ class Shelf:
         limit = self.ledger.budget_bytes // POINTS_SHARE
         if n_bytes > limit:
             return False
-        held = [n for n in self.nodes() if n.checkpoint is not None]
-        total = sum(n.checkpoint.account.bytes for n in held)
-        if total + n_bytes <= limit:
-            return True
         until = time.monotonic() + PATIENCE / 4
-        for node in sorted(held, key=lambda n: (not _made_up_for(n), n.last_use, n.end)):
-            if total + n_bytes <= limit:
-                break
-            if node.idle:
-                total -= node.checkpoint.account.bytes
-                if self.disk is not None:
-                    self.disk.spiller.save(node, until)
-                self.drop_checkpoint(node)
-        return total + n_bytes <= limit
+        held: list[Node] = []
+        while self.points.bytes + n_bytes > limit and (node := self.points.pop()) is not None:
+            if not node.idle:
+                held.append(node)
+                continue
+            if self.disk is not None:
+                self.disk.spiller.save(node, until)
+            self.drop_checkpoint(node)
+        for node in held:
+            self.points.changed(node)
+        return self.points.bytes + n_bytes <= limit
 
     def tidy(self, tree: Tree, node: Node) -> Node:
         """Join what a split or a turn left in two though it lies together; returns the node that ends there."""
@@ -203,21 +220,20 @@ class Shelf:
         return freed
 
     def reclaimable_bytes(self) -> int:
-        busy = {s for s in self.store.slabs if any(not x.node.idle for x in s.spans)}
-        slabs = sum(s.bytes for s in self.store.slabs if s.idle and s not in busy)
-        partly = sum(
-            s.bytes - sum(x.hi - x.lo for x in s.spans if not x.node.idle) * self.store.token_bytes
-            for s in busy
-            if s.idle
-        )
-        points = 0
-        if self.ledger.by_purpose()[Purpose.CHECKPOINT.value]:
-            points = sum(n.checkpoint.account.bytes for n in self.nodes() if n.checkpoint is not None and n.idle)
-        return slabs + partly + points
+        """What evicting everything that nobody holds would free. Looks at what is held, not at what is stored."""
+        tokens = self.store.capacity - sum(slab.capacity for slab in self.store.busy)
+        points = self.points.bytes
+        for node in self.leaves.busy:
+            if node.span is not None and node.span.slab.idle:
+                tokens -= node.span.hi - node.span.lo
+            if node.checkpoint is not None:
+                points -= node.checkpoint.account.bytes
+        return tokens * self.store.token_bytes + points
 
-    def make_room(self, missing: int, *, patience: float = PATIENCE) -> None:
+    def make_room(self, missing: int, *, patience: float = PATIENCE, stop: float = math.inf) -> None:
         """Free at least `missing` bytes if that is possible, and as little more as can be. What is not on disk yet and
-        should be is written first, for so many seconds at most; with none to spare it stays in memory."""
+        should be is written first, for so many seconds at most; with none to spare it stays in memory. After
+        `stop` (by the monotonic clock) a node or a slab more is given up, and the caller asks again for the rest."""
         if self._reclaiming:
             return
         if self.disk is not None:
@@ -228,29 +244,48 @@ class Shelf:
         until = time.monotonic() + patience
         goal = self.ledger.used_bytes - missing
         try:
-            self._squeeze(goal)
-            if self.disk is not None:
-                self._evict_down_to(goal, self.disk.spiller.is_clean, 0.0)
-            if self.disk is None or patience:
-                self._evict_down_to(goal, lambda node: True, until)
+            # what room alone cannot make up for goes first, so that its buffers are not copied before
+            before = math.inf
+            while before > (used := self.ledger.used_bytes) > goal + self._room_bytes():
+                before = used
+                self._give_up(goal + self._room_bytes(), patience, until, stop)
+                if time.monotonic() > stop:
+                    return
+            self._squeeze(goal, stop)
+            self._give_up(goal, patience, until, stop)
         finally:
             self._reclaiming = False
 
-    def _squeeze(self, goal: int) -> None:
-        """Give back room that no node owns, until no more than `goal` bytes are used."""
-        for slab in sorted(self.store.slabs, key=lambda s: s.owned - s.capacity):
-            if self.ledger.used_bytes <= goal:
-                return
-            if slab.idle and slab.capacity - slab.owned > 0:
-                self.compact(slab)
+    def _room_bytes(self) -> int:
+        """What compacting every idle slab would free."""
+        room = self.store.capacity - self.store.owned
+        return (room - sum(s.capacity - s.owned for s in self.store.busy)) * self.store.token_bytes
 
-    def _evict_down_to(self, goal: int, may: Callable[[Node], bool], until: float) -> None:
+    def _give_up(self, goal: int, patience: float, until: float, stop: float) -> None:
+        """Evict until no more than `goal` bytes are used: what is on disk too first, then the rest."""
+        if self.disk is not None:
+            self._evict_down_to(goal, self.disk.spiller.is_clean, 0.0, stop)
+        if self.disk is None or patience:
+            self._evict_down_to(goal, lambda node: True, until, stop)
+
+    def _squeeze(self, goal: int, stop: float) -> None:
+        """Give back room that no node owns, until no more than `goal` bytes are used."""
+        kept: list[Slab] = []
+        while self.ledger.used_bytes > goal and (slab := self.store.roomy.first()) is not None:
+            if not slab.idle or not self.compact(slab):
+                self.store.roomy.remove(slab)
+                kept.append(slab)
+            elif time.monotonic() > stop:
+                break
+        for slab in kept:
+            self.store.note(slab)
+
+    def _evict_down_to(self, goal: int, may: Callable[[Node], bool], until: float, stop: float) -> None:
         while (short := self.ledger.used_bytes - goal) > 0:
-            victims, freed = list[Slab](), 0
-            order = eviction.Leaves(self.nodes())
-            while freed < short:
+            touched, freed = dict[Slab, None](), 0
+            while freed < short and not (freed and time.monotonic() > stop):
                 victim = eviction.choose(
-                    order,
+                    self.leaves,
                     short - freed,
                     self.frees,
                     self.store.token_bytes,
@@ -259,17 +294,15 @@ class Shelf:
                 )
                 if victim is None:
                     break
-                above = victim.node.parent
-                freed += self._evict(victim, victims, until)
-                if not victim.keep_tokens:
-                    order.gave_up(above)
-            for slab in victims:
-                if slab in self.store.slabs and slab.idle:
+                freed += self._evict(victim, touched, until)
+            self.leaves.put_back()
+            for slab in touched:
+                if slab in self.store.slabs and slab.idle and slab.capacity > slab.owned:
                     self.compact(slab)
-            if not freed:
+            if not freed or time.monotonic() > stop:
                 return
 
-    def _evict(self, victim: eviction.Victim, touched: list[Slab], until: float) -> int:
+    def _evict(self, victim: eviction.Victim, touched: dict[Slab, None], until: float) -> int:
         node, tree = victim.node, self.tree_of(victim.node)
         if victim.keep_tokens:
             tree.split(node, node.start + victim.keep_tokens)
@@ -279,13 +312,12 @@ class Shelf:
         self.counts["evicted_nodes"] += 1
         self.counts["evicted_tokens"] += node.end - node.start
         if node.span is not None:
-            touched.append(node.span.slab)
+            touched[node.span.slab] = None
         self.counts["discarded_tokens"] += self.unload(tree, node)
         return freed
 
     def tree_of(self, node: Node) -> Tree:
-        root = node.root
-        return next(t for t in self.trees.values() if t.root is root)
+        return self._by_root[node.root]
 
     # -- where bytes lie -------------------------------------------------------------------
 
@@ -294,16 +326,15 @@ class Shelf:
         room even for one layer's copy."""
         if not slab.idle:
             return False
-        spans = sorted(slab.spans, key=lambda s: s.lo)
         try:
-            slab.rewrite([(s.lo, s.hi) for s in spans], sum(s.hi - s.lo for s in spans) + room)
+            slab.rewrite(_joined(slab.spans), slab.owned + room)
         except BudgetError:
             return False
         except DeviceError as error:
             self.lose(slab, error)
             return False
         at = 0
-        for span in spans:
+        for span in slab.spans:
             span.lo, span.hi = at, at + span.hi - span.lo
             at = span.hi
         self.counts["compactions"] += 1
@@ -321,16 +352,22 @@ class Shelf:
                         self.unload(tree, node)
 
     def trim_slack(self, slab: Slab) -> None:
-        """After a request: leave room for the next turn, and no more."""
-        if slab in self.store.slabs and slab.idle and slab.capacity - slab.owned >= 2 * STEP:
-            self.compact(slab, room=STEP)
+        """After a request: leave some room for the next turn, in proportion, so that a long conversation is not copied
+        at each turn; and no more. Nothing is evicted for that."""
+        rest = rest_capacity(slab.owned)
+        if slab.foreign:
+            return
+        if slab.capacity - rest <= slab.owned // (2 * ROOM_SHARE) or slab not in self.store.slabs or not slab.idle:
+            return
+        if rest * self.store.array_token_bytes <= self.ledger.free_bytes:
+            self.compact(slab, room=rest - slab.owned)
 
     def clear_behind(self, track: Track) -> bool:
         """Nodes of another branch lie behind the track's end in its last slab: move them to a slab of their own, if
         they are few, so that the track goes on in place."""
         last = track.pieces[-1]
         slab = last.slab
-        behind = sorted((s for s in slab.spans if s.lo >= last.hi), key=lambda s: s.lo)
+        behind = [s for s in slab.spans if s.lo >= last.hi]
         tokens = sum(s.hi - s.lo for s in behind)
         if slab.tracks != {track} or any(s.lo < last.hi < s.hi for s in slab.spans):
             return False
@@ -346,8 +383,8 @@ class Shelf:
         common = {p.slab for p in track.pieces if p.limit is not None}
         spans = [n.span for n in path if n.span is not None and n.span.slab in common]
         tokens = sum(s.hi - s.lo for s in spans)
-        if spans and self.ledger.fits((tokens + STEP) * self.store.token_bytes):
-            self._move_out(spans, room=round_up(tokens) - tokens)
+        if spans and self.ledger.fits(rest_capacity(tokens) * self.store.token_bytes):
+            self._move_out(spans, room=rest_capacity(tokens) - tokens)
 
     def _move_out(self, spans: list[Span], room: int) -> None:
         """Copy these spans to a slab of their own, in this order, and let go of where they lay."""
@@ -357,11 +394,8 @@ class Shelf:
         fresh = helper.merge(helper.end + room, consume=set())
         at, left = 0, {s.slab for s in spans}
         for span in spans:
-            width = span.hi - span.lo
-            span.slab.spans.discard(span)
-            span.slab, span.lo, span.hi = fresh, at, at + width
-            fresh.spans.add(span)
-            at += width
+            span.move(fresh, at)
+            at = span.hi
         helper.free()
         for slab in left:
             slab.settle()
@@ -389,16 +423,19 @@ class Shelf:
         for node in path:
             if node.span is None or node.span.slab is slab:
                 continue
-            old, node.span = node.span, Span(slab, node.start, node.end, node)
+            old, node.span = node.span, Span.own(slab, node.start, node.end, node)
             old.drop()
 
     def _headroom(self) -> int:
-        return self.store.layer_token_bytes * max((s.capacity for s in self.store.slabs), default=0)
+        """One array of the largest slab that may be compacted, which one that is read or written may not. When it no
+        longer is, and there is no room to compact it, it is given up whole."""
+        return self.store.array_token_bytes * self.store.largest
 
     # -- recounting ----------------------------------------------------------------------
 
     def check(self) -> list[str]:
-        found = self.ledger.recount()
+        found = self.ledger.recount() + self.store.check()
+        found += self.leaves.check(self.nodes()) + self.points.check(self.nodes())
         spans = set()
         for tree in self.trees.values():
             for node in tree.root.walk():
@@ -423,13 +460,15 @@ def _ranges(track: Track | None, start: int, stop: int) -> Iterator[tuple[int, i
             yield a, b, piece
 
 
-def _made_up_for(node: Node) -> bool:
-    """Whether the only way on from here leads to another checkpoint."""
-    while len(node.children) == 1:
-        (node,) = node.children.values()
-        if node.checkpoint is not None:
-            return True
-    return False
+def _joined(spans: list[Span]) -> list[tuple[int, int]]:
+    """Their ranges, those that follow each other as one."""
+    ranges: list[tuple[int, int]] = []
+    for span in spans:
+        if ranges and ranges[-1][1] == span.lo:
+            ranges[-1] = (ranges[-1][0], span.hi)
+        else:
+            ranges.append((span.lo, span.hi))
+    return ranges
 
 
 def _joinable(upper: Node, lower: Node) -> bool:

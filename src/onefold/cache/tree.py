@@ -5,6 +5,8 @@
 - What a node carries (`span`, `checkpoint`, `disk`) is opaque here. A payload spans exactly its edge;
   `cut` is told how to cut it when an edge is split.
 - Matching compares arrays; it never looks at tokens one by one, and touches no payload.
+- A node counts the branches below it that have something in memory, and tells its watch of every change that may move
+  it in an order of eviction. Both happen where an attribute is set, so that nobody has to remember it.
 
 No MLX in this file.
 """
@@ -74,34 +76,139 @@ class Cuttable(Protocol):
     def join(self, upper: Any) -> None: ...
 
 
+class Watch(Protocol):
+    """Told of changes, right after each."""
+
+    def changed(self, node: Node) -> None:
+        """Its use, its leases or pins, or what it has in memory changed; or it entered or left the tree."""
+
+    def branched(self, node: Node) -> None:
+        """It gained or lost a child."""
+
+
 class Node:
     __slots__ = (
-        "checkpoint",
+        "_checkpoint",
+        "_disk",
+        "_last_use",
+        "_leases",
+        "_pins",
+        "_span",
+        "_watch",
         "children",
-        "disk",
         "end",
-        "last_use",
-        "leases",
+        "held_below",
         "parent",
-        "pins",
-        "span",
         "start",
         "tokens",
     )
 
-    def __init__(self, tokens: Tokens, start: int, parent: Node | None) -> None:
+    def __init__(self, tokens: Tokens, start: int, parent: Node | None, watch: Watch | None = None) -> None:
         self.tokens = tokens
         self.start = start
         self.end = start + len(tokens)
         self.parent = parent
         self.children: dict[int, Node] = {}
-        self.span: Any = None
-        self.checkpoint: Any = None
-        self.disk: Any = None
+        self.held_below = 0
+        """Children that have something in memory, themselves or below them."""
+        self._watch = watch
+        self._span: Any = None
+        self._checkpoint: Any = None
+        self._disk: Any = None
+        self._leases = 0
+        self._pins = 0
+        self._last_use = 0.0
+
+    @property
+    def span(self) -> Any:
+        return self._span
+
+    @span.setter
+    def span(self, span: Any) -> None:
+        held, self._span = self.in_memory, span
+        self._payload_changed(held)
+
+    @property
+    def checkpoint(self) -> Any:
+        return self._checkpoint
+
+    @checkpoint.setter
+    def checkpoint(self, checkpoint: Any) -> None:
+        held, self._checkpoint = self.in_memory, checkpoint
+        self._payload_changed(held, always=True)
+
+    @property
+    def disk(self) -> Any:
         """What of it lies on disk; all of it may, and nothing in memory."""
-        self.leases = 0  # open leases whose path goes through here
-        self.pins = 0  # pin() calls that cover this node
-        self.last_use = 0.0
+        return self._disk
+
+    @disk.setter
+    def disk(self, disk: Any) -> None:
+        held, self._disk = self.in_memory, disk
+        self._payload_changed(held)
+
+    @property
+    def leases(self) -> int:
+        """Open leases whose path goes through here."""
+        return self._leases
+
+    @leases.setter
+    def leases(self, n: int) -> None:
+        idle, self._leases = self.idle, n
+        if self.idle != idle:
+            self._tell()
+
+    @property
+    def pins(self) -> int:
+        """`pin()` calls that cover this node."""
+        return self._pins
+
+    @pins.setter
+    def pins(self, n: int) -> None:
+        idle, self._pins = self.idle, n
+        if self.idle != idle:
+            self._tell()
+
+    @property
+    def last_use(self) -> float:
+        return self._last_use
+
+    @last_use.setter
+    def last_use(self, when: float) -> None:
+        self._last_use = when
+        if not self.held_below or self._checkpoint is not None:
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._watch is not None:
+            self._watch.changed(self)
+
+    def _payload_changed(self, held: bool, *, always: bool = False) -> None:
+        """`held` says whether it had something in memory before."""
+        if self.in_memory != held:
+            if self.parent is not None and not self.held_below:
+                self.parent.count_branch(-1 if held else 1)
+            self._tell()
+        elif always:
+            self._tell()
+
+    def count_branch(self, n: int) -> None:
+        """So many more children have something in memory now; or fewer. Told upwards as far as it matters."""
+        node: Node | None = self
+        while node is not None and n:
+            before = node.held_below
+            node.held_below += n
+            if bool(before) == bool(node.held_below):
+                return
+            node._tell()
+            if node.in_memory:
+                return
+            node = node.parent
+
+    @property
+    def holds(self) -> bool:
+        """Whether it has something in memory, or a node below it has."""
+        return self.in_memory or self.held_below > 0
 
     @property
     def is_root(self) -> bool:
@@ -110,11 +217,11 @@ class Node:
     @property
     def in_memory(self) -> bool:
         """Whether it has something in memory, or nothing anywhere."""
-        return self.span is not None or self.checkpoint is not None or self.disk is None
+        return self._span is not None or self._checkpoint is not None or self._disk is None
 
     @property
     def idle(self) -> bool:
-        return self.leases == 0 and self.pins == 0
+        return self._leases == 0 and self._pins == 0
 
     @property
     def root(self) -> Node:
@@ -133,12 +240,17 @@ class Node:
         return nodes[::-1]
 
     def walk(self) -> Iterator[Node]:
-        """This node's descendants, parents before children."""
-        stack = list(self.children.values())
+        """This node's descendants, parents before children. Looks only at what is asked for; the tree must not change
+        meanwhile."""
+        stack = [reversed(self.children.values())]
         while stack:
-            node = stack.pop()
+            node = next(stack[-1], None)
+            if node is None:
+                stack.pop()
+                continue
             yield node
-            stack.extend(node.children.values())
+            if node.children:
+                stack.append(reversed(node.children.values()))
 
 
 class Match(NamedTuple):
@@ -151,7 +263,8 @@ class Match(NamedTuple):
 class Tree:
     """The nodes of one namespace. Not thread safe; the cache's lock guards it."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch | None = None) -> None:
+        self._watch = watch
         self.root = Node(np.empty(0, np.int32), 0, None)
 
     def match(self, tokens: Tokens, above: Node | None = None) -> Match:
@@ -181,8 +294,11 @@ class Tree:
         first = int(tokens[0])
         if first in parent.children:
             raise ValueError(f"token {first} is a child of the node at {parent.end} already")
-        node = Node(np.array(tokens, np.int32), parent.end, parent)
+        node = Node(np.array(tokens, np.int32), parent.end, parent, self._watch)
         parent.children[first] = node
+        parent.count_branch(1)
+        self._tell(node)
+        self._tell_branched(parent)
         return node
 
     def split(self, node: Node, at: int) -> Node:
@@ -190,40 +306,60 @@ class Tree:
         its children and its checkpoint, so that whoever holds it still holds the deeper end."""
         if not node.start < at < node.end or node.parent is None:
             raise ValueError(f"cannot split [{node.start}, {node.end}) at {at}")
-        k = at - node.start
-        upper = Node(node.tokens[:k].copy(), node.start, node.parent)
-        node.parent.children[int(upper.tokens[0])] = upper
+        k, above, held = at - node.start, node.parent, node.holds
+        upper = Node(node.tokens[:k].copy(), node.start, above, self._watch)
+        above.children[int(upper.tokens[0])] = upper
         node.tokens, node.start, node.parent = node.tokens[k:].copy(), at, upper
         upper.children[int(node.tokens[0])] = node
-        upper.leases, upper.pins, upper.last_use = node.leases, node.pins, node.last_use
-        if node.span is not None:
-            upper.span, node.span = node.span.cut(k, upper, node)
-        if node.disk is not None:
-            upper.disk, node.disk = node.disk.cut(k, upper, node)
+        upper._leases, upper._pins, upper._last_use = node._leases, node._pins, node._last_use
+        if node._span is not None:
+            upper._span, node._span = node._span.cut(k, upper, node)
+        if node._disk is not None:
+            upper._disk, node._disk = node._disk.cut(k, upper, node)
+        upper.held_below = int(node.holds)
+        above.count_branch(upper.holds - held)
+        self._tell(upper)
+        self._tell(node)
         return upper
 
     def join(self, upper: Node, lower: Node) -> None:
         """The opposite of `split`: `lower`, the only child, takes over its parent's edge."""
         if upper.parent is None or upper.children != {int(lower.tokens[0]): lower}:
             raise ValueError(f"node [{upper.start}, {upper.end}) has more than one child")
-        if lower.span is not None:
-            lower.span.join(upper.span)
-        if lower.disk is not None:
-            lower.disk.join(upper.disk)
-        elif upper.disk is not None:
-            lower.disk = upper.disk.moved(lower)
+        above, held = upper.parent, upper.holds
+        if lower._span is not None:
+            lower._span.join(upper._span)
+        if lower._disk is not None:
+            lower._disk.join(upper._disk)
+        elif upper._disk is not None:
+            lower._disk = upper._disk.moved(lower)
         lower.tokens = np.concatenate([upper.tokens, lower.tokens])
-        lower.start, lower.parent = upper.start, upper.parent
-        lower.last_use = max(lower.last_use, upper.last_use)
-        upper.parent.children[int(lower.tokens[0])] = lower
-        upper.parent, upper.span, upper.disk, upper.children = None, None, None, {}
+        lower.start, lower.parent = upper.start, above
+        lower._last_use = max(lower._last_use, upper._last_use)
+        above.children[int(lower.tokens[0])] = lower
+        upper.parent, upper._span, upper._disk, upper.children, upper.held_below = None, None, None, {}, 0
+        above.count_branch(lower.holds - held)
+        self._tell(upper)
+        self._tell(lower)
 
     def remove(self, node: Node) -> None:
         """Take a leaf out of the tree."""
         if node.children or node.parent is None:
             raise ValueError(f"node [{node.start}, {node.end}) is not a leaf")
-        del node.parent.children[int(node.tokens[0])]
+        above = node.parent
+        del above.children[int(node.tokens[0])]
         node.parent = None
+        above.count_branch(-int(node.holds))
+        self._tell(node)
+        self._tell_branched(above)
+
+    def _tell(self, node: Node) -> None:
+        if self._watch is not None:
+            self._watch.changed(node)
+
+    def _tell_branched(self, node: Node) -> None:
+        if self._watch is not None:
+            self._watch.branched(node)
 
     def index_bytes(self) -> int:
         """What the tree itself occupies: its tokens, and about 400 bytes of objects per node."""

@@ -143,6 +143,17 @@ class Anatomy:
         return any(leaf.kind not in SLICEABLE and leaf.used for leaf in self.leaves)
 
     @property
+    def rewindable_tokens(self) -> int | None:
+        """Below this many tokens every layer can be rewound token by token; None: always. A window that is full, and
+        a recurrent state at any time, cannot."""
+        used = [leaf for leaf in self.leaves if leaf.used]
+        most = [leaf.window[0] for leaf in used if leaf.kind in (Kind.ROTATING, Kind.CHUNKED)]
+        most += [0 for leaf in used if leaf.kind in (Kind.RECURRENT, Kind.OWN)]
+        if self.bound is not None and self.sliceable:
+            most.append(self.bound.max_size)
+        return min(most, default=None)
+
+    @property
     def kinds(self) -> dict[str, int]:
         counted: dict[str, int] = {}
         for leaf in self.leaves:

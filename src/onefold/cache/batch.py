@@ -73,7 +73,10 @@ class Batch:
                 self.add(lease)
 
     def remove(self, lease: Lease) -> None:
-        self.leases.remove(lease)
+        """Takes a row out; the lease stays open. Raises LeaseError if it is no row of this batch."""
+        if not any(lease is known for known in self.leases):
+            raise LeaseError("this lease is not a row of the batch: add it first, and remove it once")
+        self.leases = [known for known in self.leases if known is not lease]
         self._layers = None
 
     @property

@@ -192,6 +192,11 @@ class Lease:
         return min((b.position for b in self._beats), default=0)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers that this lease writes. What it only reads, such as a shared prefix, is the tree's."""
+        return sum(a.nbytes for b in self._beats for leaf in b.leaves for a in leaf.live_arrays())
+
+    @property
     def rest(self) -> Tokens:
         """The tokens that are still to be prefilled, at least one."""
         return self.tokens[self.cached :]
@@ -401,7 +406,7 @@ class Lease:
                         piece.slab.layers[leaf.index] = None
         beat.rotated = True
         self._rotated_at = min(self._rotated_at, start)
-        self._cache._rotated(self, start, bound.max_size)
+        self._cache._rotated(beat.reached, bound.max_size)
         if self._spanless:
             self._track.free()
             settling.let_go(self._cache, self)

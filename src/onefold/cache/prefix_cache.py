@@ -43,7 +43,7 @@ from onefold.cache.shelf import Shelf
 from onefold.cache.tiers.record import VERSION
 from onefold.cache.tree import Node, Tokens, Tree, as_tokens
 from onefold.errors import BudgetError, ConfigError, DeviceError, IntegrityError, OnefoldError
-from onefold.sizes import parse_size
+from onefold.sizes import parse_size, show_size
 
 log = logging.getLogger("onefold")
 
@@ -174,6 +174,7 @@ class PrefixCache:
         """That ever leased."""
         self._totals: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
+        self._said_rotation = False
         self._closed = False
         self._endings: list[Callable[[], object]] = []
         """What `close` has begun, and has still to do."""
@@ -450,6 +451,22 @@ class PrefixCache:
 
     # -- looking ---------------------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        if self._closed:
+            return "<PrefixCache, closed>"
+        held, budget = show_size(self.nbytes), show_size(self.budget_bytes)
+        uncached = f", uncached: {self.uncached_reason}" if self.uncached_reason else ""
+        return f"<PrefixCache of {self._model_name()}, {held} of {budget} held{uncached}>"
+
+    def _model_name(self) -> str:
+        model = self.model
+        return "no model" if model is None else f"{type(model).__module__.rpartition('.')[2]}.{type(model).__name__}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of KV and states that are held now: live, stored and in checkpoints."""
+        return self.held_bytes
+
     def stats(self) -> Stats:
         with self._lock:
             self.sweep()
@@ -599,6 +616,12 @@ class PrefixCache:
         """Whether a conversation can be taken up at any of its tokens; else only where there is a checkpoint."""
         return not self._pointwise
 
+    @property
+    def rewindable_tokens(self) -> int | None:
+        """Below this many tokens the layers can be rewound token by token, as a draft model needs; None: always."""
+        most = [n for a in self._anatomies if (n := a.rewindable_tokens) is not None]
+        return min(most, default=None)
+
     def most_tokens(self) -> int:
         """The longest conversation that the budget has room for, if it had all of it."""
         if self.uncached_reason:
@@ -661,13 +684,17 @@ class PrefixCache:
 
     # -- for leases -------------------------------------------------------------------------
 
-    def _rotated(self, lease: Lease, position: int, max_size: int) -> None:
+    def _rotated(self, n_tokens: int, max_size: int) -> None:
+        """A conversation outgrows the bound: counted each time, logged once."""
         self._reasons["rotated"] += 1
-        log.warning(
-            "a conversation of %d tokens reached max_kv_size=%d: its early context is being forgotten",
-            position,
-            max_size,
-        )
+        if not self._said_rotation:
+            self._said_rotation = True
+            log.warning(
+                "a conversation of %d tokens outgrows max_kv_size=%d: its early context is being forgotten. Later ones "
+                "are counted in stats().reasons['rotated'] and not logged",
+                n_tokens,
+                max_size,
+            )
 
     def _unpin(self, pin: Pin) -> None:
         with self._lock:

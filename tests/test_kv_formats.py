@@ -1,8 +1,8 @@
 """What reuse promises for quantised KV: the same codes but for rounding, and logits within a tolerance per format.
 
 A key or value that was computed in another call differs by rounding (about 1e-6 of its scale). Where that crosses the
-border between two codes, the code differs by one step, which is far more than 1e-6, and what is computed from it differs
-by that much.
+border between two codes, the code differs by one step, which is far more than 1e-6, and what is computed from it
+differs by that much.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import onefold
 TOLERANCE = {"16": 1e-4, "8": 2e-3, "4": 2e-2}
 """Of the logits' scale. Measured: 3e-6, 5e-4 and 2e-4 at most."""
 FLIPPED = 1e-3
-"""The share of codes that may differ. Most of them are of tokens that attend to the first one that did. Measured: 2e-4."""
+"""The share of codes that may differ: most are of tokens that attend to the first one that did. Measured: 2e-4."""
 
 
 SEEDS = (0, 3)

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import threading
 import time
@@ -124,6 +125,10 @@ class Beat:
     def failed(self) -> None:
         self._watched = False
         self.undo()
+
+    def reserve_copy(self, n_bytes: int) -> Account:
+        self.lease._usable()
+        return self.lease._cache._ledger.open(Purpose.LIVE, n_bytes, "a copy of a layer")
 
     def undo(self) -> None:
         """Back to where the unfinished forward began."""
@@ -255,6 +260,20 @@ class Lease:
             offsets = sorted({leaf.offset for b in self._beats for leaf in b.leaves})
             raise CommitError(f"the layers disagree: they hold from {offsets[0]} to {offsets[-1]} tokens")
         settling.settle(self._cache, self, found, close=close)
+
+    def export(self) -> list[Any]:
+        """Returns copies of the layers as mlx-lm's own caches, each holding exactly `offset` tokens: any model, loop or
+        `save_prompt_cache` of mlx-lm's takes them, and they outlive the lease. Their bytes are in the ledger while they
+        live; raises BudgetError if the budget has no room for them."""
+        self._usable()
+        for beat in self._beats:
+            beat.undo()
+        made = copy.deepcopy(self.layers)
+        for cache in made:  # a target may be a token ahead of its draft
+            ahead = getattr(cache, "offset", self.offset) - self.offset
+            if ahead > 0:
+                cache.trim(ahead)
+        return made
 
     def _layers_changed(self) -> bool:
         if len(self.layers) != len(self._handed_out):

@@ -155,6 +155,7 @@ class PrefixCache:
         self._anatomies = anatomies
         self._seam = [name for m in models for name in stock.install(m, attention)]
         self._watched = [stock.watch(m) for m in models]
+        stock.hook_saving()
         self._ledger = ledger
         self._pool_before = device.limit_pool(pool_share)
         self._pool = self._ledger.open(Purpose.POOL, device.pool_bytes(pool_share))
@@ -398,6 +399,7 @@ class PrefixCache:
                     self.clear,
                     functools.partial(stock.uninstall, self._seam),
                     *(functools.partial(stock.unwatch, cls) for cls in self._watched),
+                    stock.unhook_saving,
                     functools.partial(device.restore_pool, self._pool_before),
                     self._close_accounts,
                     mx.clear_cache,

@@ -22,6 +22,7 @@ from mlx_lm.models import cache as _cache
 ArraysCache = _cache.ArraysCache
 BatchKVCache = _cache.BatchKVCache
 CacheList = _cache.CacheList
+KVCache = _cache.KVCache
 ChunkedKVCache = _cache.ChunkedKVCache
 QuantizedKVCache = _cache.QuantizedKVCache
 RotatingKVCache = _cache.RotatingKVCache
@@ -199,6 +200,40 @@ def unwatch(cls: type) -> None:
         _watched[cls] = (original, count - 1)
     else:
         cls.__call__ = original  # type: ignore[method-assign]
+
+
+# -- saving ------------------------------------------------------------------------------------
+
+_save_prompt_cache = _cache.save_prompt_cache
+_savers = 0
+
+
+@functools.wraps(_save_prompt_cache)
+def _save_exported(file_name: str, cache: list[Any], metadata: dict[str, str] | None = None) -> None:
+    """mlx-lm's own, for leased layers too: it writes the name of a layer's class, and reads back its own classes only.
+    What a layer shows as its state is what mlx-lm's loops evaluate at every chunk, so it cannot be a copy to save."""
+    _save_prompt_cache(file_name, [c.export() if hasattr(c, "export") else c for c in cache], metadata)
+
+
+def hook_saving() -> None:
+    """Have `save_prompt_cache` save leased layers, in every module that has it by its name. Counted like `install`."""
+    global _savers
+    _savers += 1
+    _replace_everywhere(_save_prompt_cache, _save_exported)
+
+
+def unhook_saving() -> None:
+    global _savers
+    _savers -= 1
+    if _savers == 0:
+        _replace_everywhere(_save_exported, _save_prompt_cache)
+
+
+def _replace_everywhere(known: Any, other: Any) -> None:
+    for module in list(sys.modules.values()):
+        space = getattr(module, "__dict__", {})
+        if space.get("save_prompt_cache") is known:
+            space["save_prompt_cache"] = other
 
 
 # -- the stock server -------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from onefold.cache.exporting import Exportable
 from onefold.cache.stock import Kind
 
 
@@ -40,6 +41,10 @@ class Pulse(Protocol):
         """The forward raised half-way: put every layer back to where it began."""
         ...
 
+    def reserve_copy(self, n_bytes: int) -> Any:
+        """Reserves the bytes of a copy of a layer, and returns their account; None if nobody counts."""
+        ...
+
 
 class NoPulse:
     """For a layer that stands alone."""
@@ -56,8 +61,11 @@ class NoPulse:
     def failed(self) -> None:
         pass
 
+    def reserve_copy(self, n_bytes: int) -> None:
+        pass
 
-class Watched:
+
+class Watched(Exportable):
     """Says who wants to hear how a forward ends: see `stock.watch`."""
 
     _pulse: Any

@@ -14,6 +14,7 @@ import mlx_lm.cache_prompt
 import mlx_lm.models.cache as mlx_cache
 import pytest
 from driving import forward
+from fake import RoundedRing
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from tiny import tiny
 
@@ -34,6 +35,8 @@ class Case:
 
     def stock(self, model: Any) -> list[Any]:
         """What mlx-lm would run this on."""
+        if "max_kv_size" in self.options and "kv" in self.options:
+            return [RoundedRing(32, 4, 8) for _ in model.layers]
         if "max_kv_size" in self.options:
             return [mlx_cache.RotatingKVCache(self.options["max_kv_size"], 4) for _ in model.layers]
         if "kv" in self.options:
@@ -46,6 +49,7 @@ CASES = {
     "8 bits": Case("llama_q", {"kv": "8"}, ("QuantizedKVCache",)),
     "4 bits": Case("llama_q", {"kv": "4"}, ("QuantizedKVCache",)),
     "bounded": Case("llama", {"max_kv_size": 32}, ("RotatingKVCache",)),
+    "bounded, 8 bits": Case("llama_q", {"max_kv_size": 32, "kv": "8"}, ("RotatingKVCache",)),
     "windows": Case("gemma3", {}, ("KVCache", "RotatingKVCache")),
     "chunked": Case("llama4", {}, ("ChunkedKVCache", "KVCache")),
     "recurrent": Case("qwen3_next", {}, ("ArraysCache", "KVCache")),
@@ -88,6 +92,12 @@ def test_a_copy_continues_as_mlx_lm_s_own_cache_would(name: str, tmp_path: Path)
                 save_prompt_cache(str(tmp_path / "saved.safetensors"), lease.layers, {"model": "tiny"})
             assert_same(continued(model, lease.layers, more), wanted, tolerance)  # copying changed nothing here
         cache.check()
+        if name == "bounded, 8 bits":  # what comes after the copy is not quantised any more
+            reference = case.stock(model)
+            forward(model, reference, tokens, 0, grid=50)
+            for ring in reference:
+                ring.round = False
+            wanted = continued(model, reference, more)
         assert_same(continued(model, exported, more), wanted, tolerance)
     assert_same(continued(model, copied, more), wanted, tolerance)  # it outlives the cache
     if case.saves:

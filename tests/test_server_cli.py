@@ -96,7 +96,8 @@ def test_variables_and_flags_that_win(monkeypatch):
         (["--max-kv-size", "0"], (None, 0)),
         (["--max-kv-size", "1000"], (1000, 500)),
         (["--max-kv-size", "1000", "--keep", "7"], (1000, 7)),
-        (["--kv", "8"], (None, 0)),
+        (["--kv", "8"], (131072, 4096)),
+        (["--kv", "4", "--max-kv-size", "1000"], (1000, 500)),
     ],
 )
 def test_what_the_engine_is_made_with(monkeypatch, arguments, bound):

@@ -100,7 +100,7 @@ class PrefixCache:
                 name = type(given).__name__
                 raise ConfigError(f"a model is an mlx module (load() returns it with a tokenizer), not {name}")
         form = KvFormat.parse(kv)
-        bound = _bound(max_kv_size, keep, form)
+        bound = _bound(max_kv_size, keep)
         if not 0 < low_water <= high_water <= 1:
             raise ConfigError(f"water marks must be 0 < low <= high <= 1, got {low_water} and {high_water}")
         models = [m for m in (model, draft_model) if m is not None]
@@ -724,7 +724,7 @@ def _positions(checkpoints: Iterable[int], reserve_tokens: int, namespace: Hasha
     return found
 
 
-def _bound(max_kv_size: int | None, keep: int, form: KvFormat) -> Bound | None:
+def _bound(max_kv_size: int | None, keep: int) -> Bound | None:
     if not max_kv_size:
         return None
     if not isinstance(max_kv_size, int) or not isinstance(keep, int):
@@ -733,6 +733,4 @@ def _bound(max_kv_size: int | None, keep: int, form: KvFormat) -> Bound | None:
         raise ConfigError(f"max_kv_size must not be negative, got {max_kv_size}; 0 or None switches it off")
     if keep < 0 or keep >= max_kv_size:
         raise ConfigError(f"keep must be from 0 to below max_kv_size, got keep={keep}, max_kv_size={max_kv_size}")
-    if form.bits < 16:
-        raise ConfigError(f"max_kv_size={max_kv_size} needs kv='16': mlx-lm has no quantised ring")
     return Bound(max_kv_size, keep)

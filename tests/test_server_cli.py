@@ -18,7 +18,9 @@ from typing import Any
 
 import httpx
 import pytest
+from tiny import tiny
 
+import onefold
 from onefold.cache.disk import DiskStats
 from onefold.cli import main, serve
 
@@ -108,6 +110,20 @@ def test_what_the_engine_is_made_with(monkeypatch, arguments, bound):
     assert (made["max_kv_size"], made["keep"]) == bound
     assert made["model_id"] == "m" and made["budget"] == "1GB" and made["max_queue"] == 5
     assert made["limits"].rows == 3 and made["limits"].queue_timeout_seconds == 600
+
+
+def test_a_model_that_takes_no_bound_is_served_without_the_default_one(monkeypatch, model, caplog):
+    tokenizer = onefold.load(model)[1]
+    own = tiny("deepseek_v41")
+    monkeypatch.setattr("onefold.load", lambda model: (own, tokenizer))
+    engine = serve._engine(given("m", "--budget", "64MB"))
+    try:
+        assert engine.cache.rewindable_tokens == 0  # its own class, and no bound beside it
+        assert "conversations have no bound: max_kv_size=131072 cannot bound this model" in caplog.text
+    finally:
+        engine.stop()
+    with pytest.raises(onefold.ConfigError, match="cache class LayerCache"):
+        serve._engine(given("m", "--budget", "64MB", "--max-kv-size", "1000"))
 
 
 # -- what is wrong ---------------------------------------------------------------------------------

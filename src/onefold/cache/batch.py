@@ -109,6 +109,8 @@ class Batch:
                 return self.model(tokens, cache=self.layers)[:, -1, :]
             for beat in beats:  # all or none: a row that went ahead could not be taken back
                 beat.lease._reserve_step(beat, 1)
+            for lease in self.leases:
+                lease.reserve_uncached(1)
             rows = [
                 self.model(tokens[i : i + 1], cache=lease.layers[: self._n_layers])[:, -1, :]
                 for i, lease in enumerate(self.leases)

@@ -12,9 +12,11 @@ Dispatches on a layer's kind; knows nothing of leases or trees.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from onefold.cache import stock
+from onefold.cache.ledger import Account
 from onefold.cache.stock import Kind
 
 
@@ -27,18 +29,23 @@ class Exportable:
         """Returns a copy of this layer as mlx-lm's own cache; its bytes are in the ledger while it lives. Raises
         BudgetError, or LeaseClosed if the lease was settled."""
         account = None if self._pulse is None else self._pulse.reserve_copy(_bytes(self))
-        made = None
-        try:
-            made = _stock_cache(self)
-        finally:
-            if account is not None and made is None:
-                account.close()
-        if account is not None:
-            weakref.finalize(made, account.close_later)
-        return made
+        return counted(account, lambda: _stock_cache(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.export()
+
+
+def counted(account: Account | None, make: Callable[[], Any]) -> Any:
+    """Makes a copy whose bytes are reserved: the account is closed when the copy dies, or if it cannot be made."""
+    made = None
+    try:
+        made = make()
+    finally:
+        if account is not None and made is None:
+            account.close()
+    if account is not None:
+        weakref.finalize(made, account.close_later)
+    return made
 
 
 def _bytes(layer: Any) -> int:

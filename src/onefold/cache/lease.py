@@ -28,7 +28,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from onefold.cache import settling
+from onefold.cache import exporting, settling, stock
 from onefold.cache.anatomy import Anatomy
 from onefold.cache.checkpoints import GRID, Checkpoint, wanted
 from onefold.cache.kinds.full import SegmentedLayer
@@ -37,6 +37,7 @@ from onefold.cache.pace import Pace
 from onefold.cache.segment import LEAST_CHUNK, Track
 from onefold.cache.stock import SLICEABLE, Kind
 from onefold.cache.tree import Node, Tokens, as_tokens, common_length
+from onefold.cache.uncached import Uncached
 from onefold.errors import BudgetError, CommitError, DeviceError, LeaseClosed, LeaseError, WrongThread
 
 if TYPE_CHECKING:
@@ -177,6 +178,8 @@ class Lease:
         self._unreserved = 0
         """Tokens of the prompt that room is made for at the first forward, and not before."""
         self._asked = asked
+        self._uncached: list[Uncached] = []
+        """Instead of beats, for a model that runs uncached."""
         self._chunk = (0, 0.0)
         """The last forward's tokens, and when it began."""
         self._thread = threading.get_ident()
@@ -193,13 +196,16 @@ class Lease:
 
     @property
     def offset(self) -> int:
-        """Tokens that the layers hold now; 0 for a model that runs uncached."""
+        """Tokens that the layers hold now."""
+        if self._uncached:
+            return min(part.position for part in self._uncached)
         return min((b.position for b in self._beats), default=0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers that this lease writes. What it only reads, such as a shared prefix, is the tree's."""
-        return sum(a.nbytes for b in self._beats for leaf in b.leaves for a in leaf.live_arrays())
+        held = sum(a.nbytes for b in self._beats for leaf in b.leaves for a in leaf.live_arrays())
+        return held + sum(part.nbytes for part in self._uncached)
 
     @property
     def rest(self) -> Tokens:
@@ -211,7 +217,8 @@ class Lease:
         `prefill_step_size` that will not be refused."""
         cache = self._cache
         held = cache._scratch.bytes
-        while limit > LEAST_CHUNK and any(not cache._ledger.fits(b.scratch_bytes(limit) - held) for b in self._beats):
+        parts: list[Any] = [*self._beats, *self._uncached]
+        while limit > LEAST_CHUNK and any(not cache._ledger.fits(p.scratch_bytes(limit) - held) for p in parts):
             limit //= 2
         return limit
 
@@ -268,12 +275,19 @@ class Lease:
         self._usable()
         for beat in self._beats:
             beat.undo()
+        if self._uncached:
+            return [self._copy_uncached(cache) for cache in self.layers]
         made = copy.deepcopy(self.layers)
         for cache in made:  # a target may be a token ahead of its draft
             ahead = getattr(cache, "offset", self.offset) - self.offset
             if ahead > 0:
                 cache.trim(ahead)
         return made
+
+    def _copy_uncached(self, cache: Any) -> Any:
+        size = sum(a.nbytes for a in stock.arrays_of(cache))
+        account = self._cache._ledger.open(Purpose.LIVE, size, "a copy of a layer")
+        return exporting.counted(account, lambda: copy.deepcopy(cache))
 
     def _layers_changed(self) -> bool:
         if len(self.layers) != len(self._handed_out):
@@ -314,6 +328,40 @@ class Lease:
             return
         with contextlib.suppress(DeviceError):  # the error that is on its way says it already
             self.cancel()
+
+    # -- a model that runs uncached ------------------------------------------------------------
+
+    def run_uncached(self, made: list[tuple[Anatomy, list[Any]]]) -> None:
+        """Hand out these caches, which are not ours, and count them."""
+        lease = weakref.ref(self)
+
+        def admit(part: Uncached, n_tokens: int) -> None:
+            here = lease()
+            if here is not None:
+                here._admit_uncached(part, n_tokens)
+
+        self._beats = []
+        self.layers = [cache for _, caches in made for cache in caches]
+        self._handed_out = list(self.layers)
+        self._uncached = [Uncached(anatomy, caches, admit) for anatomy, caches in made if caches]
+        for part in self._uncached:
+            stock.attend(part.caches, part)
+
+    def reserve_uncached(self, n_tokens: int) -> None:
+        """Reserve a forward of the target, if it runs uncached. Raises BudgetError."""
+        for part in self._uncached[:1]:
+            self._admit_uncached(part, n_tokens)
+
+    def _admit_uncached(self, part: Uncached, n_tokens: int) -> None:
+        """Growth and scratch of a forward on caches that are not ours; or BudgetError, before it runs."""
+        if n_tokens == 0:
+            self._recount()
+            return
+        self._usable()
+        with self._cache._lock:
+            self._cache._scratch.reserve(part.scratch_bytes(n_tokens))
+            others = sum(p.nbytes for p in self._uncached if p is not part)
+            self._points.resize(others + part.bytes_after(n_tokens))
 
     # -- the layers' side, through Beat ------------------------------------------------------
 
@@ -390,7 +438,7 @@ class Lease:
         for checkpoint in [self._restored, *self._taken]:
             if checkpoint is not None:
                 shared |= checkpoint.array_ids()
-        total = 0
+        total = sum(part.nbytes for part in self._uncached)
         for beat in self._beats:
             for leaf in beat.leaves:
                 if leaf.kind not in SLICEABLE or leaf.ring is not None:

@@ -184,6 +184,8 @@ class PrefixCache:
             for note in anatomy.notes:
                 log.warning("%s", note)
         if self.uncached_reason and models:
+            for anatomy, model in zip(self._anatomies, models, strict=True):
+                anatomy.look_uncached(model)
             log.warning("this model runs uncached: %s", self.uncached_reason)
 
     @property
@@ -537,9 +539,8 @@ class PrefixCache:
         """A model that we do not understand gets its own caches, and nothing is kept."""
         lease.reason = "unknown cache"
         models = [m for ref in self._refs if (m := ref()) is not None]
-        lease.layers = [c for m in models for c in stock.make_prompt_cache(m)]
-        lease._handed_out = list(lease.layers)
-        lease._beats = []
+        made = [stock.bounded_caches(stock.make_prompt_cache(m), self._anatomies[0].bound) for m in models]
+        lease.run_uncached(list(zip(self._anatomies, made, strict=False)))
 
     # -- for a server's own notion of entries ------------------------------------------------
 

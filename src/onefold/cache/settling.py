@@ -156,6 +156,8 @@ def release(cache: PrefixCache, lease: Lease) -> None:
             else:
                 leaf.ring = None
             leaf.offset = 0
+    if lease._uncached:
+        lease.layers, lease._handed_out, lease._uncached = [], [], []
     lease._track.free()
     for checkpoint in lease._taken:
         checkpoint.close()

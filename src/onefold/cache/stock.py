@@ -11,6 +11,7 @@ import functools
 import importlib
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -80,8 +81,41 @@ def is_plain(cache: Any) -> bool:
 
 
 def make_prompt_cache(model: nn.Module) -> list[Any]:
-    """What mlx-lm would make for this model. Called by the factory in `anatomy`, and nowhere else."""
+    """What mlx-lm would make for this model. Called by the factory in `anatomy`, and for models that run uncached."""
     return list(_cache.make_prompt_cache(model))
+
+
+def bounded_caches(made: list[Any], bound: tuple[int, int] | None) -> list[Any]:
+    """Empty caches with a ring (`max_size`, `keep`) in the place of each that would grow without end and can be one."""
+    return made if bound is None else [_bounded(cache, bound) for cache in made]
+
+
+def _bounded(cache: Any, bound: tuple[int, int]) -> Any:
+    kind = kind_of(cache)
+    if kind is Kind.COMPOSITE:
+        return CacheList(*(_bounded(member, bound) for member in cache.caches))
+    return RotatingKVCache(*bound) if kind is Kind.FULL else cache
+
+
+def arrays_of(held: Any) -> list[mx.array]:
+    """Every array that caches of any class hold in their attributes, once each."""
+    found: dict[int, mx.array] = {}
+    seen: set[int] = set()
+    todo = [held]
+    while todo:
+        at = todo.pop()
+        if isinstance(at, mx.array):
+            found[id(at)] = at
+        elif isinstance(at, (list, tuple)):
+            todo += at
+        elif isinstance(at, dict):
+            todo += at.values()
+        elif id(at) not in seen and not isinstance(at, (type, nn.Module, types.FunctionType, types.MethodType)):
+            seen.add(id(at))
+            todo += getattr(at, "__dict__", {}).values()
+            slots = {name for cls in type(at).__mro__ for name in vars(cls).get("__slots__", ())}
+            todo += [getattr(at, name) for name in slots if hasattr(at, name)]
+    return list(found.values())
 
 
 def flatten(cache: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], Any]]:
@@ -146,6 +180,14 @@ def uninstall(names: list[str]) -> None:
 # -- watching forwards -------------------------------------------------------------------------
 
 _watched: dict[type, tuple[Any, int]] = {}
+_attended: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Watchers of caches that are not ours, by the identity of the first of them."""
+
+
+def attend(caches: list[Any], watcher: Any) -> None:
+    """Have the watch tell `watcher` of forwards on these caches, which are not of our classes. Holds for as long as the
+    watcher lives; it must keep the caches alive."""
+    _attended[id(caches[0])] = watcher
 
 
 def watch(model: nn.Module) -> type:
@@ -170,7 +212,7 @@ def watch(model: nn.Module) -> type:
                     return call(self, x, *(layers if a is stand_in else a for a in args), **here)
 
                 return stand_in[0].drive(run, inputs, len(stand_in))
-            watchers: list[Any] = next((c[0].watchers() for c in given if _listed(c, "watchers")), [])
+            watchers = _watchers(given)
             told = None if kwargs.get("input_embeddings") is not None else inputs
             worked = False
             try:
@@ -188,6 +230,16 @@ def watch(model: nn.Module) -> type:
 
         cls.__call__ = call  # type: ignore[method-assign]
     return cls
+
+
+def _watchers(given: list[Any]) -> list[Any]:
+    for caches in given:
+        if _listed(caches, "watchers"):
+            found: list[Any] = caches[0].watchers()
+            return found
+        if isinstance(caches, (list, tuple)) and len(caches) > 0 and id(caches[0]) in _attended:
+            return [_attended[id(caches[0])]]
+    return []
 
 
 def _listed(cache: Any, capability: str) -> bool:

@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from onefold.cli.command_line import Parser, complain
-from onefold.errors import ConfigError
+from onefold.errors import ConfigError, Unbounded
 from onefold.sizes import show_size
 
 if TYPE_CHECKING:
@@ -322,17 +322,15 @@ def make_engine(given: argparse.Namespace, **more: Any) -> Engine:
     keep = min(KEEP, max_kv_size // 2) if given.keep is None else given.keep
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of prompts that it thinks too long
     model, tokenizer = onefold.load(given.model)
-    return Engine(
-        model,
-        tokenizer,
-        model_id=given.model,
-        budget=given.budget,
-        kv=given.kv,
-        max_kv_size=max_kv_size or None,
-        keep=keep,
-        defaults=recommended(tokenizer),
-        **more,
-    )
+    options = more | {"model_id": given.model, "budget": given.budget, "kv": given.kv}
+    options["defaults"] = recommended(tokenizer)
+    try:
+        return Engine(model, tokenizer, max_kv_size=max_kv_size or None, keep=keep, **options)
+    except Unbounded as error:
+        if given.max_kv_size is not None:
+            raise
+        log.warning("conversations have no bound: %s", error)
+        return Engine(model, tokenizer, **options)
 
 
 def _listen(engine: Engine, settings: Settings, sock: socket.socket) -> int:

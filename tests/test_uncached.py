@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 import pytest
 from driving import forward
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
@@ -124,6 +126,16 @@ def test_an_exported_copy_of_an_uncached_lease_continues(unknown: Any) -> None:
         assert all(mx.abs(a - b).max().item() < 1e-4 for a, b in zip(found, wanted, strict=True))
         del copies
         assert cache.stats().bytes["live"] == lease.nbytes
+
+
+def test_generation_on_a_model_that_runs_uncached_is_mlx_lm_s(unknown: Any, model: Path) -> None:
+    tokenizer = onefold.load(model)[1]
+    with onefold.PrefixCache(unknown, "16MB") as cache:
+        for n in (40, 60):
+            told = [r.token for r in onefold.stream_generate(unknown, tokenizer, words(n), 6, cache=cache)]
+            assert told == [r.token for r in mlx_lm.stream_generate(unknown, tokenizer, mx.array(words(n)), 6)]
+        assert cache.open_leases == 0
+        assert cache.nbytes == 0
 
 
 # -- bounds -------------------------------------------------------------------------------------

@@ -50,11 +50,9 @@ def counted(account: Account | None, make: Callable[[], Any]) -> Any:
 
 def _bytes(layer: Any) -> int:
     """What a copy of the layer will occupy at most."""
-    if layer.kind in stock.SLICEABLE and layer.ring is None:
-        return int(layer.offset * layer.track.store.specs[layer.index].token_bytes)
-    ring = layer.ring if layer.kind in stock.SLICEABLE else None
-    if ring is not None:
-        return int(ring.plain_bytes)
+    if layer.kind in stock.SLICEABLE:
+        in_track = layer.offset * layer.track.store.specs[layer.index].token_bytes
+        return int(in_track if layer.ring is None else layer.ring.plain_bytes)
     return sum(a.nbytes for a in layer.live_arrays())
 
 

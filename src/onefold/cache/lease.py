@@ -278,8 +278,10 @@ class Lease:
         if self._uncached:
             return [self._copy_uncached(cache) for cache in self.layers]
         made = copy.deepcopy(self.layers)
-        for cache in made:  # a target may be a token ahead of its draft
-            ahead = getattr(cache, "offset", self.offset) - self.offset
+        for layer, cache in zip(self.layers, made, strict=True):  # a target may be a token ahead of its draft
+            ahead = layer.offset - self.offset
+            if ahead > 0 and not (hasattr(cache, "trim") and cache.is_trimmable()):
+                raise LeaseError(f"a layer holds {layer.offset} tokens and cannot be cut to the {self.offset} of the others")
             if ahead > 0:
                 cache.trim(ahead)
         return made

@@ -458,7 +458,7 @@ class PrefixCache:
     def __repr__(self) -> str:
         if self._closed:
             return "<PrefixCache, closed>"
-        held, budget = show_size(self.nbytes), show_size(self.budget_bytes)
+        held, budget = show_size(self._ledger.held_bytes), show_size(self.budget_bytes)  # settles nothing
         uncached = f", uncached: {self.uncached_reason}" if self.uncached_reason else ""
         return f"<PrefixCache of {self._model_name()}, {held} of {budget} held{uncached}>"
 

@@ -281,7 +281,7 @@ class Lease:
         for layer, cache in zip(self.layers, made, strict=True):  # a target may be a token ahead of its draft
             ahead = layer.offset - self.offset
             if ahead > 0 and not (hasattr(cache, "trim") and cache.is_trimmable()):
-                raise LeaseError(f"a layer holds {layer.offset} tokens and cannot be cut to the {self.offset} of the others")
+                raise LeaseError(f"a layer holds {layer.offset} tokens and cannot be cut to the others' {self.offset}")
             if ahead > 0:
                 cache.trim(ahead)
         return made

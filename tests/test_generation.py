@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -281,6 +282,32 @@ def test_async_gives_the_same_and_does_not_block_the_loop(loaded: Any, cache: on
     assert asyncio.run(main()) == expected
     assert cache.open_leases == 0
     assert cache.matched(tokens_of(tokenizer, TEXT + expected)) == len(TEXT) + 6
+
+
+def waiting(tokenizer: Any, go: threading.Event) -> Any:
+    """A tokenizer that takes its time to encode a prompt."""
+    plain = type(tokenizer._tokenizer)
+
+    def encode(self: Any, text: str, *args: Any, **options: Any) -> Any:
+        assert text != TEXT or go.wait(60), "the event loop is blocked"
+        return plain.encode(self, text, *args, **options)
+
+    made = copy.copy(tokenizer._tokenizer)
+    made.__class__ = type("Waiting", (plain,), {"encode": encode})
+    return type(tokenizer)(made)
+
+
+def test_async_encodes_off_the_loop(loaded: Any, cache: onefold.PrefixCache) -> None:
+    model, tokenizer = loaded
+    expected = mlx_lm.generate(model, tokenizer, TEXT, max_tokens=3)
+    go = threading.Event()
+    slow = waiting(tokenizer, go)
+
+    async def main() -> str:
+        asyncio.get_running_loop().call_later(0.05, go.set)
+        return "".join([r.text async for r in onefold.async_stream_generate(model, slow, TEXT, 3, cache=cache)])
+
+    assert asyncio.run(main()) == expected
 
 
 def test_several_async_generations_run_side_by_side(loaded: Any, cache: onefold.PrefixCache) -> None:

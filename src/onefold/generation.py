@@ -24,6 +24,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from onefold.cache.lease import Lease
 from onefold.cache.prefix_cache import PrefixCache
@@ -54,12 +55,12 @@ class Response(stock.GenerationResponse):
 
 @dataclasses.dataclass
 class _Request:
-    """The arguments of one call, checked."""
+    """The arguments of one call, checked. `encode` has to come before a step."""
 
     model: nn.Module
     draft: nn.Module | None
     tokenizer: Any
-    prompt: Tokens
+    prompt: Any
     cache: PrefixCache
     namespace: Hashable
     checkpoints: tuple[int, ...]
@@ -69,6 +70,14 @@ class _Request:
     stream: Any
     logits_processors: list[Any]
     options: dict[str, Any]
+    tokens: Tokens = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+
+    def encode(self) -> None:
+        """Makes the prompt's tokens, and refuses what their number rules out. Long texts take a while."""
+        if not len(self.tokens):
+            self.tokens = _encoded(self.tokenizer, self.prompt)
+            if self.draft is not None:
+                _require_rewind(self)
 
 
 def generate(
@@ -122,6 +131,7 @@ def stream_generate(
     a draft model decodes with it. Raises ConfigError (a ValueError) at the call if the cache is another model's or an
     option would bypass it, and BudgetError from the iterator if the budget has no room."""
     request = _request(model, tokenizer, prompt, max_tokens, draft_model, cache, namespace, checkpoints, options)
+    request.encode()
     return _responses(request)
 
 
@@ -137,9 +147,9 @@ def async_stream_generate(
     checkpoints: Iterable[int] = (),
     **options: Any,
 ) -> AsyncIterator[Response]:
-    """Like `stream_generate`, for `async for`. Each chunk of the prompt and each token is computed on a thread of this
-    call's own, so the event loop is never blocked. A task that is cancelled, and an iterator that is closed
-    (`contextlib.aclosing`), commits what was fed once the step that is running has ended."""
+    """Like `stream_generate`, for `async for`. The prompt is encoded, and each chunk and each token is computed, on a
+    thread of this call's own, so the event loop is never blocked. A task that is cancelled, and an iterator that is
+    closed (`contextlib.aclosing`), commits what was fed once the step that is running has ended."""
     request = _request(model, tokenizer, prompt, max_tokens, draft_model, cache, namespace, checkpoints, options)
     return _driven(request)
 
@@ -175,7 +185,7 @@ def _request(
         model=model,
         draft=cache.draft_model,
         tokenizer=tokenizer,
-        prompt=_encoded(tokenizer, prompt),
+        prompt=prompt,
         cache=cache,
         namespace=namespace,
         checkpoints=tuple(checkpoints),
@@ -189,8 +199,6 @@ def _request(
     unknown = sorted(name for name, value in options.items() if value is not None or name not in _PASSED_ON)
     if unknown:
         raise TypeError(f"stream_generate() got unknown options: {', '.join(unknown)}")
-    if request.draft is not None:
-        _require_rewind(request)
     return request
 
 
@@ -205,11 +213,11 @@ def _encoded(tokenizer: Any, prompt: Any) -> Tokens:
 def _require_rewind(request: _Request) -> None:
     """Refuses a draft where the tokens that the target rejects could not be taken back."""
     most = request.cache.rewindable_tokens
-    end = len(request.prompt) + request.max_tokens
+    end = len(request.tokens) + request.max_tokens
     if most is not None and end >= most:
         raise ConfigError(
             f"a draft model needs layers that can be rewound, and this model's can be below {most} tokens only: "
-            f"{len(request.prompt)} prompt tokens and max_tokens={request.max_tokens} go beyond. Lower max_tokens, or "
+            f"{len(request.tokens)} prompt tokens and max_tokens={request.max_tokens} go beyond. Lower max_tokens, or "
             "use a PrefixCache without draft_model="
         )
 
@@ -259,8 +267,9 @@ def _responses(request: _Request) -> Generator[Response, None, None]:
 
 def _steps(request: _Request) -> Generator[Response | None, None, None]:
     """Yields None after each chunk of the prompt, then the responses."""
+    request.encode()
     began = time.perf_counter()
-    lease = request.cache.lease(request.prompt, namespace=request.namespace, checkpoints=request.checkpoints)
+    lease = request.cache.lease(request.tokens, namespace=request.namespace, checkpoints=request.checkpoints)
     with _Fed(lease, request.draft is not None) as fed:
         for _ in _prefill(request, lease):
             yield None
@@ -270,14 +279,14 @@ def _steps(request: _Request) -> Generator[Response | None, None, None]:
                 fed.yielded(response)
                 prompt_seconds = prompt_seconds or time.perf_counter() - began
                 values = {f.name: getattr(response, f.name) for f in dataclasses.fields(response)}
-                values["prompt_tokens"] = len(request.prompt)
+                values["prompt_tokens"] = len(request.tokens)
                 values["prompt_tps"] = len(lease.rest) / prompt_seconds
                 yield Response(**values, cached_tokens=lease.cached)
 
 
 def _prefill(request: _Request, lease: Lease) -> Iterator[None]:
     """Feeds the rest of the prompt but for its last token, in chunks that fit and that end where checkpoints belong."""
-    total, done = len(request.prompt), lease.cached
+    total, done = len(request.tokens), lease.cached
     request.progress(done, total)
     for chunk in lease.chunks(request.prefill_step_size):
         with mx.stream(request.stream), stock.wired_limit(request.model, [request.stream]):
@@ -302,11 +311,11 @@ def _models(request: _Request, lease: Lease) -> list[tuple[nn.Module, list[Any]]
 def _decode(request: _Request, lease: Lease) -> Any:
     processors = request.logits_processors
     if request.draft is None:
-        processors = [_seeing(request.prompt[:-1], p) for p in processors]
+        processors = [_seeing(request.tokens[:-1], p) for p in processors]
     responses: Any = stock.stream_generate(
         request.model,
         request.tokenizer,
-        mx.array(request.prompt[-1:]),
+        mx.array(request.tokens[-1:]),
         max_tokens=request.max_tokens,
         draft_model=request.draft,
         stream=request.stream,
@@ -323,7 +332,7 @@ def _told(request: _Request, responses: Any) -> Iterator[Any]:
     with contextlib.closing(responses):
         for n, response in enumerate(responses):
             if n == 0:
-                request.progress(len(request.prompt), len(request.prompt))
+                request.progress(len(request.tokens), len(request.tokens))
             yield response
 
 

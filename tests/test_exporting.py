@@ -19,6 +19,7 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 from tiny import tiny
 
 import onefold
+from onefold.cache.served import Table
 from onefold.mlx_lm import LRUPromptCache
 
 
@@ -219,3 +220,25 @@ def test_what_the_drop_in_hands_out_can_be_saved(tmp_path: Path) -> None:
         gc.collect()
     finally:
         prompts.close()
+
+
+def test_stand_ins_are_saved_one_row_at_a_time(tmp_path: Path) -> None:
+    model, more = tiny("gemma3"), words(6, 1)
+    with onefold.PrefixCache(model, "64MB") as cache:
+        table, rows = Table(cache), []
+        for seed in range(2):
+            tokens = words(30, seed)
+            rows.append(table.serve(cache.lease(tokens)))
+            forward(model, rows[-1], tokens, 0)
+        save_prompt_cache(str(tmp_path / "saved.safetensors"), rows[1])
+        reference = make_prompt_cache(model)
+        forward(model, reference, words(30, 1), 0)
+        loaded = load_prompt_cache(str(tmp_path / "saved.safetensors"))
+        assert [type(c) for c in loaded] == [type(c) for c in reference]
+        assert_same(continued(model, loaded, more), continued(model, reference, more))
+        together = [pair[0].merge(list(pair)) for pair in zip(*rows, strict=True)]
+        with pytest.raises(onefold.ConfigError, match="a batch of 2 rows"):
+            save_prompt_cache(str(tmp_path / "both.safetensors"), together)
+        assert [c.rows for c in copy.deepcopy(together)] == [c.rows for c in together]  # moves references
+        for row in rows:
+            row[0].rows[0].lease.cancel()

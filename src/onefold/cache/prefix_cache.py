@@ -92,6 +92,10 @@ class PrefixCache:
         `close` (`disk_mode="back"`), or as they are committed ("through"). Without it nothing is ever written.
         `tokenizer` is a digest of whatever made the tokens, and `label` what people call the model.
 
+        `max_kv_size` bounds every cache that grows, in whatever format `kv` says: beyond it a conversation keeps its
+        first `keep` tokens and the latest. Raises Unbounded, a ConfigError, for a model with a cache class that grows
+        and takes no bound.
+
         `elastic` is for servers that can neither wait nor refuse: the budget is then for KV alone, stored KV makes
         way for live KV, and nothing is refused. `logit_tokens` is a promise: of a longer forward than that the logits
         are never evaluated, and no scratch is reserved for them. The model is not kept alive by the cache."""

@@ -280,9 +280,26 @@ def _visible(count: int, window: tuple[int, int] | None) -> list[int]:
 # -- one request, with the stock run beside it -------------------------------------------------------
 
 
+class RoundedRing(RotatingKVCache):
+    """mlx-lm's ring of entries that were quantised and dequantised before they went in."""
+
+    def __init__(self, max_size: int, keep: int, bits: int) -> None:
+        super().__init__(max_size, keep)
+        self._bits = bits  # mlx-lm takes what has `bits` for packed
+        self.round = True
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        def rounded(a: mx.array) -> mx.array:
+            return mx.dequantize(*mx.quantize(a, group_size=GROUP, bits=self._bits), group_size=GROUP, bits=self._bits)
+
+        return super().update_and_fetch(*((rounded(keys), rounded(values)) if self.round else (keys, values)))
+
+
 def stock_caches(model: FakeModel, bound: tuple[int, int] | None = None, bits: int = 16) -> list[Any]:
     """mlx-lm's own caches for this model; bounded or quantised where they can be."""
     made = model.make_cache()
+    if bound is not None and bits < 16:
+        return [RoundedRing(*bound, bits) if type(c) is KVCache else c for c in made]
     if bound is not None:
         made = [RotatingKVCache(*bound) if type(c) is KVCache else c for c in made]
     if bits < 16:

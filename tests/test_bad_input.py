@@ -120,7 +120,7 @@ def test_nonsense_sizes(model, size):
 
 @pytest.mark.parametrize(
     "options",
-    [{"kv": "3"}, {"kv": "fp8"}, {"max_kv_size": -4}, {"max_kv_size": 8, "keep": 8}, {"kv": "8", "max_kv_size": 64},
+    [{"kv": "3"}, {"kv": "fp8"}, {"max_kv_size": -4}, {"max_kv_size": 8, "keep": 8},
      {"high_water": 0.5, "low_water": 0.9}],
 )  # fmt: skip
 def test_nonsense_options(model, options):

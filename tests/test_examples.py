@@ -16,9 +16,12 @@ def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 3
 
 
+TAKES_A_MODEL = {"generate.py"}
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_runs(name: str) -> None:
-    command = [sys.executable, f"examples/{name}"]
+def test_example_runs(name: str, model: Path) -> None:
+    command = [sys.executable, f"examples/{name}", *([str(model)] if name in TAKES_A_MODEL else [])]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "reused" in done.stdout

@@ -171,3 +171,19 @@ def test_a_refused_rewind_stops_the_next_forward_and_spoils_nothing(family: str)
                 lease.commit([*prompt, *out[:-1], 3])
         cache.check()
         turn(cache, model, [*prompt, *out[:3], 5, 6], n=3)
+
+
+def test_a_model_whose_call_is_made_of_a_watched_one() -> None:
+    """Target and draft may be of classes of which one derives from the other."""
+    base = tiny("llama")
+
+    class Derived(type(base)):  # type: ignore[misc]
+        def __call__(self, *args: object, **kwargs: object) -> mx.array:
+            return super().__call__(*args, **kwargs)
+
+    model = tiny("llama", seed=1)
+    model.__class__ = Derived
+    with onefold.PrefixCache(base, "16MB"), onefold.PrefixCache(model, "16MB") as cache:
+        _, tokens = turn(cache, model, words(30))
+        lease, _ = turn(cache, model, [*tokens, 5])
+        assert lease.cached == len(tokens)

@@ -18,7 +18,9 @@ from typing import Any
 
 import httpx
 import pytest
+from tiny import tiny
 
+import onefold
 from onefold.cache.disk import DiskStats
 from onefold.cli import main, serve
 
@@ -96,7 +98,8 @@ def test_variables_and_flags_that_win(monkeypatch):
         (["--max-kv-size", "0"], (None, 0)),
         (["--max-kv-size", "1000"], (1000, 500)),
         (["--max-kv-size", "1000", "--keep", "7"], (1000, 7)),
-        (["--kv", "8"], (None, 0)),
+        (["--kv", "8"], (131072, 4096)),
+        (["--kv", "4", "--max-kv-size", "1000"], (1000, 500)),
     ],
 )
 def test_what_the_engine_is_made_with(monkeypatch, arguments, bound):
@@ -107,6 +110,19 @@ def test_what_the_engine_is_made_with(monkeypatch, arguments, bound):
     assert (made["max_kv_size"], made["keep"]) == bound
     assert made["model_id"] == "m" and made["budget"] == "1GB" and made["max_queue"] == 5
     assert made["limits"].rows == 3 and made["limits"].queue_timeout_seconds == 600
+
+
+def test_a_model_that_takes_no_bound_is_served_without_the_default_one(monkeypatch, model, caplog):
+    tokenizer = onefold.load(model)[1]
+    own = tiny("deepseek_v41")
+    monkeypatch.setattr("onefold.load", lambda model: (own, tokenizer))
+    engine = serve._engine(given("m", "--budget", "64MB"))
+    try:
+        assert "conversations have no bound: max_kv_size=131072 cannot bound this model" in caplog.text
+    finally:
+        engine.stop()
+    with pytest.raises(onefold.ConfigError, match="cache class LayerCache"):
+        serve._engine(given("m", "--budget", "64MB", "--max-kv-size", "1000"))
 
 
 # -- what is wrong ---------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         TokenError,
         WrongThread,
     )
+    from onefold.generation import async_stream_generate, generate, stream_generate
 
 __version__ = "0.4.0"
 
@@ -38,7 +39,10 @@ _WHERE = {
     "Pin": "cache.prefix_cache",
     "PrefixCache": "cache.prefix_cache",
     "Stats": "cache.counting",
+    "async_stream_generate": "generation",
+    "generate": "generation",
     "load": "engine.loading",
+    "stream_generate": "generation",
 }
 """The others are exceptions."""
 
@@ -72,5 +76,8 @@ __all__ = [
     "Stats",
     "TokenError",
     "WrongThread",
+    "async_stream_generate",
+    "generate",
     "load",
+    "stream_generate",
 ]

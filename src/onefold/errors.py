@@ -2,7 +2,8 @@
 
     OnefoldError
     ├── ConfigError (ValueError)     a size, option or model that cannot be used as given
-    │   └── FolderInUse              ... a cache folder that another process writes to
+    │   ├── FolderInUse              ... a cache folder that another process writes to
+    │   └── Unbounded                ... max_kv_size for a model with a cache class that takes no bound
     ├── TokenError (ValueError)      tokens that are empty, not integers, or out of range
     ├── BudgetError                  bytes were asked for that the budget (or the device) does not have
     ├── DeviceError                  the device failed in the middle of a copy that the budget had room for
@@ -36,6 +37,10 @@ class ConfigError(OnefoldError, ValueError):
 
 
 class FolderInUse(ConfigError):
+    pass
+
+
+class Unbounded(ConfigError):
     pass
 
 

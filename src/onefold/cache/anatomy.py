@@ -37,7 +37,7 @@ from onefold.cache.ledger import Ledger
 from onefold.cache.rows import RowsLayer
 from onefold.cache.segment import ArraySpec, LayerSpec, Store, Track
 from onefold.cache.stock import SLICEABLE, Kind
-from onefold.errors import ConfigError
+from onefold.errors import ConfigError, Unbounded
 
 _BUILD_ERRORS = (
     TypeError,
@@ -97,6 +97,7 @@ class Leaf:
     """It is handed out as mlx-lm's own quantised cache, which the stock attention reads."""
     pristine: Any = None
     """As the model makes it: a cache class of the model's own."""
+    class_name: str = ""
 
 
 @dataclass
@@ -116,6 +117,10 @@ class Anatomy:
     silent: bool = False
     """The recurrent layers are not told how many tokens passed, but by `stock.watch`."""
     notes: list[str] = field(default_factory=list)
+    uncached_state_bytes: int = 0
+    """What the caches of a model that runs uncached begin with."""
+    uncached_token_bytes: int | None = None
+    """What they grow by per token; None if that could not be seen."""
     logit_tokens: int | None = None
     """Of a longer forward than this the logits are never evaluated."""
 
@@ -151,7 +156,18 @@ class Anatomy:
 
     @classmethod
     def of(cls, model: nn.Module, *, kv: KvFormat | None = None, bound: Bound | None = None) -> Anatomy:
-        return _survey(model, kv or KvFormat(), bound)
+        """Surveys a model. Raises Unbounded if it has a cache class that grows and cannot be given `bound`."""
+        anatomy = _survey(model, kv or KvFormat(), bound)
+        if anatomy.reason:
+            anatomy.look_uncached(model)
+        if bound is not None:
+            _require_bound(anatomy, bound)
+        return anatomy
+
+    def look_uncached(self, model: nn.Module) -> None:
+        """See what the model's own caches begin with and grow by, if it is to run on them. Evaluates nothing."""
+        if self.uncached_token_bytes is None:
+            _read_uncached(model, self)
 
     @classmethod
     def of_layers(cls, caches: list[Any]) -> Anatomy:
@@ -336,7 +352,7 @@ def _at(caches: list[Any], path: tuple[int, ...]) -> Any:
 
 def _leaf(cache: Any, path: tuple[int, ...]) -> Leaf:
     kind = stock.kind_of(cache)
-    leaf = Leaf(kind, path)
+    leaf = Leaf(kind, path, class_name=type(cache).__name__)
     if kind is Kind.ROTATING:
         leaf.window = (cache.max_size, cache.keep)
     elif kind is Kind.CHUNKED:
@@ -398,6 +414,34 @@ def _read_growth(model: nn.Module, anatomy: Anatomy, caches: list[Any]) -> None:
         if leaf.kind is Kind.OWN:
             leaf.state_bytes = first
             leaf.token_bytes = math.ceil((second - first) / _FAR)
+
+
+def _read_uncached(model: nn.Module, anatomy: Anatomy) -> None:
+    """What the caches of a model that runs uncached begin with and grow by, each and together. Nothing is evaluated."""
+    caches = stock.bounded_caches(_made(model), anatomy.bound)
+    sizes: list[list[int]] = []
+    try:
+        for _ in range(2):
+            model(mx.zeros((1, _FAR), mx.int32), cache=caches)
+            held = [stock.arrays_of(_at(caches, leaf.path)) for leaf in anatomy.leaves]
+            sizes.append([sum(a.nbytes for a in arrays) for arrays in held])
+    except _BUILD_ERRORS:
+        return
+    for leaf, first, second in zip(anatomy.leaves, *sizes, strict=True):
+        leaf.token_bytes = max(0, math.ceil((second - first) / _FAR))
+    anatomy.uncached_token_bytes = sum(leaf.token_bytes for leaf in anatomy.leaves)
+    anatomy.uncached_state_bytes = max(0, sum(sizes[0]) - _FAR * anatomy.uncached_token_bytes)
+
+
+def _require_bound(anatomy: Anatomy, bound: Bound) -> None:
+    unseen = bool(anatomy.reason) and anatomy.uncached_token_bytes is None
+    strange = [x for x in anatomy.leaves if x.kind in (Kind.OWN, Kind.UNKNOWN) or (anatomy.reason and x.native)]
+    names = sorted({leaf.class_name for leaf in strange if leaf.token_bytes or unseen})
+    if names:
+        raise Unbounded(
+            f"max_kv_size={bound.max_size} cannot bound this model: its cache class {', '.join(names)} grows with the "
+            "conversation and takes no bound. Leave max_kv_size out; the budget still limits it"
+        )
 
 
 def _key_values(cache: Any) -> tuple[ArraySpec, ArraySpec]:

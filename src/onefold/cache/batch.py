@@ -73,7 +73,10 @@ class Batch:
                 self.add(lease)
 
     def remove(self, lease: Lease) -> None:
-        self.leases.remove(lease)
+        """Takes a row out; the lease stays open. Raises LeaseError if it is no row of this batch."""
+        if not any(lease is known for known in self.leases):
+            raise LeaseError("this lease is not a row of the batch: add it first, and remove it once")
+        self.leases = [known for known in self.leases if known is not lease]
         self._layers = None
 
     @property
@@ -106,6 +109,8 @@ class Batch:
                 return self.model(tokens, cache=self.layers)[:, -1, :]
             for beat in beats:  # all or none: a row that went ahead could not be taken back
                 beat.lease._reserve_step(beat, 1)
+            for lease in self.leases:
+                lease.reserve_uncached(1)
             rows = [
                 self.model(tokens[i : i + 1], cache=lease.layers[: self._n_layers])[:, -1, :]
                 for i, lease in enumerate(self.leases)

@@ -22,6 +22,7 @@ import numpy as np
 
 from onefold.cache.anatomy import Anatomy
 from onefold.cache.fed import Fed
+from onefold.cache.ledger import Account, Purpose
 from onefold.cache.stock import SLICEABLE, Kind
 from onefold.cache.tree import NAMED, Tokens, common_length
 from onefold.errors import BudgetError, LeaseClosed, LeaseError
@@ -48,7 +49,8 @@ class Beat:
         self._order: dict[int, int] = {}
         self._sized = True
         self._entered = 0
-        self._in_forward = False
+        self._depth = 0
+        """Watched calls that are under way: a model's call may be made of that of a class it derives from."""
         self._inputs: tuple[mx.array, int] | None = None
         self._start = 0
         self._marks: Marks | None = None
@@ -126,7 +128,7 @@ class Beat:
             self._entered, self._sized = 0, False
             self._mark_round()
             self._marks = [leaf.mark() for leaf in self.leaves]
-            if not self._in_forward:
+            if not self._depth:
                 self.lease._unscheduled = threading.current_thread()
         layer.epoch = self.epoch
         self._entered += 1
@@ -140,7 +142,7 @@ class Beat:
             if self._marks is not None:  # layers that have just become rings begin this forward as rings
                 kept = zip(self.leaves, self._marks, strict=True)
                 self._marks = [m if x.kind is Kind.RECURRENT else x.mark() for x, m in kept]
-        if self._entered == len(self.leaves) and not self._in_forward:
+        if self._entered == len(self.leaves) and not self._depth:
             self._marks = None  # whole, as far as can be seen from here
 
     @property
@@ -170,6 +172,9 @@ class Beat:
     def begun(self, model: Any, inputs: mx.array, row: int, *, n_layers: int, embedded: bool) -> None:
         lease = self.lease
         lease._take_turn()
+        if self._depth:
+            self._depth += 1
+            return
         accepted = False
         try:
             if n_layers < self.anatomy.n_layers:
@@ -179,9 +184,11 @@ class Beat:
                     "not fit a model whose layers share their KV.)"
                 )
             self._admit(lease, model, inputs, row, embedded)
-            accepted = self._in_forward = True
+            accepted = True
         finally:
-            if not accepted:
+            if accepted:
+                self._depth = 1
+            else:
                 lease._end_turn()
 
     def _admit(self, lease: Lease, model: Any, inputs: mx.array, row: int, embedded: bool) -> None:
@@ -204,6 +211,8 @@ class Beat:
                 )
 
     def ended(self, n_tokens: int) -> list[mx.array]:
+        if self._depth > 1:
+            return []
         self._marks = None  # nothing to undo, and no second reference to any state
         if self.anatomy.silent:
             for leaf in self.leaves:
@@ -216,17 +225,25 @@ class Beat:
         return self._written()
 
     def failed(self) -> list[mx.array]:
+        if self._depth > 1:
+            return []
         self.undo()
         return self._written()
 
     def left(self) -> None:
-        self._in_forward, self._inputs = False, None
+        self._depth -= 1
+        if not self._depth:
+            self._inputs = None
         self.lease._end_turn()
 
     def _written(self) -> list[mx.array]:
         """The arrays that forwards write to, as they are now."""
         found = [a for leaf in self.leaves if leaf.kind not in SLICEABLE or leaf.ring for a in leaf.live_arrays()]
         return found if self.rotated else found + self.lease._track.written()
+
+    def reserve_copy(self, n_bytes: int) -> Account:
+        self.lease._usable()
+        return self.lease._cache._ledger.open(Purpose.LIVE, n_bytes, "a copy of a layer")
 
     def undo(self) -> None:
         """Back to where the unfinished forward began."""

@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import threading
 import time
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from onefold.cache import settling
+from onefold.cache import exporting, settling, stock
 from onefold.cache.anatomy import Anatomy
 from onefold.cache.beat import Beat
 from onefold.cache.checkpoints import GRID, Checkpoint, wanted
@@ -39,6 +40,7 @@ from onefold.cache.segment import LEAST_CHUNK, Track
 from onefold.cache.stock import SLICEABLE
 from onefold.cache.tree import Node, Tokens, as_tokens, common_length
 from onefold.cache.turn import Turn
+from onefold.cache.uncached import Uncached
 from onefold.errors import BudgetError, CommitError, DeviceError, LeaseClosed, LeaseError, WrongThread
 
 if TYPE_CHECKING:
@@ -83,6 +85,8 @@ class Lease:
         self._unreserved = 0
         """Tokens of the prompt that room is made for at the first forward, and not before."""
         self._asked = asked
+        self._uncached: list[Uncached] = []
+        """Instead of beats, for a model that runs uncached."""
         self._chunk = (0, 0.0)
         """The last forward's tokens, and when it began."""
         self._thread = threading.get_ident()
@@ -111,8 +115,16 @@ class Lease:
 
     @property
     def offset(self) -> int:
-        """Tokens that the layers hold now; 0 for a model that runs uncached."""
+        """Tokens that the layers hold now."""
+        if self._uncached:
+            return min(part.position for part in self._uncached)
         return min((b.position for b in self._beats), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers that this lease writes. What it only reads, such as a shared prefix, is the tree's."""
+        held = sum(a.nbytes for b in self._beats for leaf in b.leaves for a in leaf.live_arrays())
+        return held + sum(part.nbytes for part in self._uncached)
 
     @property
     def rest(self) -> Tokens:
@@ -122,11 +134,12 @@ class Lease:
     def chunk_limit(self, limit: int = 2048) -> int:
         """The largest chunk, up to `limit`, whose scratch the budget has room for: a `prefill_step_size` that will not
         be refused. Down to 16 tokens nothing is evicted for it; below that, what can be."""
+        parts: list[Any] = [*self._beats, *self._uncached]
         ledger, held = self._cache._ledger, self._cache._scratch.bytes - 2 * self._points.bytes
-        while limit > LEAST_CHUNK and not all(ledger.fits(b.scratch_bytes(limit) - held) for b in self._beats):
+        while limit > LEAST_CHUNK and not all(ledger.fits(b.scratch_bytes(limit) - held) for b in parts):
             limit //= 2
         held += ledger.spare()
-        while limit > 1 and not all(ledger.attainable(b.scratch_bytes(limit) - held) for b in self._beats):
+        while limit > 1 and not all(ledger.attainable(b.scratch_bytes(limit) - held) for b in parts):
             limit //= 2
         return limit
 
@@ -220,6 +233,29 @@ class Lease:
         own = self._handed_out or [ref() for ref in self._let_go]
         return len(own) == len(layers) and all(a is b for a, b in zip(own, layers, strict=True))
 
+    def export(self) -> list[Any]:
+        """Returns copies of the layers as mlx-lm's own caches, each holding exactly `offset` tokens: any model, loop or
+        `save_prompt_cache` of mlx-lm's takes them, and they outlive the lease. Their bytes are in the ledger while they
+        live; raises BudgetError if the budget has no room for them."""
+        self._usable()
+        for beat in self._beats:
+            beat.undo()
+        if self._uncached:
+            return [self._copy_uncached(cache) for cache in self.layers]
+        made = copy.deepcopy(self.layers)
+        for layer, cache in zip(self.layers, made, strict=True):  # a target may be a token ahead of its draft
+            ahead = layer.offset - self.offset
+            if ahead > 0 and not (hasattr(cache, "trim") and cache.is_trimmable()):
+                raise LeaseError(f"a layer holds {layer.offset} tokens and cannot be cut to the others' {self.offset}")
+            if ahead > 0:
+                cache.trim(ahead)
+        return made
+
+    def _copy_uncached(self, cache: Any) -> Any:
+        size = sum(a.nbytes for a in stock.arrays_of(cache))
+        account = self._cache._ledger.open(Purpose.LIVE, size, "a copy of a layer")
+        return exporting.counted(account, lambda: copy.deepcopy(cache))
+
     def _layers_changed(self) -> bool:
         if len(self.layers) != len(self._handed_out):
             return True
@@ -292,6 +328,40 @@ class Lease:
             return
         with contextlib.suppress(DeviceError):  # the error that is on its way says it already
             self.cancel()
+
+    # -- a model that runs uncached ------------------------------------------------------------
+
+    def run_uncached(self, made: list[tuple[Anatomy, list[Any]]]) -> None:
+        """Hand out these caches, which are not ours, and count them."""
+        lease = weakref.ref(self)
+
+        def admit(part: Uncached, n_tokens: int) -> None:
+            here = lease()
+            if here is not None:
+                here._admit_uncached(part, n_tokens)
+
+        self._beats = []
+        self.layers = [cache for _, caches in made for cache in caches]
+        self._handed_out = list(self.layers)
+        self._uncached = [Uncached(anatomy, caches, admit) for anatomy, caches in made if caches]
+        for part in self._uncached:
+            stock.attend(part.caches, part)
+
+    def reserve_uncached(self, n_tokens: int) -> None:
+        """Reserve a forward of the target, if it runs uncached. Raises BudgetError."""
+        for part in self._uncached[:1]:
+            self._admit_uncached(part, n_tokens)
+
+    def _admit_uncached(self, part: Uncached, n_tokens: int) -> None:
+        """Growth and scratch of a forward on caches that are not ours; or BudgetError, before it runs."""
+        if n_tokens == 0:
+            self._recount()
+            return
+        self._usable()
+        with self._cache._lock:
+            self._cache._scratch.reserve(part.scratch_bytes(n_tokens))
+            others = sum(p.nbytes for p in self._uncached if p is not part)
+            self._points.resize(others + part.bytes_after(n_tokens))
 
     # -- the layers' side, through Beat ------------------------------------------------------
 
@@ -441,7 +511,7 @@ class Lease:
         for checkpoint in [self._restored, *self._taken]:
             if checkpoint is not None:
                 shared |= checkpoint.array_ids()
-        total = 0
+        total = sum(part.nbytes for part in self._uncached)
         for beat in self._beats:
             for leaf in beat.leaves:
                 if leaf.kind not in SLICEABLE or leaf.ring is not None:
@@ -478,7 +548,7 @@ class Lease:
         beat.rotated = True
         beat.rotates()
         self._rotated_at = min(self._rotated_at, start)
-        self._cache._rotated(self, start, bound.max_size)
+        self._cache._rotated(beat.reached, bound.max_size)
         if self._spanless:
             self._track.free()
             settling.let_go(self._cache, self)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -56,6 +57,10 @@ class Account:
     def close(self) -> None:
         self._ledger._close(self)
 
+    def close_later(self) -> None:
+        """Closes before the ledger is next read: for finalisers, which run on any thread and at any time."""
+        self._ledger._ended.append(self)
+
 
 class Ledger:
     elastic = False
@@ -68,6 +73,7 @@ class Ledger:
         self._lock: Any = lock or threading.RLock()
         self._budget = budget_bytes
         self._accounts: set[Account] = set()
+        self._ended: deque[Account] = deque()
         self._by_purpose = dict.fromkeys(Purpose, 0)
         self.peak_bytes = 0
         self.make_room: Callable[[int], None] | None = None
@@ -88,12 +94,14 @@ class Ledger:
     @property
     def used_bytes(self) -> int:
         with self._lock:
+            self._close_ended()
             return sum(self._by_purpose.values())
 
     @property
     def held_bytes(self) -> int:
         """What the arrays of the cache occupy between steps (no scratch, no pool)."""
         with self._lock:
+            self._close_ended()
             return sum(self._by_purpose[p] for p in HELD)
 
     @property
@@ -102,6 +110,7 @@ class Ledger:
 
     def by_purpose(self) -> dict[str, int]:
         with self._lock:
+            self._close_ended()
             return {p.value: n for p, n in self._by_purpose.items()}
 
     def open(self, purpose: Purpose, n_bytes: int, what: str = "") -> Account:
@@ -200,6 +209,10 @@ class Ledger:
                 delta = n_bytes - account.bytes  # making room may have changed this very account
             account.bytes = n_bytes
             self._add(account.purpose, delta)
+
+    def _close_ended(self) -> None:
+        while self._ended:
+            self._ended.popleft().close()
 
     def _move(self, account: Account, purpose: Purpose) -> None:
         with self._lock:

@@ -43,7 +43,7 @@ from onefold.cache.shelf import Shelf
 from onefold.cache.tiers.record import VERSION
 from onefold.cache.tree import Node, Tokens, Tree, as_tokens
 from onefold.errors import BudgetError, ConfigError, DeviceError, IntegrityError, OnefoldError, WrongThread
-from onefold.sizes import parse_size
+from onefold.sizes import parse_size, show_size
 
 log = logging.getLogger("onefold")
 
@@ -94,6 +94,10 @@ class PrefixCache:
         `close` (`disk_mode="back"`), or as they are committed ("through"). Without it nothing is ever written.
         `tokenizer` is a digest of whatever made the tokens, and `label` what people call the model.
 
+        `max_kv_size` bounds every cache that grows, in whatever format `kv` says: beyond it a conversation keeps its
+        first `keep` tokens and the latest. Raises Unbounded, a ConfigError, for a model with a cache class that grows
+        and takes no bound.
+
         `elastic` is for servers that can neither wait nor refuse: the budget is then for KV alone, stored KV makes
         way for live KV, and nothing is refused. `logit_tokens` is a promise: of a longer forward than that the logits
         are never evaluated, and no scratch is reserved for them. The model is not kept alive by the cache."""
@@ -102,7 +106,7 @@ class PrefixCache:
                 name = type(given).__name__
                 raise ConfigError(f"a model is an mlx module (load() returns it with a tokenizer), not {name}")
         form = KvFormat.parse(kv)
-        bound = _bound(max_kv_size, keep, form)
+        bound = _bound(max_kv_size, keep)
         if not 0 < low_water <= high_water <= 1:
             raise ConfigError(f"water marks must be 0 < low <= high <= 1, got {low_water} and {high_water}")
         models = [m for m in (model, draft_model) if m is not None]
@@ -157,6 +161,7 @@ class PrefixCache:
         self._anatomies = anatomies
         self._seam = [name for m in models for name in stock.install(m, attention)]
         self._watched = [stock.watch(m) for m in models]
+        stock.hook_saving()
         self._ledger = ledger
         self._pool = device.Pool(self._ledger, device.pool_bytes(pool_share))
         self._store = Store([s for a in self._anatomies for s in a.specs], self._ledger)
@@ -173,6 +178,7 @@ class PrefixCache:
         self._scratch = Scratch(self._ledger, gate)
         self._totals: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
+        self._said_rotation = False
         self._closed = False
         self._endings: list[Callable[[], object]] = []
         """What `close` has begun, and has still to do."""
@@ -181,6 +187,8 @@ class PrefixCache:
             for note in anatomy.notes:
                 log.warning("%s", note)
         if self.uncached_reason and models:
+            for anatomy, model in zip(self._anatomies, models, strict=True):
+                anatomy.look_uncached(model)
             log.warning("this model runs uncached: %s", self.uncached_reason)
 
     @property
@@ -441,6 +449,7 @@ class PrefixCache:
                     self.clear,
                     functools.partial(stock.uninstall, self._seam),
                     *(functools.partial(stock.unwatch, cls) for cls in self._watched),
+                    stock.unhook_saving,
                     self._close_accounts,
                     mx.clear_cache,
                 ]
@@ -501,6 +510,22 @@ class PrefixCache:
         self.close()
 
     # -- looking ---------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return "<PrefixCache, closed>"
+        held, budget = show_size(self._ledger.held_bytes), show_size(self.budget_bytes)  # settles nothing
+        uncached = f", uncached: {self.uncached_reason}" if self.uncached_reason else ""
+        return f"<PrefixCache of {self._model_name()}, {held} of {budget} held{uncached}>"
+
+    def _model_name(self) -> str:
+        model = self.model
+        return "no model" if model is None else f"{type(model).__module__.rpartition('.')[2]}.{type(model).__name__}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of KV and states that are held now: live, stored and in checkpoints."""
+        return self.held_bytes
 
     def stats(self) -> Stats:
         with self._lock:
@@ -574,9 +599,8 @@ class PrefixCache:
         """A model that we do not understand gets its own caches, and nothing is kept."""
         lease.reason = "unknown cache"
         models = [m for ref in self._refs if (m := ref()) is not None]
-        lease.layers = [c for m in models for c in stock.make_prompt_cache(m)]
-        lease._handed_out = list(lease.layers)
-        lease._beats = []
+        made = [stock.bounded_caches(stock.make_prompt_cache(m), self._anatomies[0].bound) for m in models]
+        lease.run_uncached(list(zip(self._anatomies, made, strict=False)))
 
     # -- for a server's own notion of entries ------------------------------------------------
 
@@ -727,13 +751,17 @@ class PrefixCache:
 
     # -- for leases -------------------------------------------------------------------------
 
-    def _rotated(self, lease: Lease, position: int, max_size: int) -> None:
+    def _rotated(self, n_tokens: int, max_size: int) -> None:
+        """A conversation outgrows the bound: counted each time, logged once."""
         self._reasons["rotated"] += 1
-        log.warning(
-            "a conversation of %d tokens reached max_kv_size=%d: its early context is being forgotten",
-            position,
-            max_size,
-        )
+        if not self._said_rotation:
+            self._said_rotation = True
+            log.warning(
+                "a conversation of %d tokens outgrows max_kv_size=%d: its early context is being forgotten. Later ones "
+                "are counted in stats().reasons['rotated'] and not logged",
+                n_tokens,
+                max_size,
+            )
 
     def _unpin(self, pin: Pin) -> None:
         with self._lock:
@@ -761,7 +789,7 @@ def _positions(checkpoints: Iterable[int], reserve_tokens: int, namespace: Hasha
     return found
 
 
-def _bound(max_kv_size: int | None, keep: int, form: KvFormat) -> Bound | None:
+def _bound(max_kv_size: int | None, keep: int) -> Bound | None:
     if not max_kv_size:
         return None
     if not isinstance(max_kv_size, int) or not isinstance(keep, int):
@@ -770,6 +798,4 @@ def _bound(max_kv_size: int | None, keep: int, form: KvFormat) -> Bound | None:
         raise ConfigError(f"max_kv_size must not be negative, got {max_kv_size}; 0 or None switches it off")
     if keep < 0 or keep >= max_kv_size:
         raise ConfigError(f"keep must be from 0 to below max_kv_size, got keep={keep}, max_kv_size={max_kv_size}")
-    if form.bits < 16:
-        raise ConfigError(f"max_kv_size={max_kv_size} needs kv='16': mlx-lm has no quantised ring")
     return Bound(max_kv_size, keep)

@@ -114,14 +114,15 @@ class _AttentionRows(_Rows):
             codec, arrays = first.codec, layout[0][0][0].arrays(first.index)
             longest = max(offsets)
         else:
-            found = []
+            found, codec = [], PlainCodec()
             for layer in self.layers:
                 k, v = layer.keys_and_values()
                 if isinstance(k, Handle):
                     found.append(k.rows[0])
+                    codec = k.codec  # a layer has one format in all rows
                 else:
                     found.append([View([k, v], 0, k.shape[2], id(layer))])
-            rows, codec, arrays = found, PlainCodec(), found[0][0].arrays
+            rows, arrays = found, found[0][0].arrays
             longest = max(sum(v.hi - v.lo for v in row) for row in found)
         dtype = arrays[codec.n_keys() - 1].dtype
 

@@ -26,6 +26,7 @@ from onefold.cache.batch import Batch
 from onefold.cache.lease import Lease
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.stock import Kind
+from onefold.errors import ConfigError
 
 Run = Callable[[mx.array, list[Any]], mx.array]
 
@@ -120,6 +121,12 @@ class StandIn:
     def finalize(self) -> None:
         for row in self.rows:
             row.waiting = None
+
+    def export(self) -> Any:
+        """Returns a copy of this layer as mlx-lm's own cache, for a list of one row. Raises ValueError for more."""
+        if len(self.rows) != 1:
+            raise ConfigError(f"a batch of {len(self.rows)} rows cannot be saved as one cache: extract a row first")
+        return self._own()[0].export()
 
     # -- what a generation loop asks of a layer ------------------------------------------------
 

@@ -161,6 +161,8 @@ def release(cache: PrefixCache, lease: Lease) -> None:
                 leaf.ring = None
             leaf.offset = 0
         beat.part()
+    if lease._uncached:
+        lease.layers, lease._handed_out, lease._uncached = [], [], []
     lease._track.free()
     for checkpoint in lease._taken:
         checkpoint.close()

@@ -12,6 +12,7 @@ import functools
 import importlib
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from mlx_lm.models import cache as _cache
 ArraysCache = _cache.ArraysCache
 BatchKVCache = _cache.BatchKVCache
 CacheList = _cache.CacheList
+KVCache = _cache.KVCache
 ChunkedKVCache = _cache.ChunkedKVCache
 QuantizedKVCache = _cache.QuantizedKVCache
 RotatingKVCache = _cache.RotatingKVCache
@@ -80,8 +82,41 @@ def is_plain(cache: Any) -> bool:
 
 
 def make_prompt_cache(model: nn.Module) -> list[Any]:
-    """What mlx-lm would make for this model. Called by the factory in `anatomy`, and nowhere else."""
+    """What mlx-lm would make for this model. Called by the factory in `anatomy`, and for models that run uncached."""
     return list(_cache.make_prompt_cache(model))
+
+
+def bounded_caches(made: list[Any], bound: tuple[int, int] | None) -> list[Any]:
+    """Empty caches with a ring (`max_size`, `keep`) in the place of each that would grow without end and can be one."""
+    return made if bound is None else [_bounded(cache, bound) for cache in made]
+
+
+def _bounded(cache: Any, bound: tuple[int, int]) -> Any:
+    kind = kind_of(cache)
+    if kind is Kind.COMPOSITE:
+        return CacheList(*(_bounded(member, bound) for member in cache.caches))
+    return RotatingKVCache(*bound) if kind is Kind.FULL else cache
+
+
+def arrays_of(held: Any) -> list[mx.array]:
+    """Every array that caches of any class hold in their attributes, once each."""
+    found: dict[int, mx.array] = {}
+    seen: set[int] = set()
+    todo = [held]
+    while todo:
+        at = todo.pop()
+        if isinstance(at, mx.array):
+            found[id(at)] = at
+        elif isinstance(at, (list, tuple)):
+            todo += at
+        elif isinstance(at, dict):
+            todo += at.values()
+        elif id(at) not in seen and not isinstance(at, (type, nn.Module, types.FunctionType, types.MethodType)):
+            seen.add(id(at))
+            todo += getattr(at, "__dict__", {}).values()
+            slots = {name for cls in type(at).__mro__ for name in vars(cls).get("__slots__", ())}
+            todo += [getattr(at, name) for name in slots if hasattr(at, name)]
+    return list(found.values())
 
 
 def flatten(cache: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], Any]]:
@@ -146,6 +181,14 @@ def uninstall(names: list[str]) -> None:
 # -- watching forwards -------------------------------------------------------------------------
 
 _watched: dict[type, tuple[Any, int]] = {}
+_attended: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Watchers of caches that are not ours, by the identity of the first of them."""
+
+
+def attend(caches: list[Any], watcher: Any) -> None:
+    """Have the watch tell `watcher` of forwards on these caches, which are not of our classes. Holds for as long as the
+    watcher lives; it must keep the caches alive."""
+    _attended[id(caches[0])] = watcher
 
 
 def watch(model: nn.Module) -> type:
@@ -170,8 +213,7 @@ def watch(model: nn.Module) -> type:
                     return call(self, x, *(layers if a is stand_in else a for a in args), **here)
 
                 return stand_in[0].drive(run, inputs, len(stand_in))
-            layers: Any = next((c for c in given if _listed(c, "watchers")), None)
-            watchers = [] if layers is None else layers[0].watchers()
+            watchers, n_layers = _watchers(given)
             if not watchers:
                 return original(self, inputs, *args, **kwargs)
             embedded = kwargs.get("input_embeddings") is not None
@@ -180,7 +222,7 @@ def watch(model: nn.Module) -> type:
             worked = False
             try:
                 for row, watcher in enumerate(watchers):
-                    watcher.begun(self, inputs, row, n_layers=len(layers), embedded=embedded)
+                    watcher.begun(self, inputs, row, n_layers=n_layers, embedded=embedded)
                     told.append(watcher)
                 out = original(self, inputs, *args, **kwargs)
                 worked = True
@@ -205,6 +247,16 @@ def schedule(arrays: list[mx.array]) -> None:
         mx.async_eval(*{id(a): a for a in arrays}.values())
 
 
+def _watchers(given: list[Any]) -> tuple[list[Any], int]:
+    """Who watches the caches among these arguments of a forward, and how many caches there are."""
+    for caches in given:
+        if _listed(caches, "watchers"):
+            return caches[0].watchers(), len(caches)
+        if isinstance(caches, (list, tuple)) and len(caches) > 0 and id(caches[0]) in _attended:
+            return [_attended[id(caches[0])]], len(caches)
+    return [], 0
+
+
 def _listed(cache: Any, capability: str) -> bool:
     return isinstance(cache, (list, tuple)) and len(cache) > 0 and hasattr(cache[0], capability)
 
@@ -215,6 +267,40 @@ def unwatch(cls: type) -> None:
         _watched[cls] = (original, count - 1)
     else:
         cls.__call__ = original  # type: ignore[method-assign]
+
+
+# -- saving ------------------------------------------------------------------------------------
+
+_save_prompt_cache = _cache.save_prompt_cache
+_savers = 0
+
+
+@functools.wraps(_save_prompt_cache)
+def _save_exported(file_name: str, cache: list[Any], metadata: dict[str, str] | None = None) -> None:
+    """mlx-lm's own, for leased layers too: it writes the name of a layer's class, and reads back its own classes only.
+    What a layer shows as its state is what mlx-lm's loops evaluate at every chunk, so it cannot be a copy to save."""
+    _save_prompt_cache(file_name, [c.export() if hasattr(c, "export") else c for c in cache], metadata)
+
+
+def hook_saving() -> None:
+    """Have `save_prompt_cache` save leased layers, in every module that has it by its name. Counted like `install`."""
+    global _savers
+    _savers += 1
+    _replace_everywhere(_save_prompt_cache, _save_exported)
+
+
+def unhook_saving() -> None:
+    global _savers
+    _savers -= 1
+    if _savers == 0:
+        _replace_everywhere(_save_exported, _save_prompt_cache)
+
+
+def _replace_everywhere(known: Any, other: Any) -> None:
+    for module in list(sys.modules.values()):
+        space = getattr(module, "__dict__", {})
+        if space.get("save_prompt_cache") is known:
+            space["save_prompt_cache"] = other
 
 
 # -- the stock server -------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from onefold.cli.command_line import Parser, complain
-from onefold.errors import ConfigError
+from onefold.errors import ConfigError, Unbounded
 from onefold.sizes import show_size
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ FLAGS = (
          partial(size, total_bytes=None), None, "SIZE"),
     Flag("kv", "bits of stored KV: 16, 8 or 4", str, "16", "BITS"),
     Flag("max-kv-size", "tokens of a conversation that are kept, beyond which its middle is forgotten; 0 is no bound; "
-         f"by default {MAX_KV_SIZE}, or no bound with --kv 8 or 4", count, None, "TOKENS"),
+         f"by default {MAX_KV_SIZE}", count, None, "TOKENS"),
     Flag("keep", f"tokens that such a conversation begins with and never forgets; by default {KEEP}", count, None,
          "TOKENS"),
     Flag("max-batch", "requests that run at a time", positive, "32", "REQUESTS"),
@@ -318,21 +318,19 @@ def make_engine(given: argparse.Namespace, **more: Any) -> Engine:
 
     max_kv_size = given.max_kv_size
     if max_kv_size is None:
-        max_kv_size = MAX_KV_SIZE if given.kv == "16" else 0
+        max_kv_size = MAX_KV_SIZE
     keep = min(KEEP, max_kv_size // 2) if given.keep is None else given.keep
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of prompts that it thinks too long
     model, tokenizer = onefold.load(given.model)
-    return Engine(
-        model,
-        tokenizer,
-        model_id=given.model,
-        budget=given.budget,
-        kv=given.kv,
-        max_kv_size=max_kv_size or None,
-        keep=keep,
-        defaults=recommended(tokenizer),
-        **more,
-    )
+    options = more | {"model_id": given.model, "budget": given.budget, "kv": given.kv}
+    options["defaults"] = recommended(tokenizer)
+    try:
+        return Engine(model, tokenizer, max_kv_size=max_kv_size or None, keep=keep, **options)
+    except Unbounded as error:
+        if given.max_kv_size is not None:
+            raise
+        log.warning("conversations have no bound: %s", error)
+        return Engine(model, tokenizer, **options)
 
 
 def _listen(engine: Engine, settings: Settings, sock: socket.socket) -> int:

@@ -10,10 +10,29 @@ from typing import Any
 
 import mlx.nn as nn
 import mlx_lm
-from mlx_lm.generate import TextStateMachine, make_text_state_machine
+from mlx_lm.generate import (
+    GenerationResponse,
+    TextStateMachine,
+    generation_stream,
+    make_text_state_machine,
+    stream_generate,
+    wired_limit,
+)
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-__all__ = ["TextStateMachine", "load", "make_logits_processors", "make_sampler", "make_text_state_machine"]
+__all__ = [
+    "GenerationResponse",
+    "TextStateMachine",
+    "TokenizerWrapper",
+    "generation_stream",
+    "load",
+    "make_logits_processors",
+    "make_sampler",
+    "make_text_state_machine",
+    "stream_generate",
+    "wired_limit",
+]
 
 
 def load(

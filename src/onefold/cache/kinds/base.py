@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from onefold.cache.exporting import Exportable
 from onefold.cache.stock import Kind
 
 
@@ -66,6 +67,10 @@ class Pulse(Protocol):
         """Nobody refers to this layer any more but its owner."""
         ...
 
+    def reserve_copy(self, n_bytes: int) -> Any:
+        """Reserves the bytes of a copy of a layer, and returns their account; None if nobody counts."""
+        ...
+
 
 class NoPulse:
     """For a layer that stands alone."""
@@ -95,11 +100,13 @@ class NoPulse:
     def dropped(self, layer: Any) -> None:
         pass
 
+    def reserve_copy(self, n_bytes: int) -> None:
+        pass
 
 _ALONE = NoPulse()
 
 
-class Watched:
+class Watched(Exportable):
     """A layer that has an owner: a pulse that hears of forwards (see `stock.watch`) and decides on rewinds."""
 
     _pulse: Any

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from onefold.cache import stock
+from onefold.cache import exporting, stock
 from onefold.cache.kinds.base import close_all
 from onefold.cache.stock import Kind
 
@@ -91,6 +91,13 @@ class CompositeLayer(stock.CacheList):  # type: ignore[misc, valid-type]
         if at >= snapshot.end and any(m is not None for m in upper):  # what cannot be split goes along
             upper, lower = [u or m for u, m in halves], []
         return _composed(upper), _composed(lower)
+
+    def export(self) -> Any:
+        """Returns a CacheList of the members' copies; see `Exportable.export`."""
+        return exporting.composite([c.export() for c in self.caches])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.export()
 
     def watchers(self) -> list[Any]:
         found: list[Any] = self.caches[0].watchers()

@@ -4,7 +4,7 @@
 - With one piece that starts at index 0 the layer hands out plain slices: that is the stock path at stock
   speed. Otherwise it hands out handles, for the attention seam.
 - A bounded layer (`max_kv_size`) is sliceable until it would outgrow its bound; then `rotate` turns it into
-  mlx-lm's own ring, and from there on it is a window.
+  mlx-lm's own ring, or one of packed entries, and from there on it is a window.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ class PlainCodec:
     def mix(self, p: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array:
         return p @ arrays[1][..., lo:hi, :]
 
+    def ring(self, bound: Bound) -> RotatingLayer:
+        """What a bounded layer of this format becomes when it rotates."""
+        return RotatingLayer(bound.max_size, bound.keep)
+
 
 class SegmentedLayer(Watched):
     """One sliceable layer of one sequence."""
@@ -71,7 +75,8 @@ class SegmentedLayer(Watched):
         self.offset = 0
         self.epoch = 0
         self.bound = bound
-        self.ring: RotatingLayer | None = None
+        self.ring: Any = None
+        """What it has become, once it has outgrown its bound."""
         self.consumed = [0]
         self._pulse = pulse
         self._always_handles = always_handles
@@ -93,7 +98,7 @@ class SegmentedLayer(Watched):
     def store(self, keys: mx.array, values: mx.array) -> tuple[Any, Any] | None:
         """Write what was admitted, without reading back; a ring's write gives what there is to read."""
         if self.ring is not None:
-            fetched = self.ring.update_and_fetch(keys, values)
+            fetched: tuple[Any, Any] = self.ring.update_and_fetch(keys, values)
             self.offset = self.ring.offset
             return fetched
         self.track.write(self.index, self.offset, self.codec.encode(keys, values))
@@ -102,7 +107,8 @@ class SegmentedLayer(Watched):
 
     def keys_and_values(self) -> tuple[Any, Any]:
         if self.ring is not None:
-            return self.ring.keys_and_values()
+            fetched: tuple[Any, Any] = self.ring.keys_and_values()
+            return fetched
         self.track.gather()
         pieces, hi = self.track.pieces, self.offset
         if self.codec.plain and not self._always_handles and pieces and pieces[0].lo == 0 and hi <= pieces[0].hi:
@@ -279,14 +285,14 @@ class SegmentedLayer(Watched):
         """Become a ring that holds what this layer holds. The track is left to its owner."""
         assert self.bound is not None
         held = self.snapshot(0)
-        self.ring = RotatingLayer(self.bound.max_size, self.bound.keep)
+        self.ring = self.codec.ring(self.bound)
         if held is not None:
             self.ring.adopt(held)
 
-    def _ring_for(self, snapshot: Snapshot | None) -> RotatingLayer | None:
+    def _ring_for(self, snapshot: Snapshot | None) -> Any:
         """The ring that a restore goes to: this layer's, or a new one for a snapshot that a ring has made."""
         if self.ring is None and snapshot is not None and snapshot.extra and self.bound is not None:
-            return RotatingLayer(self.bound.max_size, self.bound.keep)
+            return self.codec.ring(self.bound)
         return self.ring
 
     def _is_whole(self, snapshot: Snapshot | None) -> bool:

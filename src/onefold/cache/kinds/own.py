@@ -70,7 +70,7 @@ class _Opening:
 
 @functools.cache
 def _leased(cls: type) -> Any:
-    return type(f"Leased{cls.__name__}", (OwnLayer, cls), {})
+    return type(f"Leased{cls.__name__}", (OwnLayer, cls), {"model_class": cls})
 
 
 class OwnLayer(Point):
@@ -79,6 +79,7 @@ class OwnLayer(Point):
     kind = Kind.OWN
     offset: int
     epoch: int
+    model_class: Any
     _pristine: dict[str, Any]
 
     @staticmethod
@@ -114,6 +115,13 @@ class OwnLayer(Point):
         if snapshot is not None:
             self._put(snapshot.attributes())
         return True
+
+    def as_made_by_the_model(self) -> Any:
+        """A copy of the model's own class."""
+        copied = self.model_class.__new__(self.model_class)
+        vars(copied).update(OwnSnapshot(self._attributes(), 0, self.offset).attributes())
+        mx.eval([v for v in vars(copied).values() if isinstance(v, mx.array)])
+        return copied
 
     def take_over(self, cache: Any) -> None:
         """Hold what an object of the model's class holds, in arrays of its own."""

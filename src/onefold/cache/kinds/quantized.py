@@ -12,7 +12,8 @@ import mlx.core as mx
 
 from onefold.cache import stock
 from onefold.cache.kinds.base import Pulse
-from onefold.cache.kinds.full import SegmentedLayer
+from onefold.cache.kinds.full import Bound, SegmentedLayer
+from onefold.cache.kinds.packed_ring import PackedRing
 from onefold.cache.segment import ArraySpec, LayerSpec, Track
 from onefold.cache.stock import Kind
 
@@ -56,6 +57,14 @@ class AffineCodec:
         if (lo, hi) != (0, capacity):
             p = mx.pad(p, [(0, 0), (0, 0), (0, 0), (lo, capacity - hi)])
         return mx.quantized_matmul(p, w, scales, biases, transpose=False, group_size=self.group_size, bits=self.bits)
+
+
+    def decode(self, words: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+        return mx.dequantize(words, scales, biases, group_size=self.group_size, bits=self.bits)
+
+    def ring(self, bound: Bound) -> PackedRing:
+        """What a bounded layer of this format becomes when it rotates."""
+        return PackedRing(bound.max_size, bound.keep, self)
 
 
 class PackedLayer(SegmentedLayer, stock.QuantizedKVCache):  # type: ignore[misc, valid-type]

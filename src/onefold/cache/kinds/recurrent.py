@@ -47,6 +47,12 @@ class RecurrentLayer(Point, stock.ArraysCache):  # type: ignore[misc, valid-type
         mx.eval([a for a in self.cache if a is not None])
         return Snapshot(list(self.cache), max(0, from_offset), self.offset)
 
+    def copied_states(self) -> list[mx.array | None]:
+        """The states, each in a buffer of its own."""
+        copies = [None if a is None else own_bytes(a) for a in self.cache]
+        mx.eval([a for a in copies if a is not None])
+        return copies
+
     def can_restore(self, snapshot: Snapshot | None, target: int) -> bool:
         return target == (self.offset if snapshot is None else snapshot.end)
 

@@ -43,6 +43,14 @@ class RotatingLayer(Point, stock.RotatingKVCache):  # type: ignore[misc, valid-t
         mx.eval(arrays)
         return Snapshot(arrays, max(0, from_offset), self.offset, (self.keep, self.max_size))
 
+    def plain_snapshot(self) -> Snapshot | None:
+        """The entries as keys and values of the model's type, whatever they are kept in."""
+        return self.snapshot(0)
+
+    @property
+    def plain_bytes(self) -> int:
+        return sum(a.nbytes for a in self.live_arrays())
+
     def can_restore(self, snapshot: Snapshot | None, target: int) -> bool:
         if target < 0:
             return False

@@ -1,0 +1,97 @@
+"""The public surface: what objects say of themselves, what the documents promise, and errors of our own."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driving import forward, turn
+from tiny import tiny, with_unknown_caches
+
+import onefold
+
+ROOT = Path(__file__).resolve().parents[1]
+CALLS = {
+    "lease": onefold.PrefixCache.lease,
+    "PrefixCache": onefold.PrefixCache.__init__,
+    "generate": onefold.stream_generate,
+    "stream_generate": onefold.stream_generate,
+    "commit": onefold.Lease.commit,
+    "flush": onefold.PrefixCache.flush,
+    "clear": onefold.PrefixCache.clear,
+    "restore": onefold.PrefixCache.restore,
+}
+
+
+def documents() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda p: p.name)
+def test_documents_name_keywords_that_exist(path: Path) -> None:
+    wrong = []
+    for name, arguments in re.findall(r"\b(\w+)\(([^()`]*)\)", path.read_text()):
+        if name in CALLS:
+            known = set(inspect.signature(CALLS[name]).parameters) | {"max_tokens", "verbose"}
+            wrong += [f"{name}({k}=)" for k in re.findall(r"\b(\w+)=", arguments) if k not in known]
+    assert not wrong
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (Path(onefold.__file__).parent / "py.typed").is_file()
+
+
+def test_every_public_name_can_be_had() -> None:
+    assert sorted(onefold.__all__) == sorted(set(onefold.__all__))
+    for name in onefold.__all__:
+        assert getattr(onefold, name).__name__ == name
+        assert getattr(onefold, name).__doc__ or issubclass(getattr(onefold, name), Exception)
+
+
+def test_a_cache_and_a_lease_show_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    with onefold.PrefixCache(model, "16MB") as cache:
+        assert repr(cache) == "<PrefixCache of llama.Model, 0 B of 16.0 MB held>"
+        tokens = turn(cache, model, list(range(40)))[1]
+        assert cache.nbytes == cache.held_bytes > 0
+        with cache.lease([*tokens, 1]) as lease:
+            assert repr(lease) == f"<Lease of {len(tokens) + 1} tokens, {len(tokens)} cached, at {len(tokens)}>"
+            assert lease.nbytes == cache.nbytes  # it continues in the buffer that holds them
+            with cache.lease([*tokens, 2]) as reader:
+                assert reader.nbytes == 0  # it only reads so far
+    assert repr(cache) == "<PrefixCache, closed>"
+    with onefold.PrefixCache(with_unknown_caches(monkeypatch), "16MB") as cache:
+        assert "uncached: cache class Listing" in repr(cache)
+
+
+def test_a_row_that_is_not_there_is_a_lease_error() -> None:
+    model = tiny("llama")
+    with (
+        onefold.PrefixCache(model, "16MB") as cache,
+        cache.lease([1, 2, 3]) as one,
+        cache.lease([4, 5, 6]) as other,
+    ):
+        batch = cache.batch([one])
+        with pytest.raises(onefold.LeaseError, match="not a row"):
+            batch.remove(other)
+        assert batch.leases == [one]
+        batch.remove(one)
+        with pytest.raises(onefold.LeaseError, match="not a row"):
+            batch.remove(one)
+
+
+def test_rotation_is_logged_once_with_the_conversation_s_length(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("llama")
+    with caplog.at_level(logging.WARNING, "onefold"), onefold.PrefixCache(model, "16MB", max_kv_size=32) as cache:
+        for first in range(3):
+            tokens: list[Any] = [first, *range(50)]
+            with cache.lease(tokens) as lease:
+                forward(model, lease.layers, tokens, 0, grid=40)
+        assert cache.stats().reasons["rotated"] == 3
+    said = [r.getMessage() for r in caplog.records if "max_kv_size" in r.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("a conversation of 40 tokens outgrows max_kv_size=32")

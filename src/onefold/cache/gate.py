@@ -16,7 +16,7 @@ import time
 
 from onefold.errors import ConfigError
 
-STRETCH_SECONDS = 0.01
+STRETCH_SECONDS = 0.005
 """That bookkeeping holds the lock at a stretch, where it can be interrupted."""
 GIVE_WAY_SECONDS = 0.0005
 """Enough for a thread that waits to be woken and to take the lock."""

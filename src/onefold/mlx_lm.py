@@ -3,10 +3,13 @@
     from onefold.mlx_lm import LRUPromptCache
     ResponseGenerator(model_provider, LRUPromptCache(max_size=10, max_bytes=8 << 30))
 
+`install()` puts it in the place of mlx-lm's class in the whole process.
+
 - The same constructor and methods. Behind them each token's KV is held once: a fetch moves what nobody else is using,
   and borrows what somebody is; what was fetched and never comes back loses nothing that was stored.
-- Which model a key stands for is learnt when mlx-lm makes caches for it. Its layers are then read in place, in batches
-  too. Caches that come from elsewhere are kept contiguous, and a second reader gets a copy.
+- Which model a key stands for is said (`model=`, `learn`), or heard when mlx-lm makes caches for it, in its server, in
+  its batches or for a caller's own loop. The model's layers are then read in place, in batches too. Caches of a model
+  that is not known are kept contiguous, and a second reader gets a copy.
 - `max_bytes` is for all KV, that of running requests too. What is stored makes way for them; they are never refused.
 - What cannot be kept soundly is not kept: `reasons` counts why, and the log says each reason once.
 """
@@ -58,9 +61,19 @@ T = TypeVar("T")
 
 
 class LRUPromptCache:
-    def __init__(self, max_size: int = 10, max_bytes: int | float | str | None = UNLIMITED) -> None:
+    def __init__(
+        self,
+        max_size: int = 10,
+        max_bytes: int | float | str | None = UNLIMITED,
+        *,
+        model: nn.Module | None = None,
+        draft_model: nn.Module | None = None,
+    ) -> None:
         """`max_bytes` may also be a size such as "8GB" or "60%"; None is no limit. Negative numbers are zero, as in
-        mlx-lm: nothing is kept then."""
+        mlx-lm: nothing is kept then.
+
+        `model`, with `draft_model` if there is one, is what every key stands for that `learn` was not told of. Neither
+        is kept alive."""
         if not isinstance(max_size, int):
             raise ConfigError(f"max_size is a number of entries, got {max_size!r}")
         self.max_size = max(0, max_size)
@@ -75,6 +88,10 @@ class LRUPromptCache:
         self._uncached: dict[Hashable, tuple[str, weakref.ref[nn.Module]]] = {}
         self._clock = 0
         self._lock = threading.RLock()
+        if draft_model is not None and model is None:
+            raise ConfigError("draft_model requires model=: a draft's layers lie behind the target's")
+        if model is not None:
+            self.models.told_for_all(_models(model, draft_model))
         ears = Ears(self)
         stock.listen(ears)
         self._finalizer = weakref.finalize(self, stock.unlisten, ears)
@@ -125,18 +142,25 @@ class LRUPromptCache:
                 found[TYPES[0]]["n_bytes"] += left  # what running requests hold that nothing was put back of yet
             return found
 
+    def learn(self, key: Hashable, model: nn.Module, draft_model: nn.Module | None = None) -> None:
+        """Says which model the key stands for, from now on. What another model left under the key is dropped at the
+        next fetch. The model is not kept alive."""
+        with self._lock:
+            self.models.told(key, _models(model, draft_model))
+
     # -- fetching ----------------------------------------------------------------------------
 
     def fetch_nearest_cache(self, model: Hashable, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
         """The layers that hold the longest known part of `tokens`, and the rest; at least one token is left for the
-        model to run on."""
+        model to run on. If nothing is known of them: empty layers and all tokens where the key's model is known, else
+        None and all tokens."""
         with self._lock:
             self._catch_up()
             found = self._as_tokens(tokens)
             fetched = None if found is None else self._attempt(lambda: self._fetch(model, tokens, found), None)
             if fetched is None:
                 if found is not None:
-                    self.models.missed(model, list(tokens))
+                    self.models.missed(model, found)
                 return None, tokens
             self.models.found()
             return fetched
@@ -179,7 +203,10 @@ class LRUPromptCache:
 
     def _nearest_store(self, key: Hashable, tokens: Tokens) -> _Store | None:
         """Of the key's stores (there are several only if KV came in several formats) the one that knows most."""
-        stores = [s for s in self._stores.get(key, []) if s.table is None or s.stands_for(self.models.latest())]
+        if self.models.is_told(key) and (models := self.models.of(key)):
+            self._served(key, models)
+        latest = self.models.latest(key)
+        stores = [s for s in self._stores.get(key, []) if s.table is None or s.stands_for(latest)]
         running = [s for s in stores if s.table is not None and s.cache.open_leases]
         stores = running or stores  # rows of one batch are of one make
         known = [store.cache.matched(tokens) for store in stores]
@@ -227,6 +254,11 @@ class LRUPromptCache:
             return self._settle(store, lease, tokens, ended=ended)
         if any(_is_ours(layer) for layer in layers):
             self._say("layers were replaced", "some of these layers are not the ones that were fetched")
+            return 0
+        makers = stock.models_of(layers)
+        self.models.filled(key, makers)
+        if makers and (models := self.models.of(key)) and makers[0] is not models[0]:
+            self._say(foreign.MISFIT, "these layers were made for another model than the key's")
             return 0
         store = self._store_for(key, layers)
         if store is None or self._outgrows(store.cache, len(tokens)):
@@ -330,9 +362,11 @@ class LRUPromptCache:
         """A batch is about to make caches for a row that nothing was cached for: it gets ours. (A lone request may want
         a draft model's too; it makes its own, and what it fills is taken over when it is put back.)"""
         with self._lock:
-            key, found = self.models.row(model, tokens), self._as_tokens(tokens)
-            if key is None or found is None or len(found) == 0:
+            found = self._as_tokens(tokens)
+            missed = self.models.row(model, found) if found is not None and len(found) else None
+            if found is None or missed is None:
                 return None
+            (key,) = missed
             if any(s.table is None and s.cache.open_leases for s in self._stores.get(key, [])):
                 return None  # rows of one batch are of one make
             return self._attempt(lambda: self._serve_new(key, model, found), None)
@@ -512,6 +546,15 @@ def _lease_of(layers: list[Any]) -> tuple[Lease | None, bool]:
     return (lease, True) if all(a is b for a, b in zip(layers, lease.layers, strict=True)) else (None, False)
 
 
+def _models(model: nn.Module, draft_model: nn.Module | None) -> list[nn.Module]:
+    models = [m for m in (model, draft_model) if m is not None]
+    for m in models:
+        if not isinstance(m, nn.Module):
+            name = type(m).__name__
+            raise ConfigError(f"a model is an mlx module (load() returns it with a tokenizer), not {name}")
+    return models
+
+
 def _trimmable(entry: Entry) -> bool:
     return entry.whole is None or all(layer.is_trimmable() for layer in entry.whole)
 
@@ -543,6 +586,32 @@ def _inside_image(tokens: Tokens, at: int) -> bool:
 
 def _is_ours(layer: Any) -> bool:
     return isinstance(layer, StandIn) or hasattr(layer, "watchers")
+
+
+class Installed:
+    """`LRUPromptCache` in the place of mlx-lm's, until `uninstall` or the end of a `with` block."""
+
+    def __init__(self) -> None:
+        stock.install_prompt_cache(LRUPromptCache)
+        self._installed = True
+
+    def uninstall(self) -> None:
+        """Puts mlx-lm's class back, unless somebody else installed ours as well. Caches that were made stay."""
+        if self._installed:
+            self._installed = False
+            stock.uninstall_prompt_cache(LRUPromptCache)
+
+    def __enter__(self) -> Installed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.uninstall()
+
+
+def install() -> Installed:
+    """Binds this `LRUPromptCache` wherever a loaded module has bound mlx-lm's, and for modules that are loaded later.
+    Returns what undoes it. A server that makes its prompt cache after that makes one of ours."""
+    return Installed()
 
 
 def serve() -> None:

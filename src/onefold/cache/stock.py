@@ -11,8 +11,9 @@ import functools
 import importlib
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,6 +30,7 @@ RotatingKVCache = _cache.RotatingKVCache
 ATTENTION = "scaled_dot_product_attention"
 stock_attention: Callable[..., mx.array] = _base.scaled_dot_product_attention
 attention_mask: Callable[..., Any] = _cache.create_attention_mask
+_make_prompt_cache: Callable[..., list[Any]] = _cache.make_prompt_cache
 
 
 class Kind(enum.Enum):
@@ -80,7 +82,7 @@ def is_plain(cache: Any) -> bool:
 
 def make_prompt_cache(model: nn.Module) -> list[Any]:
     """What mlx-lm would make for this model. Called by the factory in `anatomy`, and nowhere else."""
-    return list(_cache.make_prompt_cache(model))
+    return list(_make_prompt_cache(model))
 
 
 def flatten(cache: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], Any]]:
@@ -201,28 +203,97 @@ def unwatch(cls: type) -> None:
         cls.__call__ = original  # type: ignore[method-assign]
 
 
+# -- names that other modules have bound --------------------------------------------------------
+
+
+def bind_everywhere(original: Any, replacement: Any) -> Callable[[], None]:
+    """Binds `replacement` to every name that a loaded module has for `original`. Returns a function that undoes it,
+    also in modules that were loaded in between."""
+    _rebind(original, replacement)
+    return functools.partial(_rebind, replacement, original)
+
+
+def _rebind(old: Any, new: Any) -> None:
+    for module in list(sys.modules.values()):
+        if isinstance(module, types.ModuleType) and module.__name__ != __name__:
+            space = vars(module)
+            for name in [name for name, value in list(space.items()) if value is old]:
+                space[name] = new
+
+
+_in_place: dict[type, tuple[Callable[[], None], int]] = {}
+
+
+def install_prompt_cache(cls: type) -> None:
+    """Binds `cls` wherever mlx-lm's `LRUPromptCache` is bound. Counted; `uninstall_prompt_cache` takes it back."""
+    restore, count = _in_place.get(cls, (None, 0))
+    _in_place[cls] = (restore or bind_everywhere(_cache.LRUPromptCache, cls), count + 1)
+
+
+def uninstall_prompt_cache(cls: type) -> None:
+    restore, count = _in_place.pop(cls)
+    if count > 1:
+        _in_place[cls] = (restore, count - 1)
+    else:
+        restore()
+
+
 # -- the stock server -------------------------------------------------------------------------
 
 
 class Listener(Protocol):
     def made(self, model: nn.Module) -> None:
-        """The server has made caches for this model, to see what it needs or for a request of its own."""
+        """Caches were made for this model, to see what it needs or for a request."""
         ...
 
     def row(self, model: nn.Module, tokens: list[int]) -> list[Any] | None:
-        """A batch takes on a row without caches: layers for it, or None if it shall make its own."""
+        """A batch takes on a row that nothing is cached for. Returns layers for it, or None if it shall have mlx-lm's
+        own."""
         ...
 
 
+class Made(NamedTuple):
+    """What mlx-lm made a cache object for."""
+
+    model: weakref.ref[nn.Module]
+    bounded: bool
+
+
+_made: weakref.WeakKeyDictionary[Any, Made] = weakref.WeakKeyDictionary()
 _listeners: list[Listener] = []
 _unlistened: list[Callable[[], None]] = []
 
 
+def models_of(layers: list[Any]) -> list[nn.Module]:
+    """The models that mlx-lm made these layers for, in the layers' order; empty if it did not make all of them."""
+    found: list[nn.Module] = []
+    for layer in layers:
+        known = _made.get(layer) if _rememberable(layer) else None
+        model = known.model() if known is not None else None
+        if model is None:
+            return []
+        if not any(model is m for m in found):
+            found.append(model)
+    return found
+
+
+def _is_fresh(layers: list[Any], model: nn.Module) -> bool:
+    """Whether mlx-lm made these layers for this model, without a bound, and nothing was written to them."""
+    known = [_made.get(layer) if _rememberable(layer) else None for layer in layers]
+    ours = all(k is not None and k.model() is model and not k.bounded for k in known)
+    return bool(known) and ours and all(layer.empty() for layer in layers)
+
+
+def _rememberable(cache: Any) -> bool:
+    return type(cache).__hash__ is not None and type(cache).__weakrefoffset__ != 0
+
+
 def listen(listener: Listener) -> None:
-    """Hear of every cache that mlx-lm's server and its batches make for themselves: the only places where a prompt
-    cache can learn which model it is for."""
+    """Hear of every cache that mlx-lm makes, in its server, in its batches or for somebody's own loop: the only places
+    where a prompt cache can learn which model it is for."""
     if not _listeners:
-        _unlistened[:] = [_hear_server(), _hear_batches()]
+        importlib.import_module("mlx_lm.server")  # its names are to be bound, too
+        _unlistened[:] = [_hear_caches(), _hear_batches()]
     _listeners.append(listener)
 
 
@@ -234,22 +305,19 @@ def unlisten(listener: Listener) -> None:
                 restore()
 
 
-def _hear_server() -> Callable[[], None]:
-    server: Any = importlib.import_module("mlx_lm.server")
-    original = server.make_prompt_cache
-
-    @functools.wraps(original)
-    def make(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        made = original(model, *args, **kwargs)
+def _hear_caches() -> Callable[[], None]:
+    @functools.wraps(_make_prompt_cache)
+    def make(model: nn.Module, max_kv_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        made = _make_prompt_cache(model, max_kv_size, *args, **kwargs)
+        bounded = max_kv_size is not None and not hasattr(model, "make_cache")  # which knows no bound
+        for cache in made:
+            if _rememberable(cache):
+                _made[cache] = Made(weakref.ref(model), bounded)
         for listener in list(_listeners):
             listener.made(model)
         return made
 
-    def restore() -> None:
-        server.make_prompt_cache = original
-
-    server.make_prompt_cache = make
-    return restore
+    return bind_everywhere(_make_prompt_cache, make)
 
 
 def _hear_batches() -> Callable[[], None]:
@@ -269,10 +337,10 @@ def _hear_batches() -> Callable[[], None]:
         if self.max_kv_size is None:
             caches = list(caches or [None] * len(segments))
             for i, known in enumerate(all_tokens or [[]] * len(segments)):
-                if caches[i] is None:
+                if caches[i] is None or _is_fresh(caches[i], self.model):
                     tokens = [t for part in (known, *segments[i]) for t in part]
                     given = (listener.row(self.model, tokens) for listener in list(_listeners))
-                    caches[i] = next((layers for layers in given if layers is not None), None)
+                    caches[i] = next((layers for layers in given if layers is not None), caches[i])
         return original(self, segments, max_tokens, caches, all_tokens, *args, **rest)
 
     def restore() -> None:

@@ -351,14 +351,25 @@ def test_names_that_were_bound_before_are_heard_and_put_back(server_module, monk
 
 
 def test_install_takes_the_place_of_mlx_lms_class(server_module):
-    original = mlx_lm_cache.LRUPromptCache
-    with onefold.mlx_lm.install() as first:
-        assert server_module.LRUPromptCache is mlx_lm_cache.LRUPromptCache is LRUPromptCache
-        second = onefold.mlx_lm.install()
-        made = server_module.LRUPromptCache(max_size=3, max_bytes=1 << 63)
+    original, ours = mlx_lm_cache.LRUPromptCache, onefold.mlx_lm.LRUPromptCache
+    with onefold.mlx_lm.install(max_bytes="1GB") as first:
+        assert server_module.LRUPromptCache is mlx_lm_cache.LRUPromptCache
+        second = onefold.mlx_lm.install(max_bytes="1GB")
+        made = server_module.LRUPromptCache(3), server_module.LRUPromptCache(max_size=3, max_bytes=5)
+        assert all(isinstance(cache, ours) and cache.max_size == 3 for cache in made)
+        assert [cache.max_bytes for cache in made] == [10**9, 5]
+        with pytest.raises(ConfigError, match="uninstall before other options"):
+            onefold.mlx_lm.install()
         first.uninstall()
-        assert server_module.LRUPromptCache is LRUPromptCache
+        assert issubclass(server_module.LRUPromptCache, ours)
         second.uninstall()
     assert server_module.LRUPromptCache is mlx_lm_cache.LRUPromptCache is original
-    made.close()
-    assert onefold.mlx_lm.LRUPromptCache is LRUPromptCache
+    assert onefold.mlx_lm.LRUPromptCache is ours is LRUPromptCache is not original
+    for cache in made:
+        cache.close()
+
+
+def test_options_that_are_wrong_are_refused_when_they_are_installed(server_module):
+    with pytest.raises(ConfigError, match="cannot read"):
+        onefold.mlx_lm.install(max_bytes="a lot")
+    assert server_module.LRUPromptCache is mlx_lm_cache.LRUPromptCache is StockCache

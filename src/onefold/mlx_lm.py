@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import mlx.nn as nn
 import numpy as np
@@ -56,6 +56,8 @@ _FAULTS = (
     ValueError,
 )
 """What a model's code, or MLX, raises."""
+
+_POSITIONAL = ("max_size", "max_bytes")
 
 T = TypeVar("T")
 
@@ -589,17 +591,28 @@ def _is_ours(layer: Any) -> bool:
 
 
 class Installed:
-    """`LRUPromptCache` in the place of mlx-lm's, until `uninstall` or the end of a `with` block."""
+    """This prompt cache in the place of mlx-lm's, until `uninstall` or the end of a `with` block."""
 
-    def __init__(self) -> None:
-        stock.install_prompt_cache(LRUPromptCache)
+    _options: ClassVar[dict[str, Any]] = {}
+    _count: ClassVar[int] = 0
+    _restore: ClassVar[Callable[[], None]]
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        if Installed._count and options != Installed._options:
+            raise ConfigError(f"installed with the options {Installed._options}; uninstall before other options")
+        if not Installed._count:
+            Installed._options = options
+            Installed._restore = stock.install_prompt_cache(_with_options(options))
+        Installed._count += 1
         self._installed = True
 
     def uninstall(self) -> None:
         """Puts mlx-lm's class back, unless somebody else installed ours as well. Caches that were made stay."""
         if self._installed:
             self._installed = False
-            stock.uninstall_prompt_cache(LRUPromptCache)
+            Installed._count -= 1
+            if not Installed._count:
+                Installed._restore()
 
     def __enter__(self) -> Installed:
         return self
@@ -608,10 +621,24 @@ class Installed:
         self.uninstall()
 
 
-def install() -> Installed:
-    """Binds this `LRUPromptCache` wherever a loaded module has bound mlx-lm's, and for modules that are loaded later.
-    Returns what undoes it. A server that makes its prompt cache after that makes one of ours."""
-    return Installed()
+def install(**options: Any) -> Installed:
+    """Binds a subclass of `LRUPromptCache` wherever a loaded module has bound mlx-lm's class, and for modules that are
+    loaded later. Returns what undoes it. A server that makes its prompt cache after that makes one of ours, with
+    `options` for what it does not say itself."""
+    LRUPromptCache(**options).close()  # refuses what is wrong with them here, and not in the server
+    return Installed(options)
+
+
+def _with_options(options: dict[str, Any]) -> type[LRUPromptCache]:
+    """A class of its own: when it is taken back, those who import `LRUPromptCache` from here keep theirs."""
+
+    class InPlace(LRUPromptCache):
+        def __init__(self, *args: Any, **given: Any) -> None:
+            named = {name: value for name, value in options.items() if name not in _POSITIONAL[: len(args)]}
+            super().__init__(*args, **(named | given))
+
+    InPlace.__name__ = InPlace.__qualname__ = LRUPromptCache.__name__
+    return InPlace
 
 
 def serve() -> None:

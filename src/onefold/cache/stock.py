@@ -30,7 +30,8 @@ RotatingKVCache = _cache.RotatingKVCache
 ATTENTION = "scaled_dot_product_attention"
 stock_attention: Callable[..., mx.array] = _base.scaled_dot_product_attention
 attention_mask: Callable[..., Any] = _cache.create_attention_mask
-_make_prompt_cache: Callable[..., list[Any]] = _cache.make_prompt_cache
+_unheard = types.SimpleNamespace(make_prompt_cache=_cache.make_prompt_cache)
+"""mlx-lm's function, whatever its modules have bound the name to."""
 
 
 class Kind(enum.Enum):
@@ -82,7 +83,7 @@ def is_plain(cache: Any) -> bool:
 
 def make_prompt_cache(model: nn.Module) -> list[Any]:
     """What mlx-lm would make for this model. Called by the factory in `anatomy`, and nowhere else."""
-    return list(_make_prompt_cache(model))
+    return list(_unheard.make_prompt_cache(model))
 
 
 def flatten(cache: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], Any]]:
@@ -215,27 +216,16 @@ def bind_everywhere(original: Any, replacement: Any) -> Callable[[], None]:
 
 def _rebind(old: Any, new: Any) -> None:
     for module in list(sys.modules.values()):
-        if isinstance(module, types.ModuleType) and module.__name__ != __name__:
+        if isinstance(module, types.ModuleType):
             space = vars(module)
             for name in [name for name, value in list(space.items()) if value is old]:
                 space[name] = new
 
 
-_in_place: dict[type, tuple[Callable[[], None], int]] = {}
-
-
-def install_prompt_cache(cls: type) -> None:
-    """Binds `cls` wherever mlx-lm's `LRUPromptCache` is bound. Counted; `uninstall_prompt_cache` takes it back."""
-    restore, count = _in_place.get(cls, (None, 0))
-    _in_place[cls] = (restore or bind_everywhere(_cache.LRUPromptCache, cls), count + 1)
-
-
-def uninstall_prompt_cache(cls: type) -> None:
-    restore, count = _in_place.pop(cls)
-    if count > 1:
-        _in_place[cls] = (restore, count - 1)
-    else:
-        restore()
+def install_prompt_cache(cls: type) -> Callable[[], None]:
+    """Binds `cls` wherever mlx-lm's `LRUPromptCache` is bound. Returns a function that undoes it; no module may have
+    bound `cls` before."""
+    return bind_everywhere(_cache.LRUPromptCache, cls)
 
 
 # -- the stock server -------------------------------------------------------------------------
@@ -306,9 +296,11 @@ def unlisten(listener: Listener) -> None:
 
 
 def _hear_caches() -> Callable[[], None]:
-    @functools.wraps(_make_prompt_cache)
+    original = _unheard.make_prompt_cache
+
+    @functools.wraps(original)
     def make(model: nn.Module, max_kv_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        made = _make_prompt_cache(model, max_kv_size, *args, **kwargs)
+        made = original(model, max_kv_size, *args, **kwargs)
         bounded = max_kv_size is not None and not hasattr(model, "make_cache")  # which knows no bound
         for cache in made:
             if _rememberable(cache):
@@ -317,7 +309,7 @@ def _hear_caches() -> Callable[[], None]:
             listener.made(model)
         return made
 
-    return bind_everywhere(_make_prompt_cache, make)
+    return bind_everywhere(original, make)
 
 
 def _hear_batches() -> Callable[[], None]:

@@ -10,13 +10,15 @@
 - Which model a key stands for is said (`model=`, `learn`), or heard when mlx-lm makes caches for it, in its server, in
   its batches or for a caller's own loop. The model's layers are then read in place, in batches too. Caches of a model
   that is not known are kept contiguous, and a second reader gets a copy.
-- `max_bytes` is for all KV, that of running requests too. What is stored makes way for them; they are never refused.
+- `max_bytes` is for all KV, that of running requests too. Stored KV makes way for them; they are not refused for it.
+- `device_limit` is for weights and KV on the device. What does not fit is refused before it is allocated.
 - What cannot be kept soundly is not kept: `reasons` counts why, and the log says each reason once.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import logging
 import threading
@@ -33,16 +35,21 @@ from onefold.cache.entries import TYPES, Entries, Entry
 from onefold.cache.hearing import Ears, Models
 from onefold.cache.lease import Lease
 from onefold.cache.prefix_cache import PrefixCache
+from onefold.cache.room import Room
+from onefold.cache.segment import STEP
 from onefold.cache.served import StandIn, Table
 from onefold.cache.tree import Tokens, as_tokens, unboxed
-from onefold.errors import ConfigError, LeaseError, OnefoldError, TokenError
+from onefold.errors import BudgetError, ConfigError, LeaseError, OnefoldError, TokenError
 from onefold.sizes import parse_size, show_size
 
 log = logging.getLogger("onefold")
 
 UNLIMITED = 1 << 63
+DEVICE_LIMIT = "95%"
+"""Of the device's memory, for weights and KV; the rest is for activations."""
 _IMAGES = 1 << 30
 """Ids from here on name images."""
+NO_ROOM = "no room on the device"
 _MANY = 32
 _FAULTS = (
     OnefoldError,
@@ -70,17 +77,27 @@ class LRUPromptCache:
         *,
         model: nn.Module | None = None,
         draft_model: nn.Module | None = None,
+        max_kv_size: int | None = None,
+        keep: int = 4,
+        device_limit: int | float | str | None = DEVICE_LIMIT,
     ) -> None:
         """`max_bytes` may also be a size such as "8GB" or "60%"; None is no limit. Negative numbers are zero, as in
         mlx-lm: nothing is kept then.
 
         `model`, with `draft_model` if there is one, is what every key stands for that `learn` was not told of. Neither
-        is kept alive."""
+        is kept alive.
+
+        `max_kv_size` bounds each conversation whose model is known: the layers of full attention become rings of so
+        many tokens, the first `keep` of which stay. `device_limit` is what weights and KV together may take of the
+        device's memory, as a size or a share; None is no limit. Stored KV makes way before it. A request that does not
+        fit then is refused with BudgetError, and a row that cannot grow is ended."""
         if not isinstance(max_size, int):
             raise ConfigError(f"max_size is a number of entries, got {max_size!r}")
         self.max_size = max(0, max_size)
         self.max_bytes = _bytes(max_bytes)
         self._closed = False
+        self._admits = False
+        """Requests are admitted before they are fetched."""
         self.reasons: Counter[str] = Counter()
         """Why something was not kept, or not all of it."""
         self._entries = Entries()
@@ -90,6 +107,9 @@ class LRUPromptCache:
         self._uncached: dict[Hashable, tuple[str, weakref.ref[nn.Module]]] = {}
         self._clock = 0
         self._lock = threading.RLock()
+        self.max_kv_size, self.keep = max_kv_size or None, keep
+        _check_bound(self.max_kv_size, keep)
+        self._room = Room(_device_bytes(device_limit))
         if draft_model is not None and model is None:
             raise ConfigError("draft_model requires model=: a draft's layers lie behind the target's")
         if model is not None:
@@ -97,6 +117,15 @@ class LRUPromptCache:
         ears = Ears(self)
         stock.listen(ears)
         self._finalizer = weakref.finalize(self, stock.unlisten, ears)
+
+    @property
+    def device_limit(self) -> int | None:
+        """Bytes that weights and KV together may take; None is no limit."""
+        return self._room.limit_bytes
+
+    @device_limit.setter
+    def device_limit(self, limit: int | float | str | None) -> None:
+        self._room.limit_bytes = _device_bytes(limit)
 
     def close(self) -> None:
         """Let go of everything, and keep nothing from now on. Not needed by a server: a cache that is dropped does the
@@ -149,6 +178,75 @@ class LRUPromptCache:
         next fetch. The model is not kept alive."""
         with self._lock:
             self.models.told(key, _models(model, draft_model))
+
+    # -- admitting ---------------------------------------------------------------------------
+
+    def admit(self, key: Hashable, tokens: list[int], model: nn.Module, draft_model: nn.Module | None = None) -> None:
+        """Learns the key's model, and makes room on the device for a request for these tokens. Raises BudgetError if
+        that cannot be done. To be called for every request, before its fetch, where an exception reaches the client; a
+        batch is not refused the request any more then."""
+        with self._lock:
+            self._admits = True
+            self.learn(key, model, draft_model)
+            found = self._as_tokens(tokens)
+            if self._closed or found is None or not len(found):
+                return
+            store = self._attempt(lambda: self._served(key, self.models.of(key)), None)
+            if store is not None:
+                self._admit(store.cache, found)
+
+    def _admit(self, cache: PrefixCache, tokens: Tokens) -> None:
+        pin = cache.pin(tokens) if cache.matched(tokens) else None  # what it will read does not make way for it
+        try:
+            needed = cache.prompt_bytes(tokens) + cache.step_bytes
+            self._require(needed, f"a prompt of {len(tokens)} tokens")
+        finally:
+            if pin is not None:
+                pin.release()
+
+    def _require(self, n_bytes: int, what: str) -> None:
+        try:
+            self._room.require(n_bytes, what, self._caches(), self._give_way)
+        except BudgetError:
+            self.reasons[NO_ROOM] += 1
+            raise
+
+    def take_on(self) -> None:
+        """A batch is about to take on a row, with the layers that it will have: BudgetError if it has no room."""
+        with self._lock:
+            if not self._admits:
+                self._require(0, "the next request")
+
+    def is_short(self) -> bool:
+        """Whether the device has no room for another step of all running rows, stored KV having made way."""
+        with self._lock:
+            missing = self._attempt(lambda: self._room.missing(0, self._caches(), self._give_way), 0)
+        if missing > 0:
+            self._say(NO_ROOM, "the newest row is ended by its length")
+        return missing > 0
+
+    def _caches(self) -> list[PrefixCache]:
+        return [store.cache for store in self._all_stores()]
+
+    def _give_way(self, n_bytes: int) -> int:
+        """Evicts so many stored bytes, or what there is; returns how many."""
+        before = self._stored_bytes()
+        self._shrink(max(0, sum(e.nbytes for e in self._entries) + before - n_bytes))
+        return before - self._stored_bytes()
+
+    def _table(self, cache: PrefixCache) -> Table:
+        """A row that is in no batch needs room where its prompt begins, unless it was admitted, and for each step of
+        its buffer behind the prompt. Its caller hears of an exception."""
+        me = weakref.ref(self)
+
+        def before_alone(lease: Lease, n_tokens: int) -> None:
+            owner, start, end = me(), lease.offset, lease.offset + n_tokens
+            grows = end > len(lease.tokens) and start // STEP < end // STEP
+            if owner is not None and (grows or (start == lease.cached and not owner._admits)):
+                with owner._lock:
+                    owner._require(0, "the next token" if grows else f"a prompt of {len(lease.tokens)} tokens")
+
+        return Table(cache, before_alone)
 
     # -- fetching ----------------------------------------------------------------------------
 
@@ -336,13 +434,22 @@ class LRUPromptCache:
             del self._uncached[key]
         draft = models[1] if len(models) > 1 else None
         budget = min(self.max_bytes, device.default_budget(*models))
-        cache = PrefixCache(models[0], max(1, budget), draft_model=draft, elastic=True, low_water=1.0, high_water=1.0)
+        cache = PrefixCache(
+            models[0],
+            max(1, budget),
+            draft_model=draft,
+            elastic=True,
+            low_water=1.0,
+            high_water=1.0,
+            max_kv_size=self.max_kv_size,
+            keep=self.keep,
+        )
         if cache.uncached_reason:
             self._say(cache.uncached_reason, "this model runs uncached")
             cache.close()
             self._uncached[key] = (cache.uncached_reason, weakref.ref(models[0]))
             return None
-        store = _Store(cache, Table(cache))
+        store = _Store(cache, self._table(cache))
         for known in [s for s in self._stores.get(key, []) if self._takes_over(store, s, key)]:
             self._stores[key].remove(known)
             known.cache.close()
@@ -557,6 +664,19 @@ def _models(model: nn.Module, draft_model: nn.Module | None) -> list[nn.Module]:
     return models
 
 
+def _device_bytes(limit: int | float | str | None) -> int | None:
+    return None if limit is None else parse_size(limit, total_bytes=device.memory_bytes())
+
+
+def _check_bound(max_kv_size: int | None, keep: int) -> None:
+    if max_kv_size is None:
+        return
+    if not isinstance(max_kv_size, int) or not isinstance(keep, int) or not 0 <= keep < max_kv_size:
+        raise ConfigError(
+            f"max_kv_size is a number of tokens and keep one from 0 to below it, got {max_kv_size!r} and {keep!r}"
+        )
+
+
 def _trimmable(entry: Entry) -> bool:
     return entry.whole is None or all(layer.is_trimmable() for layer in entry.whole)
 
@@ -641,6 +761,6 @@ def _with_options(options: dict[str, Any]) -> type[LRUPromptCache]:
     return InPlace
 
 
-def serve() -> None:
-    """mlx-lm's server, with its own arguments, on this cache."""
-    stock.run_server(LRUPromptCache)
+def serve(**options: Any) -> None:
+    """Runs mlx-lm's server, with its own arguments, on this cache made with these options."""
+    stock.run_server(functools.partial(LRUPromptCache, **options))

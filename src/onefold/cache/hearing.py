@@ -33,6 +33,8 @@ class Hearer(Protocol):
     models: Models
 
     def serve_row(self, model: nn.Module, tokens: list[int]) -> list[Any] | None: ...
+    def take_on(self) -> None: ...
+    def is_short(self) -> bool: ...
 
 
 class Miss(NamedTuple):
@@ -148,6 +150,15 @@ class Ears:
     def row(self, model: nn.Module, tokens: list[int]) -> list[Any] | None:
         cache = self._cache()
         return None if cache is None else cache.serve_row(model, tokens)
+
+    def take_on(self) -> None:
+        cache = self._cache()
+        if cache is not None:
+            cache.take_on()
+
+    def is_short(self) -> bool:
+        cache = self._cache()
+        return cache is not None and cache.is_short()
 
 
 def _hash(tokens: Tokens) -> int:

@@ -33,8 +33,10 @@ Run = Callable[[mx.array, list[Any]], mx.array]
 class Table:
     """The rows of one cache that decode together: one batch, re-seated as rows come and go."""
 
-    def __init__(self, cache: PrefixCache) -> None:
+    def __init__(self, cache: PrefixCache, before_alone: Callable[[Lease, int], None] = lambda lease, n: None) -> None:
+        """`before_alone` is told of each forward of a row that is in no batch, with its tokens, and may refuse it."""
         self.cache = cache
+        self.before_alone = before_alone
         self._batches: dict[int, tuple[Any, Batch]] = {}
         """By thread, each with the model that it is for, held weakly."""
 
@@ -162,6 +164,8 @@ class StandIn:
         rows, n = self.rows, inputs.shape[1]
         span = slice(self.index, self.index + n_layers)
         if len(rows) == 1 and rows[0].waiting is None:
+            if rows[0].seats == 0:
+                rows[0].table.before_alone(rows[0].lease, n)
             return run(inputs, rows[0].lease.layers[span])
         if n == 1 and self.index == 0 and all(row.waiting is None for row in rows):
             return rows[0].table.step([row.lease for row in rows], inputs[:, 0])

@@ -241,6 +241,14 @@ class Listener(Protocol):
         own."""
         ...
 
+    def take_on(self) -> None:
+        """A batch is about to take on rows that have their layers by now. Raises if they have no room."""
+        ...
+
+    def is_short(self) -> bool:
+        """Whether the device has no room for another step of all running rows."""
+        ...
+
 
 class Made(NamedTuple):
     """What mlx-lm made a cache object for."""
@@ -282,8 +290,7 @@ def listen(listener: Listener) -> None:
     """Hear of every cache that mlx-lm makes, in its server, in its batches or for somebody's own loop: the only places
     where a prompt cache can learn which model it is for."""
     if not _listeners:
-        importlib.import_module("mlx_lm.server")  # its names are to be bound, too
-        _unlistened[:] = [_hear_caches(), _hear_batches()]
+        _unlistened[:] = [_hear_server(), _hear_caches(), _hear_batches()]
     _listeners.append(listener)
 
 
@@ -293,6 +300,28 @@ def unlisten(listener: Listener) -> None:
         if not _listeners:
             for restore in _unlistened:
                 restore()
+
+
+def _hear_server() -> Callable[[], None]:
+    """A prompt cache that can `admit` is shown each request with its model while the server can still answer with an
+    error. An exception anywhere later in a batch would end the server's generation thread."""
+    generator: Any = importlib.import_module("mlx_lm.server").ResponseGenerator
+    original = generator._tokenize
+
+    @functools.wraps(original)
+    def tokenize(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, *args, **kwargs)
+        prompt, vision, provider = found[0], found[-1], self.model_provider
+        plain = vision is None and self.cli_args.kv_bits is None and not self._is_distributed
+        if plain and hasattr(self.prompt_cache, "admit"):
+            self.prompt_cache.admit(provider.model_key, prompt, provider.model, provider.draft_model)
+        return found
+
+    def restore() -> None:
+        generator._tokenize = original
+
+    generator._tokenize = tokenize
+    return restore
 
 
 def _hear_caches() -> Callable[[], None]:
@@ -333,12 +362,23 @@ def _hear_batches() -> Callable[[], None]:
                     tokens = [t for part in (known, *segments[i]) for t in part]
                     given = (listener.row(self.model, tokens) for listener in list(_listeners))
                     caches[i] = next((layers for layers in given if layers is not None), caches[i])
+        for listener in list(_listeners):
+            listener.take_on()
         return original(self, segments, max_tokens, caches, all_tokens, *args, **rest)
 
-    def restore() -> None:
-        batches.insert_segments = original
+    following = batches._next
 
-    batches.insert_segments = insert_segments
+    @functools.wraps(following)
+    def next_step(self: Any) -> Any:
+        rows = self._generation_batch
+        if rows.uids and any(listener.is_short() for listener in list(_listeners)):
+            rows.max_tokens[-1] = min(rows.max_tokens[-1], rows._num_tokens[-1] + 1)  # the newest ends with this step
+        return following(self)
+
+    def restore() -> None:
+        batches.insert_segments, batches._next = original, following
+
+    batches.insert_segments, batches._next = insert_segments, next_step
     return restore
 
 

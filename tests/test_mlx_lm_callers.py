@@ -169,6 +169,16 @@ def test_a_model_that_is_told_serves_its_first_request_in_place(caches):
         assert not cache.reasons
 
 
+def test_a_model_may_be_its_own_key(caches):
+    """mlx-lm's class raises TypeError: a module cannot be hashed."""
+    cache, models = caches(), [tiny("llama", seed=1), tiny("llama", seed=2)]
+    for known in (0, 59):
+        for model in models:
+            out, found = turn(cache, model, words(60), key=model)
+            assert found == known and out == cold(model, words(60), 4)[0]
+    assert not cache.reasons
+
+
 def test_a_draft_that_is_told_has_its_layers_behind_the_targets(caches):
     model, draft = tiny("llama"), tiny("llama", seed=3)
     cache = caches(model=model, draft_model=draft)

@@ -250,17 +250,20 @@ class LRUPromptCache:
 
     # -- fetching ----------------------------------------------------------------------------
 
-    def fetch_nearest_cache(self, model: Hashable, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+    def fetch_nearest_cache(
+        self, model: Hashable | nn.Module, tokens: list[int]
+    ) -> tuple[list[Any] | None, list[int]]:
         """The layers that hold the longest known part of `tokens`, and the rest; at least one token is left for the
         model to run on. If nothing is known of them: empty layers and all tokens where the key's model is known, else
         None and all tokens."""
         with self._lock:
             self._catch_up()
             found = self._as_tokens(tokens)
-            fetched = None if found is None else self._attempt(lambda: self._fetch(model, tokens, found), None)
+            key = self._key(model)
+            fetched = None if found is None else self._attempt(lambda: self._fetch(key, tokens, found), None)
             if fetched is None:
                 if found is not None:
-                    self.models.missed(model, found)
+                    self.models.missed(key, found)
                 return None, tokens
             self.models.found()
             return fetched
@@ -318,7 +321,12 @@ class LRUPromptCache:
     # -- inserting ---------------------------------------------------------------------------
 
     def insert_cache(
-        self, model: Hashable, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
+        self,
+        model: Hashable | nn.Module,
+        tokens: list[int],
+        prompt_cache: list[Any],
+        *,
+        cache_type: str = "assistant",
     ) -> None:
         """Keep what these layers hold: the KV of `tokens`, as far as they really hold it."""
         if cache_type not in TYPES:
@@ -330,14 +338,15 @@ class LRUPromptCache:
             if not isinstance(prompt_cache, (list, tuple)):
                 self._say("not layers", f"a list of caches is kept, not {type(prompt_cache).__name__}")
                 return
+            key = self._key(model)
             if prompt_cache and all(stock.opaque(layer) for layer in prompt_cache):
                 nbytes = sum(layer.nbytes for layer in prompt_cache)
                 if not self._too_large(nbytes, self.max_bytes):
-                    self._enter(model, found, cache_type, prompt_cache, nbytes)
+                    self._enter(key, found, cache_type, prompt_cache, nbytes)
             elif len(found):
-                kept = self._attempt(lambda: self._keep(model, found, prompt_cache), 0)
+                kept = self._attempt(lambda: self._keep(key, found, prompt_cache), 0)
                 if kept:
-                    self._enter(model, found[:kept], cache_type)
+                    self._enter(key, found[:kept], cache_type)
             self.models.found()
             self._catch_up()
             self._limit()
@@ -575,6 +584,14 @@ class LRUPromptCache:
         return [store for stores in self._stores.values() for store in stores]
 
     # -- details -----------------------------------------------------------------------------
+
+    def _key(self, key: Hashable | nn.Module) -> Hashable:
+        """Some callers give the model itself as its key. It cannot be hashed, but nothing has to be learnt then."""
+        if not isinstance(key, nn.Module):
+            return key
+        name = ("model", id(key))
+        self.models.told(name, [key])
+        return name
 
     def _as_tokens(self, tokens: list[int]) -> Tokens | None:
         """mlx-lm names images by large negative numbers: each gets an id that no token has."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 import threading
@@ -299,6 +300,21 @@ def test_other_tokens_than_were_fetched_may_be_fed(caches):
     while not (ended := [r for r in generator.next()[1] if r.finish_reason]):
         pass
     assert ended[0].all_tokens[30:] == cold(model, words(30, 4), 4)[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_a_copy_may_be_put_in_while_its_original_goes_on(caches, family):
+    """As servers do that keep the state at the end of a system prompt."""
+    model, cache, prompt = tiny(family), caches(), words(160)
+    cache.learn(KEY, model)
+    layers, rest = cache.fetch_nearest_cache(KEY, prompt)
+    mx.eval(model(mx.array([rest[:100]]), cache=layers))
+    cache.insert_cache(KEY, prompt[:100], copy.deepcopy(layers), cache_type="system")
+    out = run(model, rest[100:], layers, 4)
+    cache.insert_cache(KEY, (prompt + out)[: layers[0].offset], layers)
+    assert out == cold(model, prompt, 4)[0]
+    assert cache.fetch_nearest_cache(KEY, prompt[:100] + words(9, 7))[1] == words(9, 7)
+    assert not cache.reasons
 
 
 def test_caches_with_a_bound_stay_mlx_lms_own(caches):

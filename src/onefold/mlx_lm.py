@@ -664,7 +664,7 @@ def _lease_of(layers: list[Any]) -> tuple[Lease | None, bool]:
         row = first.rows[0]
         whole = len(layers) == len(row.lease.layers)
         same = all(isinstance(x, StandIn) and x.rows == [row] for x in layers)
-        return (row.lease, row.seats == 0) if whole and same else (None, False)
+        return (row.lease, row.seats == 0 and not first.is_copy) if whole and same else (None, False)
     watchers = first.watchers() if _is_ours(first) else []
     lease = getattr(watchers[0], "lease", None) if watchers else None
     if lease is None or len(layers) != len(lease.layers):

@@ -79,6 +79,8 @@ class StandIn:
         self.rows = list(rows)
         self.index = index
         self._seated = seated and index == 0
+        self.is_copy = False
+        """Made beside a row that goes on: putting it back does not end the row."""
         self._sit(self.rows, 1)
 
     def _sit(self, rows: list[Row], n: int) -> None:
@@ -98,7 +100,9 @@ class StandIn:
         return StandIn([row for x in layers for row in x.rows], layers[0].index, seated=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
-        return StandIn(self.rows, self.index, seated=self._seated)
+        copied = StandIn(self.rows, self.index, seated=self._seated)
+        copied.is_copy = True
+        return copied
 
     def extend(self, other: StandIn) -> None:
         self._sit(other.rows, 1)

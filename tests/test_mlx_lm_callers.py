@@ -15,7 +15,7 @@ import mlx.nn as nn
 import pytest
 from batching import KEY
 from driving import cold
-from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models import llama
 from mlx_lm.models.cache import LRUPromptCache as StockCache
@@ -185,6 +185,28 @@ def test_a_draft_that_is_told_has_its_layers_behind_the_targets(caches):
     cache = caches(model=model, draft_model=draft)
     layers, _ = cache.fetch_nearest_cache(KEY, words(20))
     assert len(layers) == len(model.layers) + len(draft.layers)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_draft_beside_windows_runs_on_mlx_lms_own_caches(caches, told):
+    """From a window that has wrapped no token can be taken back: with mlx-lm's class the second turn raises."""
+    model, draft = tiny("gemma3"), tiny("gemma3", seed=3)
+    cache = caches(model=model, draft_model=draft) if told else caches()
+
+    def speculate(prompt: list[int], layers: list[Any]) -> list[int]:
+        found = speculative_generate_step(mx.array(prompt), model, draft, max_tokens=16, prompt_cache=layers)
+        return [int(t) for t, *_ in found]
+
+    prompt = words(50)
+    for _ in range(2):
+        layers, rest = cache.fetch_nearest_cache(KEY, prompt)
+        assert layers is None and rest == prompt
+        layers = make_prompt_cache(model) + make_prompt_cache(draft)
+        out = speculate(prompt, layers)
+        assert out == speculate(prompt, make_prompt_cache(model) + make_prompt_cache(draft))
+        cache.insert_cache(KEY, prompt + out, layers)
+        prompt = prompt + out + [7]
+    assert not {r for r in cache.reasons if r.startswith("failed")}
 
 
 def test_a_draft_without_a_model_is_refused():

@@ -50,6 +50,7 @@ DEVICE_LIMIT = "95%"
 _IMAGES = 1 << 30
 """Ids from here on name images."""
 NO_ROOM = "no room on the device"
+NO_DRAFTS = "a draft's tokens cannot be taken back"
 _MANY = 32
 _FAULTS = (
     OnefoldError,
@@ -279,6 +280,9 @@ class LRUPromptCache:
                 return _copied(entry.whole, entry.node.end, nearest.common, tokens)
         store = self._nearest_store(key, found) if len(found) else None
         if store is None:
+            return None
+        if not store.takes_drafts:
+            self._say(NO_DRAFTS, "speculative decoding on this model runs on mlx-lm's own caches")
             return None
         store.used = self._tick()
         lease = store.cache.lease(found)
@@ -646,6 +650,12 @@ class _Store:
 
     def takes(self, layers: list[Any]) -> bool:
         return self.cache.fits(layers)
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether tokens that a draft model guessed wrong can be taken back, if there is one: not from a window that
+        has wrapped, nor from a recurrent state."""
+        return self.cache.draft_model is None or self.cache.resumes_anywhere
 
     def stands_for(self, *models: nn.Module | None) -> bool:
         """Whether these are the models whose KV this is. Those that were unloaded and loaded again are."""

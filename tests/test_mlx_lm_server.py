@@ -199,6 +199,7 @@ def test_nonsense_on_the_command_line_is_refused(capsys: pytest.CaptureFixture[s
             main(arguments)
         assert left.value.code == 2
     assert "--no-such-flag" in capsys.readouterr().err
-    for wrong in (["--max-kv-size", "4", "--keep", "4"], ["--device-limit", "a lot"]):
+    both = ["--max-kv-size", "64", "--kv-bits"]
+    for wrong in (["--max-kv-size", "4", "--keep", "4"], ["--device-limit", "a lot"], both):
         assert main(["mlx-lm-server", *wrong]) == 2
         assert wrong[-1] in capsys.readouterr().err

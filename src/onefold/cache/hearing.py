@@ -132,7 +132,8 @@ class Models:
         model = ref() if ref is not None else None
         if model is None or self.is_told(key):
             return None
-        others = (ref for k, refs in self._known.items() if k != key for ref in refs)
+        known = list(self._known.items())  # other threads make caches meanwhile
+        others = (ref for k, refs in known if k != key for ref in refs)
         return None if any(ref() is model for ref in others) else model
 
 

@@ -20,6 +20,8 @@ def run(arguments: list[str]) -> int:
     ours, theirs = _parser().parse_known_args(arguments)
     if "--help" in theirs or "-h" in theirs:
         print(_parser().format_help())  # mlx-lm's follows
+    if ours.max_kv_size and any(a.split("=")[0] == "--kv-bits" for a in theirs):
+        return complain(COMMAND, "--max-kv-size cannot be used with --kv-bits: mlx-lm has no quantised ring")
     from onefold.mlx_lm import DEVICE_LIMIT, LRUPromptCache, serve  # takes seconds to import: not for --help
 
     limit = {"off": None}.get(ours.device_limit, ours.device_limit or DEVICE_LIMIT)

@@ -229,6 +229,7 @@ def main() -> None:
     parser.add_argument("--prefix", type=int, default=3000, metavar="TOKENS")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is ended, too
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder), SHAPE)
         given = (SERVERS[options.server], options.python, model, options.prefix)

@@ -100,13 +100,13 @@ def test_rows_that_outgrow_the_device_are_ended_by_their_length_newest_first():
     model = tiny("llama")
     cache = limited(1400, token_bytes(model))
     loop = Loop(model, cache)
-    prompts = [words(100, seed) for seed in range(2)]
-    uids = [loop.ask(prompt, 400)[0] for prompt in prompts]
+    prompts = [words(240, seed) for seed in range(2)]
+    uids = [loop.ask(prompt, 60)[0] for prompt in prompts]
     loop.run()
     answers = [loop.answers[uid] for uid in uids]
-    assert 0 < len(answers[1]) < len(answers[0]) <= 400
+    assert 0 < len(answers[1]) < len(answers[0]) <= 60
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer[:50] == cold(model, prompt, 50)[0]
+        assert answer == cold(model, prompt, len(answer))[0]
     assert mx.get_active_memory() <= cache.device_limit
     assert cache.reasons["no room on the device"] > 0
     cache.close()
@@ -168,8 +168,8 @@ def test_every_row_of_a_batch_is_bounded(bounded):
     assert answers == [bounded_cold(model, p, 60, 96, bounded.keep) for p in prompts]
     turns = [p + a + [5] for p, a in zip(prompts, answers, strict=True)]
     assert min(loop.serve(turns, 20)[1]) > 90
-    uid, _ = loop.ask(words(40, 4), 150)
-    while len(loop.answers[uid]) < 140:
+    uid, _ = loop.ask(words(80, 4), 50)
+    while len(loop.answers[uid]) < 40:
         loop.step()
     assert loop.batches.prompt_cache_nbytes <= 96 * token_bytes(model)
     loop.run()

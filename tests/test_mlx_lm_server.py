@@ -146,9 +146,11 @@ def test_the_command_passes_its_arguments_on(model: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(mlx_lm_server, "_run_http_server", lambda host, port, *_: seen.update(at=(host, port)))
     before = (mlx_lm_server.run, mlx_lm_server.LRUPromptCache, list(sys.argv))
     flags = ["--model", str(model), "--port", "0", "--prompt-cache-bytes", "5MB", "--prompt-cache-size", "7"]
-    assert main(["mlx-lm-server", *flags]) == 0
+    ours = ["--max-kv-size", "4096", "--keep", "8", "--device-limit", "1GB"]
+    assert main(["mlx-lm-server", *flags, *ours]) == 0
     assert isinstance(seen["cache"], LRUPromptCache)
     assert (seen["cache"].max_size, seen["cache"].max_bytes) == (7, 5_000_000)
+    assert (seen["cache"].max_kv_size, seen["cache"].keep, seen["cache"].device_limit) == (4096, 8, 10**9)
     assert seen["at"] == ("127.0.0.1", 0)
     assert (mlx_lm_server.run, mlx_lm_server.LRUPromptCache, list(sys.argv)) == before
 
@@ -192,8 +194,12 @@ def ask(port: int, prompt: str) -> int:
 
 
 def test_nonsense_on_the_command_line_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([], ["nonsense"], ["mlx-lm-server", "--no-such-flag"]):
+    for arguments in ([], ["nonsense"], ["mlx-lm-server", "--no-such-flag"], ["mlx-lm-server", "--keep", "x"]):
         with pytest.raises(SystemExit) as left:
             main(arguments)
         assert left.value.code == 2
     assert "--no-such-flag" in capsys.readouterr().err
+    both = ["--max-kv-size", "64", "--kv-bits"]
+    for wrong in (["--max-kv-size", "4", "--keep", "4"], ["--device-limit", "a lot"], both):
+        assert main(["mlx-lm-server", *wrong]) == 2
+        assert wrong[-1] in capsys.readouterr().err

@@ -3,24 +3,28 @@
     from onefold.mlx_lm import LRUPromptCache
     ResponseGenerator(model_provider, LRUPromptCache(max_size=10, max_bytes=8 << 30))
 
+`install()` puts it in the place of mlx-lm's class in the whole process.
+
 - The same constructor and methods. Behind them each token's KV is held once: a fetch moves what nobody else is using,
   and borrows what somebody is; what was fetched and never comes back loses nothing that was stored.
-- Which model a key stands for is learnt when mlx-lm makes caches for it. Its layers are then read in place, in batches
-  too. Caches that come from elsewhere are kept contiguous, and a second reader gets a copy.
-- `max_bytes` is for all KV, that of running requests too. What is stored makes way for them; they are never refused.
+- Which model a key stands for is said (`model=`, `learn`), or heard when mlx-lm makes caches for it, in its server, in
+  its batches or for a caller's own loop. The model's layers are then read in place, in batches too. Caches of a model
+  that is not known are kept contiguous, and a second reader gets a copy.
+- `max_bytes` is for all KV, that of running requests too. Stored KV makes way for them; they are not refused for it.
+- `device_limit` is for weights and KV on the device. What does not fit is refused before it is allocated.
 - What cannot be kept soundly is not kept: `reasons` counts why, and the log says each reason once.
 """
 
 from __future__ import annotations
 
 import copy
-import gc
+import functools
 import logging
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import mlx.nn as nn
 import numpy as np
@@ -30,17 +34,19 @@ from onefold.cache.entries import TYPES, Entries, Entry
 from onefold.cache.hearing import Ears, Models
 from onefold.cache.lease import Lease
 from onefold.cache.prefix_cache import PrefixCache
+from onefold.cache.room import Room
+from onefold.cache.segment import STEP
 from onefold.cache.served import StandIn, Table
-from onefold.cache.tree import Tokens, as_tokens, unboxed
-from onefold.errors import ConfigError, LeaseError, OnefoldError, TokenError, WrongThread
+from onefold.cache.tree import NAMED, Tokens, as_tokens, unboxed
+from onefold.errors import BudgetError, ConfigError, LeaseError, OnefoldError, TokenError, WrongThread
 from onefold.sizes import parse_size, show_size
 
 log = logging.getLogger("onefold")
 
 UNLIMITED = 1 << 63
-_IMAGES = 1 << 30
-"""Ids from here on name images."""
-_MANY = 32
+DEVICE_LIMIT = "95%"
+"""Of the device's memory, for weights and KV; the rest is for activations."""
+NO_ROOM = "no room on the device"
 _FAULTS = (
     OnefoldError,
     ArithmeticError,
@@ -54,18 +60,40 @@ _FAULTS = (
 )
 """What a model's code, or MLX, raises."""
 
+_POSITIONAL = ("max_size", "max_bytes")
+
 T = TypeVar("T")
 
 
 class LRUPromptCache:
-    def __init__(self, max_size: int = 10, max_bytes: int | float | str | None = UNLIMITED) -> None:
+    def __init__(
+        self,
+        max_size: int = 10,
+        max_bytes: int | float | str | None = UNLIMITED,
+        *,
+        model: nn.Module | None = None,
+        draft_model: nn.Module | None = None,
+        max_kv_size: int | None = None,
+        keep: int = 4,
+        device_limit: int | float | str | None = DEVICE_LIMIT,
+    ) -> None:
         """`max_bytes` may also be a size such as "8GB" or "60%"; None is no limit. Negative numbers are zero, as in
-        mlx-lm: nothing is kept then."""
+        mlx-lm: nothing is kept then.
+
+        `model`, with `draft_model` if there is one, is what every key stands for that `learn` was not told of. Neither
+        is kept alive.
+
+        `max_kv_size` bounds each conversation whose model is known: the layers of full attention become rings of so
+        many tokens, the first `keep` of which stay. `device_limit` is what weights and KV together may take of the
+        device's memory, as a size or a share; None is no limit. Stored KV makes way before it. A request that does not
+        fit then is refused with BudgetError, and a row that cannot grow is ended."""
         if not isinstance(max_size, int):
             raise ConfigError(f"max_size is a number of entries, got {max_size!r}")
         self.max_size = max(0, max_size)
         self.max_bytes = _bytes(max_bytes)
         self._closed = False
+        self._admits = False
+        """Requests are admitted before they are fetched."""
         self.reasons: Counter[str] = Counter()
         """Why something was not kept, or not all of it."""
         self._entries = Entries()
@@ -75,9 +103,25 @@ class LRUPromptCache:
         self._uncached: dict[Hashable, tuple[str, weakref.ref[nn.Module]]] = {}
         self._clock = 0
         self._lock = threading.RLock()
+        self.max_kv_size, self.keep = max_kv_size or None, keep
+        _check_bound(self.max_kv_size, keep)
+        self._room = Room(_device_bytes(device_limit))
+        if draft_model is not None and model is None:
+            raise ConfigError("draft_model requires model=: a draft's layers lie behind the target's")
+        if model is not None:
+            self.models.told_for_all(_models(model, draft_model))
         ears = Ears(self)
         stock.listen(ears)
         self._finalizer = weakref.finalize(self, stock.unlisten, ears)
+
+    @property
+    def device_limit(self) -> int | None:
+        """Bytes that weights and KV together may take; None is no limit."""
+        return self._room.limit_bytes
+
+    @device_limit.setter
+    def device_limit(self, limit: int | float | str | None) -> None:
+        self._room.limit_bytes = _device_bytes(limit)
 
     def close(self) -> None:
         """Let go of everything, and keep nothing from now on. Not needed by a server: a cache that is dropped does the
@@ -125,18 +169,97 @@ class LRUPromptCache:
                 found[TYPES[0]]["n_bytes"] += left  # what running requests hold that nothing was put back of yet
             return found
 
+    def learn(self, key: Hashable, model: nn.Module, draft_model: nn.Module | None = None) -> None:
+        """Says which model the key stands for, from now on. What another model left under the key is dropped at the
+        next fetch. The model is not kept alive."""
+        with self._lock:
+            self.models.told(key, _models(model, draft_model))
+
+    # -- admitting ---------------------------------------------------------------------------
+
+    def admit(self, key: Hashable, tokens: list[int], model: nn.Module, draft_model: nn.Module | None = None) -> None:
+        """Learns the key's model, and makes room on the device for a request for these tokens. Raises BudgetError if
+        that cannot be done. To be called for every request, before its fetch, where an exception reaches the client; a
+        batch is not refused the request any more then."""
+        with self._lock:
+            self._admits = True
+            self.learn(key, model, draft_model)
+            found = self._as_tokens(tokens)
+            if self._closed or found is None or not len(found):
+                return
+            store = self._attempt(lambda: self._served(key, self.models.of(key)), None)
+            if store is not None:
+                self._admit(store.cache, found)
+
+    def _admit(self, cache: PrefixCache, tokens: Tokens) -> None:
+        pin = cache.pin(tokens) if cache.matched(tokens) else None  # what it will read does not make way for it
+        try:
+            needed = cache.prompt_bytes(tokens) + cache.step_bytes
+            self._require(needed, f"a prompt of {len(tokens)} tokens")
+        finally:
+            if pin is not None:
+                pin.release()
+
+    def _require(self, n_bytes: int, what: str) -> None:
+        try:
+            self._room.require(n_bytes, what, self._caches(), self._give_way)
+        except BudgetError:
+            self.reasons[NO_ROOM] += 1
+            raise
+
+    def take_on(self) -> None:
+        """A batch is about to take on a row, with the layers that it will have: BudgetError if it has no room."""
+        with self._lock:
+            if not self._admits:
+                self._require(0, "the next request")
+
+    def is_short(self) -> bool:
+        """Whether the device has no room for another step of all running rows, stored KV having made way."""
+        with self._lock:
+            missing = self._attempt(lambda: self._room.missing(0, self._caches(), self._give_way), 0)
+        if missing > 0:
+            self._say(NO_ROOM, "the newest row is ended by its length")
+        return missing > 0
+
+    def _caches(self) -> list[PrefixCache]:
+        return [store.cache for store in self._all_stores()]
+
+    def _give_way(self, n_bytes: int) -> int:
+        """Evicts so many stored bytes, or what there is; returns how many."""
+        before = self._stored_bytes()
+        self._shrink(max(0, sum(e.nbytes for e in self._entries) + before - n_bytes))
+        return before - self._stored_bytes()
+
+    def _table(self, cache: PrefixCache) -> Table:
+        """A row that is in no batch needs room where its prompt begins, unless it was admitted, and for each step of
+        its buffer behind the prompt. Its caller hears of an exception."""
+        me = weakref.ref(self)
+
+        def before_alone(lease: Lease, n_tokens: int) -> None:
+            owner, start, end = me(), lease.offset, lease.offset + n_tokens
+            grows = end > len(lease.tokens) and start // STEP < end // STEP
+            if owner is not None and (grows or (start == lease.cached and not owner._admits)):
+                with owner._lock:
+                    owner._require(0, "the next token" if grows else f"a prompt of {len(lease.tokens)} tokens")
+
+        return Table(cache, before_alone)
+
     # -- fetching ----------------------------------------------------------------------------
 
-    def fetch_nearest_cache(self, model: Hashable, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+    def fetch_nearest_cache(
+        self, model: Hashable | nn.Module, tokens: list[int]
+    ) -> tuple[list[Any] | None, list[int]]:
         """The layers that hold the longest known part of `tokens`, and the rest; at least one token is left for the
-        model to run on."""
+        model to run on. If nothing is known of them: empty layers and all tokens where the key's model is known, else
+        None and all tokens."""
         with self._lock:
             self._catch_up()
             found = self._as_tokens(tokens)
-            fetched = None if found is None else self._attempt(lambda: self._fetch(model, tokens, found), None)
+            key = self._key(model)
+            fetched = None if found is None else self._attempt(lambda: self._fetch(key, tokens, found), None)
             if fetched is None:
                 if found is not None:
-                    self.models.missed(model, list(tokens))
+                    self.models.missed(key, found)
                 return None, tokens
             self.models.found()
             return fetched
@@ -179,7 +302,10 @@ class LRUPromptCache:
 
     def _nearest_store(self, key: Hashable, tokens: Tokens) -> _Store | None:
         """Of the key's stores (there are several only if KV came in several formats) the one that knows most."""
-        stores = [s for s in self._stores.get(key, []) if s.table is None or s.stands_for(self.models.latest())]
+        if self.models.is_told(key) and (models := self.models.of(key)):
+            self._served(key, models)
+        latest = self.models.latest(key)
+        stores = [s for s in self._stores.get(key, []) if s.table is None or s.stands_for(latest)]
         running = [s for s in stores if s.table is not None and s.cache.open_leases]
         stores = running or stores  # rows of one batch are of one make
         known = [store.cache.matched(tokens) for store in stores]
@@ -191,7 +317,12 @@ class LRUPromptCache:
     # -- inserting ---------------------------------------------------------------------------
 
     def insert_cache(
-        self, model: Hashable, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
+        self,
+        model: Hashable | nn.Module,
+        tokens: list[int],
+        prompt_cache: list[Any],
+        *,
+        cache_type: str = "assistant",
     ) -> None:
         """Keep what these layers hold: the KV of `tokens`, as far as they really hold it."""
         if cache_type not in TYPES:
@@ -203,14 +334,15 @@ class LRUPromptCache:
             if not isinstance(prompt_cache, (list, tuple)):
                 self._say("not layers", f"a list of caches is kept, not {type(prompt_cache).__name__}")
                 return
+            key = self._key(model)
             if prompt_cache and all(stock.opaque(layer) for layer in prompt_cache):
                 nbytes = sum(layer.nbytes for layer in prompt_cache)
                 if not self._too_large(nbytes, self.max_bytes):
-                    self._enter(model, found, cache_type, prompt_cache, nbytes)
+                    self._enter(key, found, cache_type, prompt_cache, nbytes)
             elif len(found):
-                kept = self._attempt(lambda: self._keep(model, found, prompt_cache), 0)
+                kept = self._attempt(lambda: self._keep(key, found, prompt_cache), 0)
                 if kept:
-                    self._enter(model, found[:kept], cache_type)
+                    self._enter(key, found[:kept], cache_type)
             self.models.found()
             self._catch_up()
             self._limit()
@@ -230,6 +362,11 @@ class LRUPromptCache:
                 self._say("already put back", "these layers were put back before")
                 return 0
             self._say("layers were replaced", "some of these layers are not the ones that were fetched")
+            return 0
+        makers = stock.models_of(layers)
+        self.models.filled(key, makers)
+        if makers and (models := self.models.of(key)) and makers[0] is not models[0]:
+            self._say(foreign.MISFIT, "these layers were made for another model than the key's")
             return 0
         store = self._store_for(key, layers)
         if store is None or self._outgrows(store.cache, len(tokens)):
@@ -305,13 +442,22 @@ class LRUPromptCache:
             del self._uncached[key]
         draft = models[1] if len(models) > 1 else None
         budget = min(self.max_bytes, device.default_budget(*models))
-        cache = PrefixCache(models[0], max(1, budget), draft_model=draft, elastic=True, low_water=1.0, high_water=1.0)
+        cache = PrefixCache(
+            models[0],
+            max(1, budget),
+            draft_model=draft,
+            elastic=True,
+            low_water=1.0,
+            high_water=1.0,
+            max_kv_size=self.max_kv_size,
+            keep=self.keep,
+        )
         if cache.uncached_reason:
             self._say(cache.uncached_reason, "this model runs uncached")
             cache.close()
             self._uncached[key] = (cache.uncached_reason, weakref.ref(models[0]))
             return None
-        store = _Store(cache, Table(cache))
+        store = _Store(cache, self._table(cache))
         for known in [s for s in self._stores.get(key, []) if self._takes_over(store, s, key)]:
             self._stores[key].remove(known)
             known.cache.close()
@@ -333,9 +479,11 @@ class LRUPromptCache:
         """A batch is about to make caches for a row that nothing was cached for: it gets ours. (A lone request may want
         a draft model's too; it makes its own, and what it fills is taken over when it is put back.)"""
         with self._lock:
-            key, found = self.models.row(model, tokens), self._as_tokens(tokens)
-            if key is None or found is None or len(found) == 0:
+            found = self._as_tokens(tokens)
+            missed = self.models.row(model, found) if found is not None and len(found) else None
+            if found is None or missed is None:
                 return None
+            (key,) = missed
             if any(s.table is None and s.cache.open_leases for s in self._stores.get(key, [])):
                 return None  # rows of one batch are of one make
             return self._attempt(lambda: self._serve_new(key, model, found), None)
@@ -404,8 +552,6 @@ class LRUPromptCache:
     def _catch_up(self) -> None:
         """What forgotten requests left behind becomes an entry; what was evicted is none any more."""
         for key, store in [(key, store) for key, stores in self._stores.items() for store in stores]:
-            if store.table is None and store.cache.open_leases > _MANY:
-                gc.collect()  # layers that were dropped hold each other
             self._attempt(store.cache.sweep, None)
             while store.left_behind:
                 tokens = store.left_behind.pop()
@@ -436,6 +582,14 @@ class LRUPromptCache:
 
     # -- details -----------------------------------------------------------------------------
 
+    def _key(self, key: Hashable | nn.Module) -> Hashable:
+        """Some callers give the model itself as its key. It cannot be hashed, but nothing has to be learnt then."""
+        if not isinstance(key, nn.Module):
+            return key
+        name = ("model", id(key))
+        self.models.told(name, [key])
+        return name
+
     def _as_tokens(self, tokens: list[int]) -> Tokens | None:
         """mlx-lm names images by large negative numbers: each gets an id that no token has."""
         try:
@@ -444,7 +598,7 @@ class LRUPromptCache:
             wide = np.asarray(unboxed(tokens))
             if wide.ndim == 1 and wide.dtype.kind == "i" and wide.min() < 0:
                 for name in np.unique(wide[wide < 0]).tolist():
-                    self._names.setdefault(name, _IMAGES + len(self._names))
+                    self._names.setdefault(name, NAMED + len(self._names))
                 wide = np.array([self._names.get(t, t) for t in wide.tolist()])
             return as_tokens(wide)
         except (TokenError, ValueError, TypeError, OverflowError) as error:
@@ -507,7 +661,7 @@ def _lease_of(layers: list[Any]) -> tuple[Lease | None, bool]:
         row = first.rows[0]
         whole = len(layers) == len(row.lease.layers)
         same = all(isinstance(x, StandIn) and x.rows == [row] for x in layers)
-        return (row.lease, row.seats == 0) if whole and same else (None, False)
+        return (row.lease, row.seats == 0 and not first.is_copy) if whole and same else (None, False)
     watchers = first.watchers() if _is_ours(first) else []
     if not watchers or watchers[0].is_settled:
         return None, False
@@ -519,6 +673,28 @@ def _is_settled(layer: Any) -> bool:
     """Whether a layer is of a lease that was put back already."""
     watchers = [] if isinstance(layer, StandIn) else layer.watchers()
     return bool(watchers) and bool(watchers[0].is_settled)
+
+
+def _models(model: nn.Module, draft_model: nn.Module | None) -> list[nn.Module]:
+    models = [m for m in (model, draft_model) if m is not None]
+    for m in models:
+        if not isinstance(m, nn.Module):
+            name = type(m).__name__
+            raise ConfigError(f"a model is an mlx module (load() returns it with a tokenizer), not {name}")
+    return models
+
+
+def _device_bytes(limit: int | float | str | None) -> int | None:
+    return None if limit is None else parse_size(limit, total_bytes=device.memory_bytes())
+
+
+def _check_bound(max_kv_size: int | None, keep: int) -> None:
+    if max_kv_size is None:
+        return
+    if not isinstance(max_kv_size, int) or not isinstance(keep, int) or not 0 <= keep < max_kv_size:
+        raise ConfigError(
+            f"max_kv_size is a number of tokens and keep one from 0 to below it, got {max_kv_size!r} and {keep!r}"
+        )
 
 
 def _trimmable(entry: Entry) -> bool:
@@ -547,13 +723,64 @@ def _bytes(limit: int | float | str | None) -> int:
 
 
 def _inside_image(tokens: Tokens, at: int) -> bool:
-    return bool(0 < at < len(tokens) and tokens[at] >= _IMAGES and tokens[at - 1] == tokens[at])
+    return bool(0 < at < len(tokens) and tokens[at] >= NAMED and tokens[at - 1] == tokens[at])
 
 
 def _is_ours(layer: Any) -> bool:
     return isinstance(layer, StandIn) or hasattr(layer, "watchers")
 
 
-def serve() -> None:
-    """mlx-lm's server, with its own arguments, on this cache."""
-    stock.run_server(LRUPromptCache)
+class Installed:
+    """This prompt cache in the place of mlx-lm's, until `uninstall` or the end of a `with` block."""
+
+    _options: ClassVar[dict[str, Any]] = {}
+    _count: ClassVar[int] = 0
+    _restore: ClassVar[Callable[[], None]]
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        if Installed._count and options != Installed._options:
+            raise ConfigError(f"installed with the options {Installed._options}; uninstall before other options")
+        if not Installed._count:
+            Installed._options = options
+            Installed._restore = stock.install_prompt_cache(_with_options(options))
+        Installed._count += 1
+        self._installed = True
+
+    def uninstall(self) -> None:
+        """Puts mlx-lm's class back, unless somebody else installed ours as well. Caches that were made stay."""
+        if self._installed:
+            self._installed = False
+            Installed._count -= 1
+            if not Installed._count:
+                Installed._restore()
+
+    def __enter__(self) -> Installed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.uninstall()
+
+
+def install(**options: Any) -> Installed:
+    """Binds a subclass of `LRUPromptCache` wherever a loaded module has bound mlx-lm's class, and for modules that are
+    loaded later. Returns what undoes it. A server that makes its prompt cache after that makes one of ours, with
+    `options` for what it does not say itself."""
+    LRUPromptCache(**options).close()  # refuses what is wrong with them here, and not in the server
+    return Installed(options)
+
+
+def _with_options(options: dict[str, Any]) -> type[LRUPromptCache]:
+    """A class of its own: when it is taken back, those who import `LRUPromptCache` from here keep theirs."""
+
+    class InPlace(LRUPromptCache):
+        def __init__(self, *args: Any, **given: Any) -> None:
+            named = {name: value for name, value in options.items() if name not in _POSITIONAL[: len(args)]}
+            super().__init__(*args, **(named | given))
+
+    InPlace.__name__ = InPlace.__qualname__ = LRUPromptCache.__name__
+    return InPlace
+
+
+def serve(**options: Any) -> None:
+    """Runs mlx-lm's server, with its own arguments, on this cache made with these options."""
+    stock.run_server(functools.partial(LRUPromptCache, **options))

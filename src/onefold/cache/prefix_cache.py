@@ -38,7 +38,7 @@ from onefold.cache.lease import Lease
 from onefold.cache.ledger import ElasticLedger, Ledger, Purpose
 from onefold.cache.restoring import Restore
 from onefold.cache.scratch import Scratch
-from onefold.cache.segment import Store, Track
+from onefold.cache.segment import STEP, Store, Track, round_up
 from onefold.cache.shelf import Shelf
 from onefold.cache.tiers.record import VERSION
 from onefold.cache.tree import Node, Tokens, Tree, as_tokens
@@ -631,6 +631,24 @@ class PrefixCache:
     def token_bytes(self) -> int:
         """What one more token of a conversation takes."""
         return self._store.token_bytes
+
+    @property
+    def step_bytes(self) -> int:
+        """What a conversation's buffer grows by at a time, with the copy of one layer."""
+        return STEP * (self._store.token_bytes + self._store.layer_token_bytes)
+
+    @property
+    def unallocated_bytes(self) -> int:
+        """What the prompts of open leases will allocate at their first forward."""
+        with self._lock:
+            return sum(round_up(lease._unreserved) for lease in self._leases) * self._store.token_bytes
+
+    def prompt_bytes(self, tokens: Any) -> int:
+        """What a request for these tokens would allocate for its prompt: KV that the tree does not have, and states."""
+        found = as_tokens(tokens)
+        most = max((a.bound.max_size for a in self._anatomies if a.bound is not None), default=len(found))
+        points = sum(a.point_bytes(len(found), 1) for a in self._anatomies)
+        return round_up(max(0, min(len(found), most) - self.matched(found))) * self._store.token_bytes + points
 
     @property
     def evicted_tokens(self) -> int:

@@ -34,8 +34,10 @@ Run = Callable[[mx.array, list[Any]], mx.array]
 class Table:
     """The rows of one cache that decode together: one batch, re-seated as rows come and go."""
 
-    def __init__(self, cache: PrefixCache) -> None:
+    def __init__(self, cache: PrefixCache, before_alone: Callable[[Lease, int], None] = lambda lease, n: None) -> None:
+        """`before_alone` is told of each forward of a row that is in no batch, with its tokens, and may refuse it."""
         self.cache = cache
+        self.before_alone = before_alone
         self._batches: dict[int, tuple[Any, Batch]] = {}
         """By thread, each with the model that it is for, held weakly."""
 
@@ -78,6 +80,8 @@ class StandIn:
         self.rows = list(rows)
         self.index = index
         self._seated = seated and index == 0
+        self.is_copy = False
+        """Made beside a row that goes on: putting it back does not end the row."""
         self._sit(self.rows, 1)
 
     def _sit(self, rows: list[Row], n: int) -> None:
@@ -97,7 +101,9 @@ class StandIn:
         return StandIn([row for x in layers for row in x.rows], layers[0].index, seated=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
-        return StandIn(self.rows, self.index, seated=self._seated)
+        copied = StandIn(self.rows, self.index, seated=self._seated)
+        copied.is_copy = True
+        return copied
 
     def extend(self, other: StandIn) -> None:
         self._sit(other.rows, 1)
@@ -169,6 +175,8 @@ class StandIn:
         rows, n = self.rows, inputs.shape[1]
         span = slice(self.index, self.index + n_layers)
         if len(rows) == 1 and rows[0].waiting is None:
+            if rows[0].seats == 0:
+                rows[0].table.before_alone(rows[0].lease, n)
             return run(inputs, rows[0].lease.layers[span])
         if n == 1 and self.index == 0 and all(row.waiting is None for row in rows):
             return rows[0].table.step([row.lease for row in rows], inputs[:, 0])

@@ -14,7 +14,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,6 +32,10 @@ RotatingKVCache = _cache.RotatingKVCache
 ATTENTION = "scaled_dot_product_attention"
 stock_attention: Callable[..., mx.array] = _base.scaled_dot_product_attention
 attention_mask: Callable[..., Any] = _cache.create_attention_mask
+_unheard = types.SimpleNamespace(
+    make_prompt_cache=_cache.make_prompt_cache, save_prompt_cache=_cache.save_prompt_cache
+)
+"""mlx-lm's function, whatever its modules have bound the name to."""
 
 
 class Kind(enum.Enum):
@@ -83,7 +87,7 @@ def is_plain(cache: Any) -> bool:
 
 def make_prompt_cache(model: nn.Module) -> list[Any]:
     """What mlx-lm would make for this model. Called by the factory in `anatomy`, and for models that run uncached."""
-    return list(_cache.make_prompt_cache(model))
+    return list(_unheard.make_prompt_cache(model))
 
 
 def bounded_caches(made: list[Any], bound: tuple[int, int] | None) -> list[Any]:
@@ -269,38 +273,57 @@ def unwatch(cls: type) -> None:
         cls.__call__ = original  # type: ignore[method-assign]
 
 
+# -- names that other modules have bound --------------------------------------------------------
+
+
+def bind_everywhere(original: Any, replacement: Any) -> Callable[[], None]:
+    """Binds `replacement` to every name that a loaded module has for `original`. Returns a function that undoes it,
+    also in modules that were loaded in between."""
+    _rebind(original, replacement)
+    return functools.partial(_rebind, replacement, original)
+
+
+def _rebind(old: Any, new: Any) -> None:
+    for module in list(sys.modules.values()):
+        if isinstance(module, types.ModuleType):
+            space = vars(module)
+            for name in [name for name, value in list(space.items()) if value is old]:
+                space[name] = new
+
+
+def install_prompt_cache(cls: type) -> Callable[[], None]:
+    """Binds `cls` wherever mlx-lm's `LRUPromptCache` is bound. Returns a function that undoes it; no module may have
+    bound `cls` before."""
+    return bind_everywhere(_cache.LRUPromptCache, cls)
+
+
 # -- saving ------------------------------------------------------------------------------------
 
-_save_prompt_cache = _cache.save_prompt_cache
 _savers = 0
 
 
-@functools.wraps(_save_prompt_cache)
+@functools.wraps(_unheard.save_prompt_cache)
 def _save_exported(file_name: str, cache: list[Any], metadata: dict[str, str] | None = None) -> None:
     """mlx-lm's own, for leased layers too: it writes the name of a layer's class, and reads back its own classes only.
     What a layer shows as its state is what mlx-lm's loops evaluate at every chunk, so it cannot be a copy to save."""
-    _save_prompt_cache(file_name, [c.export() if hasattr(c, "export") else c for c in cache], metadata)
+    _unheard.save_prompt_cache(file_name, [c.export() if hasattr(c, "export") else c for c in cache], metadata)
+
+
+_unheard.save_exported = _save_exported
 
 
 def hook_saving() -> None:
     """Have `save_prompt_cache` save leased layers, in every module that has it by its name. Counted like `install`."""
     global _savers
     _savers += 1
-    _replace_everywhere(_save_prompt_cache, _save_exported)
+    _rebind(_unheard.save_prompt_cache, _unheard.save_exported)
 
 
 def unhook_saving() -> None:
     global _savers
     _savers -= 1
     if _savers == 0:
-        _replace_everywhere(_save_exported, _save_prompt_cache)
-
-
-def _replace_everywhere(known: Any, other: Any) -> None:
-    for module in list(sys.modules.values()):
-        space = getattr(module, "__dict__", {})
-        if space.get("save_prompt_cache") is known:
-            space["save_prompt_cache"] = other
+        _rebind(_unheard.save_exported, _unheard.save_prompt_cache)
 
 
 # -- the stock server -------------------------------------------------------------------------
@@ -308,23 +331,64 @@ def _replace_everywhere(known: Any, other: Any) -> None:
 
 class Listener(Protocol):
     def made(self, model: nn.Module) -> None:
-        """The server has made caches for this model, to see what it needs or for a request of its own."""
+        """Caches were made for this model, to see what it needs or for a request."""
         ...
 
     def row(self, model: nn.Module, tokens: list[int]) -> list[Any] | None:
-        """A batch takes on a row without caches: layers for it, or None if it shall make its own."""
+        """A batch takes on a row that nothing is cached for. Returns layers for it, or None if it shall have mlx-lm's
+        own."""
+        ...
+
+    def take_on(self) -> None:
+        """A batch is about to take on rows that have their layers by now. Raises if they have no room."""
+        ...
+
+    def is_short(self) -> bool:
+        """Whether the device has no room for another step of all running rows."""
         ...
 
 
+class Made(NamedTuple):
+    """What mlx-lm made a cache object for."""
+
+    model: weakref.ref[nn.Module]
+    bounded: bool
+
+
+_made: weakref.WeakKeyDictionary[Any, Made] = weakref.WeakKeyDictionary()
 _listeners: list[Listener] = []
 _unlistened: list[Callable[[], None]] = []
 
 
+def models_of(layers: list[Any]) -> list[nn.Module]:
+    """The models that mlx-lm made these layers for, in the layers' order; empty if it did not make all of them."""
+    found: list[nn.Module] = []
+    for layer in layers:
+        known = _made.get(layer) if _rememberable(layer) else None
+        model = known.model() if known is not None else None
+        if model is None:
+            return []
+        if not any(model is m for m in found):
+            found.append(model)
+    return found
+
+
+def _is_fresh(layers: list[Any], model: nn.Module) -> bool:
+    """Whether mlx-lm made these layers for this model, without a bound, and nothing was written to them."""
+    known = [_made.get(layer) if _rememberable(layer) else None for layer in layers]
+    ours = all(k is not None and k.model() is model and not k.bounded for k in known)
+    return bool(known) and ours and all(layer.empty() for layer in layers)
+
+
+def _rememberable(cache: Any) -> bool:
+    return type(cache).__hash__ is not None and type(cache).__weakrefoffset__ != 0
+
+
 def listen(listener: Listener) -> None:
-    """Hear of every cache that mlx-lm's server and its batches make for themselves: the only places where a prompt
-    cache can learn which model it is for."""
+    """Hear of every cache that mlx-lm makes, in its server, in its batches or for somebody's own loop: the only places
+    where a prompt cache can learn which model it is for."""
     if not _listeners:
-        _unlistened[:] = [_hear_server(), _hear_batches()]
+        _unlistened[:] = [_hear_server(), _hear_caches(), _hear_batches()]
     _listeners.append(listener)
 
 
@@ -337,21 +401,42 @@ def unlisten(listener: Listener) -> None:
 
 
 def _hear_server() -> Callable[[], None]:
-    server: Any = importlib.import_module("mlx_lm.server")
-    original = server.make_prompt_cache
+    """A prompt cache that can `admit` is shown each request with its model while the server can still answer with an
+    error. An exception anywhere later in a batch would end the server's generation thread."""
+    generator: Any = importlib.import_module("mlx_lm.server").ResponseGenerator
+    original = generator._tokenize
 
     @functools.wraps(original)
-    def make(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        made = original(model, *args, **kwargs)
+    def tokenize(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, *args, **kwargs)
+        prompt, vision, provider = found[0], found[-1], self.model_provider
+        plain = vision is None and self.cli_args.kv_bits is None and not self._is_distributed
+        if plain and hasattr(self.prompt_cache, "admit"):
+            self.prompt_cache.admit(provider.model_key, prompt, provider.model, provider.draft_model)
+        return found
+
+    def restore() -> None:
+        generator._tokenize = original
+
+    generator._tokenize = tokenize
+    return restore
+
+
+def _hear_caches() -> Callable[[], None]:
+    original = _unheard.make_prompt_cache
+
+    @functools.wraps(original)
+    def make(model: nn.Module, max_kv_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        made = original(model, max_kv_size, *args, **kwargs)
+        bounded = max_kv_size is not None and not hasattr(model, "make_cache")  # which knows no bound
+        for cache in made:
+            if _rememberable(cache):
+                _made[cache] = Made(weakref.ref(model), bounded)
         for listener in list(_listeners):
             listener.made(model)
         return made
 
-    def restore() -> None:
-        server.make_prompt_cache = original
-
-    server.make_prompt_cache = make
-    return restore
+    return bind_everywhere(original, make)
 
 
 def _hear_batches() -> Callable[[], None]:
@@ -371,16 +456,27 @@ def _hear_batches() -> Callable[[], None]:
         if self.max_kv_size is None:
             caches = list(caches or [None] * len(segments))
             for i, known in enumerate(all_tokens or [[]] * len(segments)):
-                if caches[i] is None:
+                if caches[i] is None or _is_fresh(caches[i], self.model):
                     tokens = [t for part in (known, *segments[i]) for t in part]
                     given = (listener.row(self.model, tokens) for listener in list(_listeners))
-                    caches[i] = next((layers for layers in given if layers is not None), None)
+                    caches[i] = next((layers for layers in given if layers is not None), caches[i])
+        for listener in list(_listeners):
+            listener.take_on()
         return original(self, segments, max_tokens, caches, all_tokens, *args, **rest)
 
-    def restore() -> None:
-        batches.insert_segments = original
+    following = batches._next
 
-    batches.insert_segments = insert_segments
+    @functools.wraps(following)
+    def next_step(self: Any) -> Any:
+        rows = self._generation_batch
+        if rows.uids and any(listener.is_short() for listener in list(_listeners)):
+            rows.max_tokens[-1] = min(rows.max_tokens[-1], rows._num_tokens[-1] + 1)  # the newest ends with this step
+        return following(self)
+
+    def restore() -> None:
+        batches.insert_segments, batches._next = original, following
+
+    batches.insert_segments, batches._next = insert_segments, next_step
     return restore
 
 

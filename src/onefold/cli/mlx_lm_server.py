@@ -1,18 +1,61 @@
-"""`onefold mlx-lm-server`: mlx-lm's own server, with its own arguments, on our prompt cache."""
+"""`onefold mlx-lm-server`: mlx-lm's own server, with its own arguments, on our prompt cache.
+
+The options that are ours are taken off the command line before mlx-lm's parser reads it.
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
 
+from onefold.cli.command_line import Parser, complain
+from onefold.errors import ConfigError
+
 HELP = "run mlx_lm.server, with its own arguments, on Onefold's prompt cache"
+COMMAND = "onefold mlx-lm-server"
+KEEP = 4
 
 
 def run(arguments: list[str]) -> int:
-    from onefold.mlx_lm import serve  # takes seconds to import: not for --help
+    ours, theirs = _parser().parse_known_args(arguments)
+    if "--help" in theirs or "-h" in theirs:
+        print(_parser().format_help())  # mlx-lm's follows
+    if ours.max_kv_size and any(a.split("=")[0] == "--kv-bits" for a in theirs):
+        return complain(COMMAND, "--max-kv-size cannot be used with --kv-bits: mlx-lm has no quantised ring")
+    from onefold.mlx_lm import DEVICE_LIMIT, LRUPromptCache, serve  # takes seconds to import: not for --help
 
-    before, sys.argv = sys.argv, ["onefold mlx-lm-server", *arguments]  # where mlx-lm's parser looks
+    limit = {"off": None}.get(ours.device_limit, ours.device_limit or DEVICE_LIMIT)
+    options = {"max_kv_size": ours.max_kv_size, "keep": ours.keep, "device_limit": limit}
     try:
-        serve()
+        LRUPromptCache(**options).close()  # what is wrong is said before the model is loaded
+    except ConfigError as error:
+        return complain(COMMAND, str(error))
+    before, sys.argv = sys.argv, [COMMAND, *theirs]  # where mlx-lm's parser looks
+    try:
+        serve(**options)
     finally:
         sys.argv = before
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog=COMMAND,
+        usage="%(prog)s [options] [options of mlx_lm.server]",
+        add_help=False,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--max-kv-size", type=int, metavar="N", help="bound each conversation's KV to N tokens (default: no bound)"
+    )
+    parser.add_argument(
+        "--keep", type=int, default=KEEP, metavar="N", help=f"of these, the first N tokens stay (default: {KEEP})"
+    )
+    parser.add_argument(
+        "--device-limit",
+        metavar="SIZE",
+        help="what weights and KV may take of the device's memory, such as 24GB or 80%%; requests that do not fit are "
+        "refused (default: 95%%; off: no limit)",
+    )
+    return parser

@@ -297,6 +297,7 @@ class Lease:
         settling.settle(self._cache, self, self.tokens[:keep], close=True)
 
     def _discard(self) -> None:
+        settling.await_device(self)
         with self._cache._lock:
             settling.evaluate(self._cache, self)
             settling.release(self._cache, self)

@@ -131,8 +131,8 @@ def _read_in_place(cache: PrefixCache, lease: Lease, node: Node) -> None:
     spans = [n.span for n in node.path()]
     lease._track.borrow(spans)
     for slab in {p.slab for p in lease._track.pieces}:
-        if slab.writers:
-            slab.evaluate()  # sealed: its writer goes on elsewhere
+        if slab.writers:  # sealed: its writer goes on elsewhere, and what it has scheduled can be read
+            stock.schedule([a for layer in slab.layers if layer for a in layer])
 
 
 def _stand_at(cache: PrefixCache, lease: Lease, point: int, checkpoint: Checkpoint | None) -> bool:

@@ -39,7 +39,7 @@ from onefold.cache.ledger import ElasticLedger, Ledger, Purpose
 from onefold.cache.restoring import Restore
 from onefold.cache.scratch import Scratch
 from onefold.cache.segment import STEP, Store, Track, round_up
-from onefold.cache.shelf import Shelf
+from onefold.cache.shelf import PATIENCE, Shelf
 from onefold.cache.tiers.record import VERSION
 from onefold.cache.tree import Node, Tokens, Tree, as_tokens
 from onefold.errors import BudgetError, ConfigError, DeviceError, IntegrityError, OnefoldError, WrongThread
@@ -422,7 +422,7 @@ class PrefixCache:
         n_bytes = parse_size(budget, total_bytes=device.memory_bytes())
         ledger, share = self._ledger, 0 if self._ledger.elastic else device.pool_bytes(n_bytes)
         if n_bytes > 0:
-            self._reclaim(lambda: ledger.used_bytes - ledger.spare() + share + ledger.headroom() - n_bytes)
+            self.reclaim(lambda: ledger.used_bytes - ledger.spare() + share + ledger.headroom() - n_bytes)
         with self._lock:
             self._open_for_use()
             self.sweep()
@@ -738,10 +738,11 @@ class PrefixCache:
 
     def shrink(self, n_bytes: int) -> None:
         """Evict until at most `n_bytes` are stored, or nothing more can be. Other threads get in meanwhile."""
-        self._reclaim(lambda: min(self.stored_bytes - n_bytes, self._shelf.reclaimable_bytes()))
+        self.reclaim(lambda: min(self.stored_bytes - n_bytes, self._shelf.reclaimable_bytes()))
 
-    def _reclaim(self, excess: Callable[[], int]) -> None:
-        """Free so many bytes, in stretches between which other threads get in; nothing if they cannot all be freed."""
+    def reclaim(self, excess: Callable[[], int], *, patience: float = PATIENCE) -> None:
+        """Free so many bytes, in stretches between which other threads get in; nothing if they cannot all be freed.
+        `patience` is `Shelf.make_room`'s."""
         before = math.inf
         while True:
             with self._lock:
@@ -749,7 +750,7 @@ class PrefixCache:
                     return
                 before = missing
                 stop = math.inf if self._disk is not None else time.monotonic() + STRETCH_SECONDS
-                self._shelf.make_room(missing, stop=stop)
+                self._shelf.make_room(missing, patience=patience, stop=stop)
             self._lock.between()
 
     def adopt(self, tokens: Any, layers: list[Any]) -> tuple[int, str]:

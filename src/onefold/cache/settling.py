@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -24,8 +25,11 @@ if TYPE_CHECKING:
 
 
 def settle(cache: PrefixCache, lease: Lease, tokens: Tokens, *, close: bool) -> None:
+    """Store `tokens` of what a lease holds, and with `close` let go of the rest. The device is waited for without the
+    lock, and so is room for what comes next."""
+    await_device(lease)
+    node = None
     with cache._lock:
-        node = None
         try:
             if not cache.uncached_reason:
                 evaluate(cache, lease)
@@ -35,16 +39,25 @@ def settle(cache: PrefixCache, lease: Lease, tokens: Tokens, *, close: bool) -> 
             if close:
                 node = lease._node
                 release(cache, lease)
-        if close:
-            _lower_water(cache, node)
+    if close:
+        _lower_water(cache, node)
+
+
+def await_device(lease: Lease) -> None:
+    """Wait until what the layers hold is computed. An error is left to `evaluate`, which has the lock."""
+    with contextlib.suppress(RuntimeError):
+        mx.eval(_live_arrays(lease))
+
+
+def _live_arrays(lease: Lease) -> list[mx.array]:
+    return [a for b in lease._beats for leaf in b.leaves for a in leaf.live_arrays()]
 
 
 def evaluate(cache: PrefixCache, lease: Lease) -> None:
     """What goes into the tree may be read by other threads. If it cannot be evaluated, because the device failed in
     the middle of a forward, the buffers that this lease was writing are lost, and said to be."""
-    arrays = [a for b in lease._beats for leaf in b.leaves for a in leaf.live_arrays()]
     try:
-        mx.eval(arrays)
+        mx.eval(_live_arrays(lease))
     except RuntimeError as error:
         lose(cache, lease, error)
         raise DeviceError(f"what the layers hold could not be evaluated: {error}") from error
@@ -205,16 +218,24 @@ def abandon(cache: PrefixCache, lease: Lease) -> bool:
 def _lower_water(cache: PrefixCache, node: Node | None) -> None:
     """Reclaim down to the low mark if more than the high mark is used; never from the path that ends at `node`, which
     was settled just now. MLX's pool, which gives way by itself, does not count, and gets what is free then."""
-    low, high = cache._water
-    held = cache._ledger.used_bytes - cache._ledger.spare()
-    if held > high * cache._ledger.budget_bytes:
-        missing = int(held - low * cache._ledger.budget_bytes)
+    with cache._lock:
+        low, high = cache._water
+        ledger = cache._ledger
+        if ledger.used_bytes - ledger.spare() <= high * ledger.budget_bytes:
+            cache._pool.refill()
+            return
         kept = node if node is not None and node.parent is not None else None
         if kept is not None:
             cache._shelf.hold(kept)
-        try:
-            cache._shelf.make_room(min(missing, cache._shelf.reclaimable_bytes()), patience=0)
-        finally:
+
+    def excess() -> int:
+        held = ledger.used_bytes - ledger.spare()
+        return min(int(held - low * ledger.budget_bytes), cache._shelf.reclaimable_bytes())
+
+    try:
+        cache.reclaim(excess, patience=0)
+    finally:
+        with cache._lock:
             if kept is not None:
                 cache._shelf.release(kept)
-    cache._pool.refill()
+            cache._pool.refill()

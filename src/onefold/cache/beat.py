@@ -210,7 +210,7 @@ class Beat:
                     f"{int(lease.tokens[start + same])} there: feed lease.rest, from position {lease.cached} on"
                 )
 
-    def ended(self, n_tokens: int) -> list[mx.array]:
+    def ended(self, n_tokens: int, stepped: bool) -> list[mx.array]:
         if self._depth > 1:
             return []
         self._marks = None  # nothing to undo, and no second reference to any state
@@ -221,8 +221,8 @@ class Beat:
         self.reached = self.position
         inputs, row = (None, 0) if self._inputs is None else self._inputs
         self.fed.append(self._start, inputs, row, self.reached - self._start)
-        self.lease._unscheduled = None
-        return self._written()
+        earlier, self.lease._unscheduled = self.lease._unscheduled, None
+        return self._written(attended=not stepped or earlier is not None)
 
     def failed(self) -> list[mx.array]:
         if self._depth > 1:
@@ -236,10 +236,13 @@ class Beat:
             self._inputs = None
         self.lease._end_turn()
 
-    def _written(self) -> list[mx.array]:
-        """The arrays that forwards write to, as they are now."""
-        found = [a for leaf in self.leaves if leaf.kind not in SLICEABLE or leaf.ring for a in leaf.live_arrays()]
-        return found if self.rotated else found + self.lease._track.written()
+    def _written(self, *, attended: bool = True) -> list[mx.array]:
+        """The arrays that forwards write to, as they are now. Without `attended` those are left out that a forward's
+        output depends on, because it attends to them after they were written."""
+        found: list[mx.array] = []
+        if self.anatomy.pointwise or self.rotated:
+            found = [a for leaf in self.leaves if leaf.kind not in SLICEABLE or leaf.ring for a in leaf.live_arrays()]
+        return found + self.lease._track.written() if attended and not self.rotated else found
 
     def reserve_copy(self, n_bytes: int) -> Account:
         self.lease._usable()

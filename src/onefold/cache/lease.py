@@ -588,6 +588,13 @@ class Lease:
                 found.append(leaf.snapshot(0))
         return found
 
+    def __len__(self) -> int:
+        """Tokens that the layers hold now."""
+        return self.offset
+
+    def __bool__(self) -> bool:
+        return True
+
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"at {self.offset}"
         return f"<Lease of {len(self.tokens)} tokens, {self.cached} cached, {state}>"

@@ -511,6 +511,14 @@ class PrefixCache:
 
     # -- looking ---------------------------------------------------------------------------
 
+    def __len__(self) -> int:
+        """Tokens whose KV is stored, each counted once."""
+        with self._lock:
+            return self._store.owned
+
+    def __bool__(self) -> bool:
+        return True  # an empty cache is still a cache
+
     def __repr__(self) -> str:
         if self._closed:
             return "<PrefixCache, closed>"

@@ -223,18 +223,19 @@ def watch(model: nn.Module) -> type:
             embedded = kwargs.get("input_embeddings") is not None
             told: list[Any] = []
             written: list[mx.array] = []
-            worked = False
+            worked = stepped = False
             try:
                 for row, watcher in enumerate(watchers):
                     watcher.begun(self, inputs, row, n_layers=n_layers, embedded=embedded)
                     told.append(watcher)
                 out = original(self, inputs, *args, **kwargs)
                 worked = True
+                stepped = inputs.shape[1] == 1 and isinstance(out, mx.array)
             finally:
                 try:
                     for watcher in told:
-                        written += watcher.ended(inputs.shape[1]) if worked else watcher.failed()
-                    schedule(written)
+                        written += watcher.ended(inputs.shape[1], stepped) if worked else watcher.failed()
+                    schedule(written if not stepped else [out, *written])
                 finally:
                     for watcher in told:
                         watcher.left()

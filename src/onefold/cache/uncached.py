@@ -58,7 +58,7 @@ class Uncached:
     def begun(self, model: Any, inputs: mx.array, row: int, *, n_layers: int, embedded: bool) -> None:
         self._admit(self, max(1, inputs.shape[1]))
 
-    def ended(self, n_tokens: int) -> list[mx.array]:
+    def ended(self, n_tokens: int, stepped: bool) -> list[mx.array]:
         self._counted += n_tokens
         if self.anatomy.uncached_token_bytes is None:  # could not be seen beforehand
             self._token_bytes = max(self._token_bytes, self.nbytes // max(1, self.position))

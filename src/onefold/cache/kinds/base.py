@@ -47,8 +47,9 @@ class Pulse(Protocol):
         place; `ended` or `failed` will follow, then `left`. May refuse by raising."""
         ...
 
-    def ended(self, n_tokens: int) -> list[mx.array]:
-        """Returns the arrays that the forward has written: they are scheduled before `left`."""
+    def ended(self, n_tokens: int, stepped: bool) -> list[mx.array]:
+        """Returns the arrays that the forward has written: they are scheduled before `left`. If it was a decode step
+        (`stepped`), its output is scheduled too, and what that depends on may be left out."""
         ...
 
     def failed(self) -> list[mx.array]:
@@ -84,7 +85,7 @@ class NoPulse:
     def begun(self, model: Any, inputs: mx.array, row: int, *, n_layers: int, embedded: bool) -> None:
         pass
 
-    def ended(self, n_tokens: int) -> list[mx.array]:
+    def ended(self, n_tokens: int, stepped: bool) -> list[mx.array]:
         return []
 
     def failed(self) -> list[mx.array]:

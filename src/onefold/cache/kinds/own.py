@@ -58,8 +58,8 @@ class _Opening:
         self._pulse.begun(model, inputs, row, n_layers=n_layers, embedded=embedded)
         self._pulse.enter(self._layer, None if embedded else inputs.shape[1])
 
-    def ended(self, n_tokens: int) -> list[mx.array]:
-        return self._pulse.ended(n_tokens)
+    def ended(self, n_tokens: int, stepped: bool) -> list[mx.array]:
+        return self._pulse.ended(n_tokens, stepped)
 
     def failed(self) -> list[mx.array]:
         return self._pulse.failed()

@@ -382,6 +382,10 @@ class LRUPromptCache:
             self._say("already put back", "these layers were put back before")
             return 0
         held = lease.agreement(tokens)
+        if not held:
+            self._say("layers do not fit the tokens", "the layers were fed none of the tokens that were put back")
+            store.discard(lease)
+            return 0
         if held < len(tokens):
             self._say(foreign.LONGER, f"{held} of {len(tokens)} tokens were kept")
         if self._outgrows(lease._cache, held):

@@ -57,8 +57,10 @@ class Batch:
 
     def add(self, lease: Lease) -> None:
         """One more row: a lease of this cache that is prefilled up to its last token."""
+        if not isinstance(lease, Lease):
+            raise LeaseError(f"a row of a batch is a lease, not {type(lease).__name__}")
         lease._usable()
-        if lease._cache.model is not self.model:
+        if lease._cache._lock is not self._lock or lease._cache.model is not self.model:
             raise LeaseError("a lease of another cache cannot be a row of this batch")
         if any(lease is known for known in self.leases):
             raise LeaseError("this lease is a row of the batch already")

@@ -22,6 +22,7 @@ import numpy as np
 
 from onefold.cache.anatomy import Anatomy
 from onefold.cache.fed import Fed
+from onefold.cache.kinds.base import own_name
 from onefold.cache.ledger import Account, Purpose
 from onefold.cache.stock import SLICEABLE, Kind
 from onefold.cache.tree import NAMED, Tokens, common_length
@@ -51,13 +52,15 @@ class Beat:
         self._entered = 0
         self._depth = 0
         """Watched calls that are under way: a model's call may be made of that of a class it derives from."""
-        self._inputs: tuple[mx.array, int] | None = None
+        self._inputs: tuple[mx.array | Tokens, int] | None = None
         self._start = 0
         self._marks: Marks | None = None
         self._round: tuple[int, Marks] | None = None
         """Where the last round began, and every leaf's state there."""
-        self._moved: set[int] = set()
-        """Leaves that a rewind has moved already, by id, and that will still be asked for it themselves."""
+        self._moved: dict[int, int] = {}
+        """Leaves that a rewind has moved already, by id, and that will still be asked for it: where they stood."""
+        self._finalized: set[int] = set()
+        """Leaves that were finalized before their lease was, by id: the collector has an order of its own."""
         self._refused: int | None = None
         """Where a rewind was to go that could not be done."""
 
@@ -88,14 +91,17 @@ class Beat:
 
     def keep(self, lease: Lease) -> None:
         """The caller has dropped the lease: from here on its layers keep it alive, while somebody refers to them."""
-        self._weak = [weakref.ref(leaf) for leaf in self._leaves]
-        self._order = {id(leaf): i for i, leaf in enumerate(self._leaves)}
+        leaves = self._leaves
+        self._weak = [weakref.ref(leaf) for leaf in leaves]
+        self._order = {id(leaf): i for i, leaf in enumerate(leaves) if id(leaf) not in self._finalized}
         self._lease = lambda: lease
-        self._leaves = []
+        self._leaves = [leaf for leaf in leaves if id(leaf) in self._finalized]
 
     def dropped(self, layer: Any) -> None:
         """A layer that nobody refers to comes back to its beat, so that what it holds can be settled."""
-        if self._weak is not None and id(layer) in self._order:
+        if self._weak is None:
+            self._finalized.add(id(layer))
+        elif id(layer) in self._order:
             self._weak[self._order.pop(id(layer))] = weakref.ref(layer)
             self._leaves.append(layer)
             if self.is_dropped:
@@ -123,6 +129,10 @@ class Beat:
 
     def enter(self, layer: Any, n_tokens: int | None) -> None:
         if layer.epoch == self.epoch:  # every layer has been here this often: a new forward
+            if self.anatomy.silent and not self._depth:
+                raise LeaseError(
+                    "this model's layers do not count their tokens: call the model itself, and not a part of it"
+                )
             self.lease._begin(self)
             self.epoch += 1
             self._entered, self._sized = 0, False
@@ -169,7 +179,7 @@ class Beat:
             return True
         return n_tokens > 1 and not self.lease._track.whole
 
-    def begun(self, model: Any, inputs: mx.array, row: int, *, n_layers: int, embedded: bool) -> None:
+    def begun(self, model: Any, inputs: mx.array | None, row: int, *, n_layers: int, embedded: bool) -> None:
         lease = self.lease
         lease._take_turn()
         if self._depth:
@@ -191,24 +201,29 @@ class Beat:
             else:
                 lease._end_turn()
 
-    def _admit(self, lease: Lease, model: Any, inputs: mx.array, row: int, embedded: bool) -> None:
+    def _admit(self, lease: Lease, model: Any, inputs: mx.array | None, row: int, embedded: bool) -> None:
         """Refuses another model, and other tokens than the lease was opened with: both would be stored as this model's
         KV of these tokens."""
         if self._model is not None and model is not self._model():
             raise LeaseError("this lease's layers belong to another model: pass the model that the cache was made for")
         self._start = start = self.position
-        self._inputs = None if embedded else (inputs, row)
-        if embedded:
-            if (lease.tokens >= NAMED).any():  # the caller names what its embeddings stand for
-                self._inputs = (mx.array(_named(lease.tokens, start, np.array(inputs)[row])), 0)
-        elif self.reached <= start < min(len(lease.tokens), lease._rewound):
-            fed = np.array(inputs)[row][: min(len(lease.tokens), lease._rewound) - start]
-            same = common_length(fed.astype(np.int32), lease.tokens[start : start + len(fed)])
-            if same < len(fed):
-                raise LeaseError(
-                    f"position {start + same} is fed token {int(fed[same])}, but the lease was opened with "
-                    f"{int(lease.tokens[start + same])} there: feed lease.rest, from position {lease.cached} on"
-                )
+        self._inputs = None
+        if embedded or inputs is None:
+            if inputs is not None and (lease.tokens >= NAMED).any():  # the caller names what its embeddings stand for
+                self._inputs = (_named(lease.tokens, start, np.array(inputs)[row]), 0)
+            return
+        end = min(len(lease.tokens), lease._rewound)
+        if not self.reached <= start < end:
+            self._inputs = (own_name(inputs), row)  # the caller may write into its own array
+            return
+        fed = np.array(inputs)[row].astype(np.int32)
+        same = common_length(fed, lease.tokens[start:end])
+        if same < min(len(fed), end - start):
+            raise LeaseError(
+                f"position {start + same} is fed token {int(fed[same])}, but the lease was opened with "
+                f"{int(lease.tokens[start + same])} there: feed lease.tokens[{start}:], where the layers stand"
+            )
+        self._inputs = (fed, 0)
 
     def ended(self, n_tokens: int, stepped: bool) -> list[mx.array]:
         if self._depth > 1:
@@ -229,6 +244,9 @@ class Beat:
             return []
         self.undo()
         return self._written()
+
+    def lost(self, error: RuntimeError) -> None:
+        self.lease._lost(error)
 
     def left(self) -> None:
         self._depth -= 1
@@ -283,23 +301,30 @@ class Beat:
             self._round = (self.position, [leaf.mark() for leaf in self.leaves])
 
     def rotates(self) -> None:
-        """The sliceable leaves have become rings: a round that began before begins here now."""
+        """The sliceable leaves have become rings, and stand in the round's beginning for what they were then: a ring
+        that has not wrapped can be cut to any earlier position."""
         if self._round is not None:
-            self._round = (self.position, [leaf.mark() for leaf in self.leaves])
+            at, marks = self._round
+            pairs = zip(self.leaves, marks, strict=True)
+            self._round = (at, [x.mark() if x.kind in SLICEABLE else m for x, m in pairs])
 
-    def rewind(self, layer: Any, to: int) -> bool:
+    def trim(self, layer: Any, n: int) -> int:
         if id(layer) in self._moved:
-            self._moved.discard(id(layer))
-            return bool(layer.offset == to)
+            return int(self._moved.pop(id(layer)) - layer.offset)
         self.undo()
-        self._moved = set()
+        self._moved = {}
+        n = min(layer.offset, n)
+        if n <= 0:
+            return 0
+        to = layer.offset - n
         if all(leaf.can_restore(None, to) for leaf in self.leaves if leaf.offset > to):
-            return bool(layer.restore(None, to))
+            return n if layer.restore(None, to) else 0
+        before = {id(leaf): leaf.offset for leaf in self.leaves if leaf is not layer}
         if not self._roll_back(to):
             self._refused = to
-            return False
-        self._moved = {id(leaf) for leaf in self.leaves} - {id(layer)}
-        return True
+            return 0
+        self._moved = before
+        return n
 
     def refuse_after_refused_rewind(self) -> None:
         """Callers do not look whether a rewind was refused; feeding on would leave rejected tokens in the layers."""

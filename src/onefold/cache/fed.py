@@ -50,13 +50,13 @@ class Fed:
         held.flags.writeable = False  # it may be the caller's: `_store` goes on in an array of its own
         self._tokens, self._end, self._unread = held, len(tokens), []
 
-    def append(self, start: int, inputs: mx.array | None, row: int, n_tokens: int) -> None:
-        """Record a forward of `n_tokens` at `start`: row `row` of `inputs`, or a gap if `inputs` is None. What was
-        recorded from `start` on is forgotten."""
+    def append(self, start: int, inputs: mx.array | Tokens | None, row: int, n_tokens: int) -> None:
+        """Record a forward of `n_tokens` at `start`: row `row` of `inputs`, tokens that are known already, or a gap if
+        `inputs` is None. What was recorded from `start` on is forgotten."""
         self.cut(start)
-        if inputs is None:
+        if not isinstance(inputs, mx.array):
             self._read(0)
-            self._store(start, np.full(n_tokens, UNKNOWN, np.int32))
+            self._store(start, np.full(n_tokens, UNKNOWN, np.int32) if inputs is None else inputs[:n_tokens])
             return
         self._unread.append(_Unread(inputs, row, start, n_tokens))
         if len(self._unread) > _MOST_UNREAD:

@@ -41,10 +41,14 @@ from onefold.cache.stock import SLICEABLE
 from onefold.cache.tree import Node, Tokens, as_tokens, common_length
 from onefold.cache.turn import Turn
 from onefold.cache.uncached import Uncached
-from onefold.errors import BudgetError, CommitError, DeviceError, LeaseClosed, LeaseError, WrongThread
+from onefold.errors import BudgetError, CommitError, ConfigError, DeviceError, LeaseClosed, LeaseError, WrongThread
 
 if TYPE_CHECKING:
     from onefold.cache.prefix_cache import PrefixCache
+
+
+SETTLING_MOST = 10.0
+"""Seconds that a thread waits for another one that is ending the lease."""
 
 
 class Lease:
@@ -93,6 +97,8 @@ class Lease:
         """That used it last: forwards' scratch is reserved by thread."""
         self._turn = Turn()
         """Of the thread that is in a forward, or settling."""
+        self._settling = False
+        """The thread that has the turn is ending the lease."""
         self._ending: Callable[[], None] | None = None
         """How another thread wanted it to end, during a forward."""
         self._unscheduled: threading.Thread | None = None
@@ -108,6 +114,8 @@ class Lease:
             self.layers += layers
             self._beats.append(beat)
         self._handed_out = list(self.layers)
+        self._given_up = False
+        """Nobody refers to it or to its layers any more: the cache settles it."""
         self._let_go: list[weakref.ref[Any]] = []
         """The layers that were handed out, once the caller has dropped the lease."""
 
@@ -146,6 +154,8 @@ class Lease:
     def chunks(self, limit: int = 2048) -> Iterator[Tokens]:
         """The rest but for its last token, in chunks that end where checkpoints belong and that the budget has room
         for."""
+        if limit < 1:
+            raise ConfigError(f"a chunk has at least one token, got a limit of {limit}")
         start = self.cached
         while len(chunk := self.next_chunk(start, limit)):
             yield chunk
@@ -164,7 +174,7 @@ class Lease:
         """Another request will branch off here: a chunk ends at this position, with a checkpoint if one is needed."""
         self._asked |= {position}
 
-    def commit(self, tokens: Any = None, *, close: bool = True) -> Tokens:
+    def commit(self, tokens: Any = None, *, close: bool = True) -> list[int]:
         """Keep what the layers hold: the KV of `tokens`, from the first on. Returns the tokens that were committed.
 
         Without `tokens` that is everything the layers were fed. (`generate_step` feeds a token before it yields it, so
@@ -179,7 +189,7 @@ class Lease:
             for beat in self._beats:
                 beat.undo()
             if tokens is None:
-                found = self.fed()
+                found = self._fed()
             else:
                 found = as_tokens(tokens) if len(tokens) else np.empty(0, np.int32)
                 self._check_fed(found)
@@ -187,10 +197,13 @@ class Lease:
                 offsets = sorted({leaf.offset for b in self._beats for leaf in b.leaves})
                 raise CommitError(f"the layers disagree: they hold from {offsets[0]} to {offsets[-1]} tokens")
             settling.settle(self._cache, self, found, close=close)
-            return found
+            return found.tolist()
 
-    def fed(self) -> Tokens:
+    def fed(self) -> list[int]:
         """The tokens that every model's layers were fed and hold now. Waits for forwards that are under way."""
+        return self._fed().tolist()
+
+    def _fed(self) -> Tokens:
         if not self._beats:
             return self.tokens[:0]
         known = [b.fed.tokens()[: b.position] for b in self._beats]
@@ -281,12 +294,14 @@ class Lease:
             self._ending = how
             if not self._turn.take():
                 return  # whoever has the turn looks when it ends
+        self._settling = True
         try:
             self._ending = None
             if not self.closed:
                 self._usable()
                 how()
         finally:
+            self._settling = False
             self._turn.give_back()
 
     def _cancel(self) -> None:
@@ -297,10 +312,21 @@ class Lease:
         settling.settle(self._cache, self, self.tokens[:keep], close=True)
 
     def _discard(self) -> None:
-        settling.await_device(self)
+        settling.evaluate(self._cache, self)
         with self._cache._lock:
-            settling.evaluate(self._cache, self)
             settling.release(self._cache, self)
+
+    def _lost(self, error: RuntimeError) -> None:
+        """What its last forward wrote cannot be computed: nothing of it is kept."""
+        if not self.closed:
+            with self._cache._lock:
+                settling.lose(self._cache, self, error)
+
+    def end_now(self) -> bool:
+        """Close without keeping anything, unless another thread is in a forward: then that thread will, and this is
+        False."""
+        self.discard()
+        return self.closed
 
     def __del__(self) -> None:
         """Dropped without being closed. Its layers keep it alive while somebody refers to them; then it is settled at
@@ -311,11 +337,11 @@ class Lease:
             beat.keep(self)
         self._let_go = [weakref.ref(layer) for layer in self._handed_out] if self._beats else []
         self.layers, self._handed_out = [], []
-        if not self._beats:
-            self._cache.drop(self)
+        self._layers_dropped()
 
     def _layers_dropped(self) -> None:
-        if all(beat.is_dropped for beat in self._beats):
+        if all(beat.is_dropped for beat in self._beats) and not self._given_up:
+            self._given_up = True
             self._cache.drop(self)
 
     def __enter__(self) -> Lease:
@@ -389,6 +415,8 @@ class Lease:
     def _take_turn(self) -> None:
         """This thread uses the lease until `_end_turn`; WrongThread if another one does."""
         if not self._turn.take():
+            if self._settling and self._turn.wait(SETTLING_MOST) and self.closed:
+                raise LeaseClosed("this lease was ended by another thread; its layers hold nothing any more")
             raise WrongThread("another thread is in the middle of a forward on this lease: wait until it has returned")
         usable = False
         try:
@@ -414,9 +442,13 @@ class Lease:
         """End the lease if another thread wanted it to. With the turn."""
         if self._ending is not None:
             how, self._ending = self._ending, None
-            if not self.closed:
-                with contextlib.suppress(DeviceError):
-                    how()
+            self._settling = True
+            try:
+                if not self.closed:
+                    with contextlib.suppress(DeviceError):
+                        how()
+            finally:
+                self._settling = False
 
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[None]:
@@ -465,6 +497,8 @@ class Lease:
         """Growth for all layers, windows and states, and the forward's scratch; or BudgetError, and nothing."""
         cache = self._cache
         with cache._lock:
+            if self.closed:
+                raise LeaseClosed("this lease was closed while a forward began")
             cache.sweep()
             start = beat.position
             beat.reached = start + n_tokens
@@ -522,7 +556,7 @@ class Lease:
 
     def _recount(self) -> None:
         """Between steps: exactly what is there, for statistics and checks."""
-        if not self.closed:
+        if not self.closed and not self.in_forward_elsewhere:  # what a forward has reserved stays reserved
             self._points.resize(self._live_point_bytes(), force=True)
 
     def _rotate(self, beat: Beat) -> None:

@@ -49,6 +49,8 @@ log = logging.getLogger("onefold")
 
 FORWARD_MOST = 2.0
 """Seconds that a lease waits for another thread's forward."""
+CLOSING_FORWARD_MOST = 60.0
+"""Seconds that `close` waits for forwards: what they run on is taken out afterwards."""
 CLEARING_MOST = 10.0
 CLOSING_MOST = 600.0
 """Seconds that `close` waits for what is being written."""
@@ -463,20 +465,20 @@ class PrefixCache:
 
     def _end_leases(self) -> None:
         """Have leases that other threads are using settled by those threads, when their forwards have returned."""
-        until = time.monotonic() + FORWARD_MOST
-        for lease in list(self._leases):
-            if lease.busy_elsewhere:
-                lease.discard()
+        until = time.monotonic() + CLOSING_FORWARD_MOST
+        with self._lock:
+            leases = [x for x in self._leases if x.in_forward_elsewhere]
+        for lease in leases:
+            if not lease.end_now():
                 lease.await_turn(max(0.0, until - time.monotonic()))
 
     def _settle_all(self) -> None:
         for lease in [*self._leases, *self._dropped]:
-            if lease.busy_elsewhere:
-                continue  # its thread settles it
-            if not lease.closed:
-                with contextlib.suppress(DeviceError):
-                    settling.evaluate(self, lease)  # what it committed before may wait for what it did since
-            settling.release(self, lease)
+            with contextlib.suppress(DeviceError, WrongThread):
+                if not lease.end_now():  # its thread settles it
+                    continue
+            if not lease.closed:  # only a thread that is still there could compute what it holds
+                settling.release(self, lease)
         self._dropped.clear()
         for restore in list(self._restores):
             restore.finish()
@@ -591,6 +593,7 @@ class PrefixCache:
             while self._dropped_restores:
                 self._dropped_restores.pop().finish()
             for lease in list(self._dropped):
+                self._leases.add(lease)  # the cyclic collector may have taken it out
                 with contextlib.suppress(WrongThread):
                     self._settle_dropped(lease)
                     self._dropped.remove(lease)

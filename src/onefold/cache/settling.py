@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -27,14 +26,17 @@ if TYPE_CHECKING:
 def settle(cache: PrefixCache, lease: Lease, tokens: Tokens, *, close: bool) -> None:
     """Store `tokens` of what a lease holds, and with `close` let go of the rest. The device is waited for without the
     lock, and so is room for what comes next."""
-    await_device(lease)
+    if not cache.uncached_reason and not lease.closed:
+        try:
+            evaluate(cache, lease)
+        finally:
+            if lease.closed:  # it was lost
+                _lower_water(cache, None)
     node = None
     with cache._lock:
         try:
-            if not cache.uncached_reason:
-                evaluate(cache, lease)
-                if len(tokens):
-                    _store_work(cache, lease, tokens)
+            if not cache.uncached_reason and len(tokens):
+                _store_work(cache, lease, tokens)
         finally:
             if close:
                 node = lease._node
@@ -43,23 +45,14 @@ def settle(cache: PrefixCache, lease: Lease, tokens: Tokens, *, close: bool) -> 
         _lower_water(cache, node)
 
 
-def await_device(lease: Lease) -> None:
-    """Wait until what the layers hold is computed. An error is left to `evaluate`, which has the lock."""
-    with contextlib.suppress(RuntimeError):
-        mx.eval(_live_arrays(lease))
-
-
-def _live_arrays(lease: Lease) -> list[mx.array]:
-    return [a for b in lease._beats for leaf in b.leaves for a in leaf.live_arrays()]
-
-
 def evaluate(cache: PrefixCache, lease: Lease) -> None:
-    """What goes into the tree may be read by other threads. If it cannot be evaluated, because the device failed in
-    the middle of a forward, the buffers that this lease was writing are lost, and said to be."""
+    """Wait until what the layers hold is computed: what goes into the tree may be read by other threads. Raises
+    DeviceError if it cannot be; the buffers that the lease was writing are lost then, and it is closed."""
     try:
-        mx.eval(_live_arrays(lease))
+        mx.eval([a for b in lease._beats for leaf in b.leaves for a in leaf.live_arrays()])
     except RuntimeError as error:
-        lose(cache, lease, error)
+        with cache._lock:
+            lose(cache, lease, error)
         raise DeviceError(f"what the layers hold could not be evaluated: {error}") from error
 
 

@@ -6,10 +6,10 @@ capability (`kind_of`), never read off its class's name.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import importlib
+import inspect
 import sys
 import types
 import weakref
@@ -206,36 +206,42 @@ def watch(model: nn.Module) -> type:
     _watched[cls] = (original, count + 1)
     if count == 0:
 
+        first = next(iter(list(inspect.signature(original).parameters)[1:]), "inputs")
+
         @functools.wraps(original)
-        def call(self: nn.Module, inputs: mx.array, *args: Any, **kwargs: Any) -> Any:
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             given = [kwargs.get("cache"), *args]  # models do not agree on where the cache stands
+            inputs = args[0] if args else kwargs.get(first)
             stand_in = next((c for c in given if _listed(c, "drive")), None)
             if stand_in is not None:
 
                 def run(x: mx.array, layers: list[Any]) -> Any:
-                    here = {k: layers if v is stand_in else v for k, v in kwargs.items()}
-                    return call(self, x, *(layers if a is stand_in else a for a in args), **here)
+                    changed = {id(inputs): x, id(stand_in): layers}
+                    here = {k: changed.get(id(v), v) for k, v in kwargs.items()}
+                    return call(self, *(changed.get(id(a), a) for a in args), **here)
 
                 return stand_in[0].drive(run, inputs, len(stand_in))
             watchers, n_layers = _watchers(given)
             if not watchers:
-                return original(self, inputs, *args, **kwargs)
-            embedded = kwargs.get("input_embeddings") is not None
+                return original(self, *args, **kwargs)
+            others = [a for a in (*args, *kwargs.values()) if a is not inputs and isinstance(a, mx.array)]
+            n_tokens = next((a.shape[1] for a in (inputs, *others) if a is not None), 0)
             told: list[Any] = []
             written: list[mx.array] = []
             worked = stepped = False
             try:
                 for row, watcher in enumerate(watchers):
-                    watcher.begun(self, inputs, row, n_layers=n_layers, embedded=embedded)
+                    # with other arrays beside the tokens, what the model is fed is not the tokens alone
+                    watcher.begun(self, inputs, row, n_layers=n_layers, embedded=inputs is None or bool(others))
                     told.append(watcher)
-                out = original(self, inputs, *args, **kwargs)
+                out = original(self, *args, **kwargs)
                 worked = True
-                stepped = inputs.shape[1] == 1 and isinstance(out, mx.array)
+                stepped = n_tokens == 1 and isinstance(out, mx.array)
             finally:
                 try:
                     for watcher in told:
-                        written += watcher.ended(inputs.shape[1], stepped) if worked else watcher.failed()
-                    schedule(written if not stepped else [out, *written])
+                        written += watcher.ended(n_tokens, stepped) if worked else watcher.failed()
+                    _schedule_for(told, [out, *written] if stepped else written)
                 finally:
                     for watcher in told:
                         watcher.left()
@@ -245,11 +251,21 @@ def watch(model: nn.Module) -> type:
     return cls
 
 
+def _schedule_for(watchers: list[Any], arrays: list[mx.array]) -> None:
+    """Schedule what a forward has written. If it cannot be computed, MLX says so once, and calls it computed from then
+    on: those whose forward it was are told, and the error is raised."""
+    try:
+        schedule(arrays)
+    except RuntimeError as error:
+        for watcher in watchers:
+            watcher.lost(error)
+        raise
+
+
 def schedule(arrays: list[mx.array]) -> None:
     """Begin to compute these, without waiting: an array that is only described can be computed by the thread that
-    described it and by no other. One that cannot be computed says so when somebody waits for it."""
-    with contextlib.suppress(RuntimeError):
-        mx.async_eval(*{id(a): a for a in arrays}.values())
+    described it and by no other. Raises RuntimeError if MLX finds that it cannot."""
+    mx.async_eval(*{id(a): a for a in arrays}.values())
 
 
 def _watchers(given: list[Any]) -> tuple[list[Any], int]:

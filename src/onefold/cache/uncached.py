@@ -55,8 +55,8 @@ class Uncached:
     def scratch_bytes(self, n_tokens: int) -> int:
         return self.anatomy.scratch_bytes(n_tokens, self.position + n_tokens)
 
-    def begun(self, model: Any, inputs: mx.array, row: int, *, n_layers: int, embedded: bool) -> None:
-        self._admit(self, max(1, inputs.shape[1]))
+    def begun(self, model: Any, inputs: mx.array | None, row: int, *, n_layers: int, embedded: bool) -> None:
+        self._admit(self, 1 if inputs is None else max(1, inputs.shape[1]))
 
     def ended(self, n_tokens: int, stepped: bool) -> list[mx.array]:
         self._counted += n_tokens
@@ -68,6 +68,9 @@ class Uncached:
     def failed(self) -> list[mx.array]:
         self._admit(self, 0)
         return stock.arrays_of(self.caches)
+
+    def lost(self, error: RuntimeError) -> None:
+        pass  # nothing of it is kept
 
     def left(self) -> None:
         pass

@@ -42,7 +42,7 @@ class Pulse(Protocol):
         """Before a layer's first write of a forward; may refuse by raising, and then nothing was written."""
         ...
 
-    def begun(self, model: Any, inputs: mx.array, row: int, *, n_layers: int, embedded: bool) -> None:
+    def begun(self, model: Any, inputs: mx.array | None, row: int, *, n_layers: int, embedded: bool) -> None:
         """A forward of the whole model begins, with so many layers, on row `row` of `inputs` or on embeddings in their
         place; `ended` or `failed` will follow, then `left`. May refuse by raising."""
         ...
@@ -60,8 +60,12 @@ class Pulse(Protocol):
         """The forward's thread lets go of the layers."""
         ...
 
-    def rewind(self, layer: Any, to: int) -> bool:
-        """Rewind `layer` to position `to`; False if that cannot be done, and then nothing has changed."""
+    def lost(self, error: RuntimeError) -> None:
+        """What the forward has written cannot be computed."""
+        ...
+
+    def trim(self, layer: Any, n: int) -> int:
+        """Rewind `layer` by `n` tokens; returns `n`, or 0 if that cannot be done, and then nothing has changed."""
         ...
 
     def dropped(self, layer: Any) -> None:
@@ -82,7 +86,7 @@ class NoPulse:
     def enter(self, layer: Any, n_tokens: int | None) -> None:
         pass
 
-    def begun(self, model: Any, inputs: mx.array, row: int, *, n_layers: int, embedded: bool) -> None:
+    def begun(self, model: Any, inputs: mx.array | None, row: int, *, n_layers: int, embedded: bool) -> None:
         pass
 
     def ended(self, n_tokens: int, stepped: bool) -> list[mx.array]:
@@ -94,9 +98,12 @@ class NoPulse:
     def left(self) -> None:
         pass
 
-    def rewind(self, layer: Any, to: int) -> bool:
-        done: bool = layer.restore(None, to)
-        return done
+    def lost(self, error: RuntimeError) -> None:
+        pass
+
+    def trim(self, layer: Any, n: int) -> int:
+        n = min(layer.offset, n)
+        return n if n > 0 and layer.restore(None, layer.offset - n) else 0
 
     def dropped(self, layer: Any) -> None:
         pass
@@ -118,8 +125,7 @@ class Watched(Exportable):
 
     def trim(self, n: int) -> int:
         """Rewind by `n` tokens. Returns how many were taken back: all of them, or none."""
-        n = min(self.offset, n)
-        return n if n > 0 and self.pulse.rewind(self, self.offset - n) else 0
+        return self.pulse.trim(self, n)
 
     @property
     def pulse(self) -> Pulse:

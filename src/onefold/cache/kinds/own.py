@@ -54,15 +54,18 @@ class _Opening:
         self._layer = layer
         self._pulse = layer._pulse
 
-    def begun(self, model: Any, inputs: mx.array, row: int, *, n_layers: int, embedded: bool) -> None:
+    def begun(self, model: Any, inputs: mx.array | None, row: int, *, n_layers: int, embedded: bool) -> None:
         self._pulse.begun(model, inputs, row, n_layers=n_layers, embedded=embedded)
-        self._pulse.enter(self._layer, None if embedded else inputs.shape[1])
+        self._pulse.enter(self._layer, None if inputs is None else inputs.shape[1])
 
     def ended(self, n_tokens: int, stepped: bool) -> list[mx.array]:
         return self._pulse.ended(n_tokens, stepped)
 
     def failed(self) -> list[mx.array]:
         return self._pulse.failed()
+
+    def lost(self, error: RuntimeError) -> None:
+        self._pulse.lost(error)
 
     def left(self) -> None:
         self._pulse.left()

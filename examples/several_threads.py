@@ -1,5 +1,5 @@
-"""Four threads, each with a conversation of its own on one system prompt. The cache may be used by all of them; a lease
-belongs to the thread that opened it."""
+"""Four threads, each with a conversation of its own on one system prompt. The cache may be used by all of them, a
+lease by one at a time."""
 
 import threading
 

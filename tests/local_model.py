@@ -149,3 +149,11 @@ def _tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         return rng.standard_normal(shape)
     gain = {"q_proj": 2.0, "k_proj": 2.0, "lm_head": 3.0}.get(name.split(".")[-2], 1.0)
     return rng.standard_normal(shape) * gain / np.sqrt(shape[-1])
+
+
+if __name__ == "__main__":
+    import sys
+
+    if len(sys.argv) != 2:
+        sys.exit("usage: python tests/local_model.py DIR: writes a tiny model there")
+    print(write_model(Path(sys.argv[1])))

@@ -82,7 +82,9 @@ def test_a_flipped_byte_in_any_region_is_a_miss(kind: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_cut_at_any_boundary_is_a_miss(kind: str, tmp_path: Path) -> None:
     model, tokens = filled(KINDS[kind], tmp_path / "whole")
-    for n in [p.relative_to(tmp_path / "whole") for p in files(tmp_path / "whole")][:4]:
+    names = [p.relative_to(tmp_path / "whole") for p in files(tmp_path / "whole")]
+    ranges = [n for n in names if "point" not in n.name]
+    for n in [*ranges[:4], *(names[-1:] if names[-1] not in ranges else [])]:  # an earlier point may be made up for
         size = (tmp_path / "whole" / n).stat().st_size
         edges = {0, 1, 7, 8, 9, size - 1, size // 2}
         for lo, hi in regions(tmp_path / "whole" / n).values():

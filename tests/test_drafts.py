@@ -89,6 +89,18 @@ def test_a_bounded_conversation_with_a_draft_is_the_plain_one(bound: int, keep: 
         cache.check()
 
 
+@pytest.mark.parametrize("draft_tokens", [2, 4])
+@pytest.mark.parametrize("family", ["jamba", "qwen3_next", "falcon_h1"])
+def test_a_hybrid_that_rotates_in_the_middle_of_a_round(family: str, draft_tokens: int) -> None:
+    model, draft, prompt = tiny(family), tiny(family, seed=3), words(20)
+    options = {"max_kv_size": 24, "keep": 4, "min_checkpoint_tokens": 1}
+    reference = plain(model, prompt, 24, **options)
+    with onefold.PrefixCache(model, "256MB", draft_model=draft, **options) as cache:
+        with cache.lease(prompt) as lease:
+            assert drafted(cache, lease, 24, draft_tokens) == reference
+        cache.check()
+
+
 def test_layers_that_a_draft_cannot_be_fitted_to_are_refused_before_anything_is_fed() -> None:
     """mlx-lm cuts the list of caches by the number of layers, where this model's layers share caches."""
     model, draft = tiny("gemma4"), tiny("gemma4", seed=3)

@@ -104,3 +104,28 @@ def test_a_forward_that_needs_room_settles_dead_leases_first() -> None:
             forward(model, lease.layers, words(10), 0)
             assert cache._ledger.by_purpose()["live"] < held / 2
         cache.check()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_lease_in_a_cycle_is_settled_whatever_order_the_collector_has(family: str) -> None:
+    class Request:
+        me: object
+        layers: list[object]
+        deep: list[object]
+
+    model, prompt = tiny(family), words(40)
+    with onefold.PrefixCache(model, "64MB") as cache:
+
+        def abandon() -> None:
+            lease, request = cache.lease(prompt), Request()
+            request.me, request.layers, request.deep = request, list(lease.layers), [[[[lease]]]]
+            del lease
+            forward(model, request.layers, prompt, 0)
+            gc.collect()
+
+        abandon()
+        gc.collect()
+        assert cache.stats().open_leases == 0 and cache.stats().bytes["live"] == 0
+        cache.check()
+        turn(cache, model, [*prompt, 7], n=2)
+

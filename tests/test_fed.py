@@ -187,3 +187,68 @@ def test_a_model_whose_call_is_made_of_a_watched_one() -> None:
         _, tokens = turn(cache, model, words(30))
         lease, _ = turn(cache, model, [*tokens, 5])
         assert lease.cached == len(tokens)
+
+
+def test_a_buffer_that_the_caller_writes_into_again(cache) -> None:
+    prompt, buffer = words(20), mx.zeros((1, 1), mx.int32)
+    with cache.lease(prompt) as lease:
+        forward(cache.model, lease.layers, prompt, 0)
+        for token in (5, 6, 7, 8):
+            buffer[0, 0] = token
+            mx.eval(cache.model(buffer, cache=lease.layers))
+        assert lease.fed()[20:] == [5, 6, 7, 8]
+        lease.commit()
+    turn(cache, cache.model, [*prompt, 5, 6, 7, 8, 3])
+
+
+@pytest.mark.parametrize("how", ["keyword", "positional", "instead"])
+def test_what_a_model_is_fed_beside_tokens_is_not_committed_as_these_tokens(cache, how: str) -> None:
+    prompt, model = words(20), cache.model
+    other = mx.random.normal((1, 20, 64))
+    with cache.lease(prompt) as lease:
+        tokens = mx.array([prompt])
+        if how == "keyword":
+            mx.eval(model(tokens, cache=lease.layers, input_embeddings=other))
+        elif how == "positional":
+            mx.eval(model(tokens, lease.layers, other))
+        else:
+            mx.eval(model(None, cache=lease.layers, input_embeddings=other))
+        assert lease.offset == 20 and lease.fed() == []
+        with pytest.raises(onefold.CommitError, match="not known"):
+            lease.commit(prompt)
+    turn(cache, model, prompt)
+
+
+@pytest.mark.parametrize("family", ["mamba", "rwkv7"])
+def test_a_part_of_a_model_whose_layers_do_not_count_is_refused(family: str) -> None:
+    model, prompt = tiny(family), words(20)
+    part = model.backbone if hasattr(model, "backbone") else model.model
+    with onefold.PrefixCache(model, "16MB", min_checkpoint_tokens=1) as cache:
+        with cache.lease(prompt) as lease:
+            forward(model, lease.layers, prompt, 0)
+            with pytest.raises(onefold.LeaseError, match="call the model itself"):
+                part(mx.array([[3, 4, 5]]), lease.layers)
+            lease.commit(prompt)
+        turn(cache, model, [*prompt, 9, 9])
+
+
+def test_what_could_not_be_computed_is_never_stored(cache, monkeypatch) -> None:
+    prompt, layer = words(20), cache.model.model.layers[0].self_attn.k_proj
+    real = type(layer).__call__
+
+    def broken(self, x):
+        out = real(self, x)
+        return out * mx.linalg.inv(mx.zeros((1, 3, 3)), stream=mx.cpu).sum() if self is layer else out
+
+    for _ in range(6):
+        lease = cache.lease(prompt)
+        monkeypatch.setattr(type(layer), "__call__", broken)
+        with pytest.raises((RuntimeError, onefold.DeviceError)):
+            cache.model(mx.array([prompt]), cache=lease.layers)
+            lease.commit()
+        monkeypatch.undo()
+        if not lease.closed:
+            lease.discard()
+        cache.check()
+        turn(cache, cache.model, prompt)
+        cache.clear()

@@ -203,8 +203,8 @@ class LRUPromptCache:
     def _require(self, n_bytes: int, what: str) -> None:
         try:
             self._room.require(n_bytes, what, self._caches(), self._give_way)
-        except BudgetError:
-            self.reasons[NO_ROOM] += 1
+        except BudgetError as error:
+            self._say(NO_ROOM, str(error))
             raise
 
     def take_on(self) -> None:

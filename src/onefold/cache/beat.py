@@ -115,7 +115,7 @@ class Beat:
     def part(self) -> None:
         """The lease is settled: refer to nothing any more, so that nothing waits for the cyclic collector."""
         self._round = self._marks = self._inputs = None
-        self._leaves, self._order = [], {}
+        self._leaves, self._order, self.fed = [], {}, Fed()
         if self._weak is not None:
             self._weak, self._lease = [], lambda: None
 

@@ -221,7 +221,7 @@ class Beat:
         if same < min(len(fed), end - start):
             raise LeaseError(
                 f"position {start + same} is fed token {int(fed[same])}, but the lease was opened with "
-                f"{int(lease.tokens[start + same])} there: feed lease.tokens[{start}:], where the layers stand"
+                f"{int(lease.tokens[start + same])} there: feed lease.rest, or after a rewind lease.tokens[{start}:]"
             )
         self._inputs = (fed, 0)
 

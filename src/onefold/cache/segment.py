@@ -42,10 +42,7 @@ Made = TypeVar("Made")
 STEP = 256
 """Capacities of slabs that are written are multiples of this while bytes are not short."""
 FINE_STEP = 8
-"""The same at rest, and where bytes are short, for arrays of `DISTINCT` bytes and more in so many tokens."""
-DISTINCT = 32 << 10
-"""Bytes by which the sizes of a layer's arrays differ from slab to slab. MLX's pool hands out a buffer that is up to
-two pages larger than was asked for; with sizes that far apart it finds the right one or none."""
+"""The same at rest, and where bytes are short."""
 ROOM_SHARE = 8
 """Room to grow is an eighth of a slab: an eighth more when it grows, and at most about that at rest."""
 LEAST_CHUNK = 16
@@ -54,6 +51,11 @@ LEAST_CHUNK = 16
 
 def round_up(n: int, to: int = STEP) -> int:
     return (n + to - 1) // to * to
+
+
+def rest_capacity(owned: int) -> int:
+    """The capacity that a slab at rest keeps for so many tokens."""
+    return round_up(owned + owned // ROOM_SHARE, FINE_STEP)
 
 
 class ArraySpec(NamedTuple):
@@ -98,14 +100,8 @@ class Store:
         self._counted: dict[Slab, tuple[int, int]] = {}
         self.allocate: Callable[..., mx.array] = mx.zeros
         self.token_bytes = sum(s.token_bytes for s in self.specs)
-        smallest = min((a.token_bytes for s in self.specs for a in s.arrays), default=DISTINCT)
-        self.fine_step = min(STEP, round_up(-(-DISTINCT // smallest), FINE_STEP))
         self.layer_token_bytes = max((s.token_bytes for s in self.specs), default=0)
         self.array_token_bytes = max((a.token_bytes for s in self.specs for a in s.arrays), default=0)
-
-    def rest_capacity(self, owned: int) -> int:
-        """The capacity that a slab at rest keeps for so many tokens."""
-        return round_up(owned + owned // ROOM_SHARE, self.fine_step)
 
     def slab(self, capacity: int, *, reserved: int | None = None) -> Slab:
         """A new slab, reserved now; each layer is allocated at its first write."""
@@ -119,7 +115,7 @@ class Store:
             yield roomy
         if self.ledger.attainable((rounded - held) * self.token_bytes + spare):
             yield rounded
-        yield from sorted({round_up(need, self.fine_step), need}, reverse=True)
+        yield from sorted({round_up(need, FINE_STEP), need}, reverse=True)
 
     def slab_for(self, need: int, *, spare: int = 0) -> Slab:
         """A new slab for `need` tokens, with room if there is some. Raises BudgetError."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from onefold.cache import eviction
 from onefold.cache.checkpoints import POINTS_SHARE, Checkpoint, Points, superfluous
 from onefold.cache.ledger import Ledger
-from onefold.cache.segment import ROOM_SHARE, Piece, Slab, Span, Store, Track
+from onefold.cache.segment import ROOM_SHARE, Piece, Slab, Span, Store, Track, rest_capacity
 from onefold.cache.tree import Node, Tokens, Tree
 from onefold.errors import BudgetError, DeviceError
 
@@ -354,7 +354,7 @@ class Shelf:
     def trim_slack(self, slab: Slab) -> None:
         """After a request: leave some room for the next turn, in proportion, so that a long conversation is not copied
         at each turn; and no more. Nothing is evicted for that."""
-        rest = self.store.rest_capacity(slab.owned)
+        rest = rest_capacity(slab.owned)
         if slab.foreign:
             return
         if slab.capacity - rest <= slab.owned // (2 * ROOM_SHARE) or slab not in self.store.slabs or not slab.idle:
@@ -383,8 +383,8 @@ class Shelf:
         common = {p.slab for p in track.pieces if p.limit is not None}
         spans = [n.span for n in path if n.span is not None and n.span.slab in common]
         tokens = sum(s.hi - s.lo for s in spans)
-        if spans and self.ledger.fits(self.store.rest_capacity(tokens) * self.store.token_bytes):
-            self._move_out(spans, room=self.store.rest_capacity(tokens) - tokens)
+        if spans and self.ledger.fits(rest_capacity(tokens) * self.store.token_bytes):
+            self._move_out(spans, room=rest_capacity(tokens) - tokens)
 
     def _move_out(self, spans: list[Span], room: int) -> None:
         """Copy these spans to a slab of their own, in this order, and let go of where they lay."""

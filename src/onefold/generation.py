@@ -321,7 +321,7 @@ _END = object()
 
 
 async def _driven(request: _Request) -> AsyncIterator[Response]:
-    """Runs every step on one thread, as a lease belongs to the thread that opened it."""
+    """Runs every step on one thread of its own: the event loop is never blocked."""
     loop = asyncio.get_running_loop()
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onefold-generate")
     steps = _steps(request)

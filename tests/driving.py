@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -70,3 +74,13 @@ def turn(
     cache.check()
     assert cache.stats().used_bytes <= cache.stats().budget_bytes
     return lease, tokens + out
+
+
+def in_its_own_process(module: str, name: str) -> None:
+    """Run a function of a test module where nothing was run before."""
+    code = f"import {module}; {module}.{name}()"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr

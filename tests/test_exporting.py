@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx_lm.cache_prompt
 import mlx_lm.models.cache as mlx_cache
 import pytest
-from driving import forward
+from driving import forward, in_its_own_process
 from fake import RoundedRing
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from tiny import tiny
@@ -181,7 +181,7 @@ def test_evaluating_what_layers_show_copies_nothing() -> None:
             assert mx.get_peak_memory() - active < 1024
 
 
-def test_saving_is_mlx_lm_s_again_when_the_last_cache_is_closed() -> None:
+def _saving_is_mlx_lm_s_again() -> None:
     original = mlx_cache.save_prompt_cache
     model = tiny("llama")
     one, two = onefold.PrefixCache(model, "16MB"), onefold.PrefixCache(model, "16MB")
@@ -192,6 +192,10 @@ def test_saving_is_mlx_lm_s_again_when_the_last_cache_is_closed() -> None:
     assert mlx_cache.save_prompt_cache is hooked
     two.close()
     assert mlx_cache.save_prompt_cache is original is mlx_lm.cache_prompt.save_prompt_cache
+
+
+def test_saving_is_mlx_lm_s_again_when_the_last_cache_is_closed() -> None:
+    in_its_own_process("test_exporting", "_saving_is_mlx_lm_s_again")
 
 
 def test_stock_caches_are_saved_as_ever(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import threading
 
 import mlx.core as mx
 import pytest
-from driving import cold, forward, greedy, same, turn
+from driving import cold, forward, greedy, in_its_own_process, same, turn
 from mlx_lm.generate import generate_step, speculative_generate_step
 from tiny import tiny
 
@@ -449,7 +449,7 @@ def test_quantised_segments_are_attended_without_dequantising():
         assert all(k.value == "quantized" for leaf in lease._beats[0].leaves for k in (leaf.kind,))
 
 
-def test_the_seam_is_reversible_and_shared_by_caches_of_one_architecture():
+def _seam_is_reversible():
     from mlx_lm.models import llama
 
     stock_function, stock_call = llama.scaled_dot_product_attention, llama.Model.__call__
@@ -460,6 +460,11 @@ def test_the_seam_is_reversible_and_shared_by_caches_of_one_architecture():
     two.close()
     assert llama.scaled_dot_product_attention is stock_function
     assert llama.Model.__call__ is stock_call
+
+
+def test_the_seam_is_reversible_and_shared_by_caches_of_one_architecture():
+    """In a process of its own: another test's cache may still be open in this one."""
+    in_its_own_process("test_invariants", "_seam_is_reversible")
 
 
 def test_one_forward_per_decode_step_for_all_rows(monkeypatch):

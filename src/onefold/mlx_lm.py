@@ -203,8 +203,8 @@ class LRUPromptCache:
     def _require(self, n_bytes: int, what: str) -> None:
         try:
             self._room.require(n_bytes, what, self._caches(), self._give_way)
-        except BudgetError as error:
-            self._say(NO_ROOM, str(error))
+        except BudgetError:
+            self.reasons[NO_ROOM] += 1
             raise
 
     def take_on(self) -> None:
@@ -382,10 +382,6 @@ class LRUPromptCache:
             self._say("already put back", "these layers were put back before")
             return 0
         held = lease.agreement(tokens)
-        if not held:
-            self._say("layers do not fit the tokens", "the layers were fed none of the tokens that were put back")
-            store.discard(lease)
-            return 0
         if held < len(tokens):
             self._say(foreign.LONGER, f"{held} of {len(tokens)} tokens were kept")
         if self._outgrows(lease._cache, held):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import random
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,35 @@ def test_several_uncached_rows_are_admitted_together(unknown: Any) -> None:
         cache.check()
         for lease in leases:
             lease.cancel()
+
+
+def test_a_call_that_was_replaced_while_it_was_watched(unknown: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever replaces the class's call while a cache is open may put the watched one back after it was closed."""
+    with onefold.PrefixCache(unknown, "16MB"), monkeypatch.context() as patch:
+        watched = type(unknown).__call__
+        patch.setattr(type(unknown), "__call__", lambda *a, **k: watched(*a, **k))
+    type(unknown).__call__ = watched
+    with onefold.PrefixCache(unknown, "16MB") as cache, cache.lease(words(40)) as lease:
+        mx.eval(unknown(mx.array([words(40)]), cache=lease.layers))
+        assert lease.offset == 40
+    type(unknown).__call__ = inspect.unwrap(watched)
+
+
+def test_an_uncached_model_whose_call_is_made_of_a_watched_one(unknown: Any) -> None:
+    class Derived(type(unknown)):  # type: ignore[misc]
+        def __call__(self, *args: object, **kwargs: object) -> mx.array:
+            return super().__call__(*args, **kwargs)
+
+    model = tiny("llama", seed=1)
+    model.__class__ = Derived
+    with (
+        onefold.PrefixCache(unknown, "16MB"),
+        onefold.PrefixCache(model, "16MB") as cache,
+        cache.lease(words(40)) as lease,
+    ):
+        mx.eval(model(mx.array([words(40)]), cache=lease.layers))
+        assert lease.offset == 40
+        assert cache.stats().bytes["live"] == lease.nbytes
 
 
 def test_an_exported_copy_of_an_uncached_lease_continues(unknown: Any) -> None:

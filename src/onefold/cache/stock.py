@@ -184,7 +184,8 @@ def uninstall(names: list[str]) -> None:
 
 # -- watching forwards -------------------------------------------------------------------------
 
-_watched: dict[type, tuple[Any, int]] = {}
+_watched: dict[type, tuple[Any, Any, int]] = {}
+"""By class: its own `__call__`, the watching one in its place, and how many caches want it."""
 _attended: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Watchers of caches that are not ours, by the identity of the first of them."""
 
@@ -202,53 +203,64 @@ def watch(model: nn.Module) -> type:
     before anybody reads them again, what was written is scheduled before its thread lets go, and tokens are counted
     for models (mamba, rwkv7, jamba) that do not count them. Counted like `install`."""
     cls = type(model)
-    original, count = _watched.get(cls, (cls.__call__, 0))
-    _watched[cls] = (original, count + 1)
-    if count == 0:
-
-        first = next(iter(list(inspect.signature(original).parameters)[1:]), "inputs")
-
-        @functools.wraps(original)
-        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            given = [kwargs.get("cache"), *args]  # models do not agree on where the cache stands
-            inputs = args[0] if args else kwargs.get(first)
-            stand_in = next((c for c in given if _listed(c, "drive")), None)
-            if stand_in is not None:
-
-                def run(x: mx.array, layers: list[Any]) -> Any:
-                    changed = {id(inputs): x, id(stand_in): layers}
-                    here = {k: changed.get(id(v), v) for k, v in kwargs.items()}
-                    return call(self, *(changed.get(id(a), a) for a in args), **here)
-
-                return stand_in[0].drive(run, inputs, len(stand_in))
-            watchers, n_layers = _watchers(given)
-            if not watchers:
-                return original(self, *args, **kwargs)
-            others = [a for a in (*args, *kwargs.values()) if a is not inputs and isinstance(a, mx.array)]
-            n_tokens = next((a.shape[1] for a in (inputs, *others) if a is not None), 0)
-            told: list[Any] = []
-            written: list[mx.array] = []
-            worked = stepped = False
-            try:
-                for row, watcher in enumerate(watchers):
-                    # with other arrays beside the tokens, what the model is fed is not the tokens alone
-                    watcher.begun(self, inputs, row, n_layers=n_layers, embedded=inputs is None or bool(others))
-                    told.append(watcher)
-                out = original(self, *args, **kwargs)
-                worked = True
-                stepped = n_tokens == 1 and isinstance(out, mx.array)
-            finally:
-                try:
-                    for watcher in told:
-                        written += watcher.ended(n_tokens, stepped) if worked else watcher.failed()
-                    _schedule_for(told, [out, *written] if stepped else written)
-                finally:
-                    for watcher in told:
-                        watcher.left()
-            return out
-
-        cls.__call__ = call  # type: ignore[method-assign]
+    if cls in _watched:
+        original, watching, count = _watched[cls]
+        _watched[cls] = (original, watching, count + 1)
+    else:
+        original = cls.__call__
+        watching = _watching(cls, original)
+        cls.__call__ = watching  # type: ignore[method-assign]
+        _watched[cls] = (original, watching, 1)
     return cls
+
+
+def _watching(cls: type, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a `__call__` that watches. Once it was taken out it passes everything through: code that replaced
+    `__call__` while it was in place may put it back later."""
+    first = next(iter(list(inspect.signature(original).parameters)[1:]), "inputs")
+
+    @functools.wraps(original)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if cls not in _watched or _watched[cls][1] is not call:
+            return original(self, *args, **kwargs)
+        given = [kwargs.get("cache"), *args]  # models do not agree on where the cache stands
+        inputs = args[0] if args else kwargs.get(first)
+        stand_in = next((c for c in given if _listed(c, "drive")), None)
+        if stand_in is not None:
+
+            def run(x: mx.array, layers: list[Any]) -> Any:
+                changed = {id(inputs): x, id(stand_in): layers}
+                here = {k: changed.get(id(v), v) for k, v in kwargs.items()}
+                return call(self, *(changed.get(id(a), a) for a in args), **here)
+
+            return stand_in[0].drive(run, inputs, len(stand_in))
+        watchers, n_layers = _watchers(given)
+        if not watchers:
+            return original(self, *args, **kwargs)
+        others = [a for a in (*args, *kwargs.values()) if a is not inputs and isinstance(a, mx.array)]
+        n_tokens = next((a.shape[1] for a in (inputs, *others) if a is not None), 0)
+        told: list[Any] = []
+        written: list[mx.array] = []
+        worked = stepped = False
+        try:
+            for row, watcher in enumerate(watchers):
+                # with other arrays beside the tokens, what the model is fed is not the tokens alone
+                watcher.begun(self, inputs, row, n_layers=n_layers, embedded=inputs is None or bool(others))
+                told.append(watcher)
+            out = original(self, *args, **kwargs)
+            worked = True
+            stepped = n_tokens == 1 and isinstance(out, mx.array)
+        finally:
+            try:
+                for watcher in told:
+                    written += watcher.ended(n_tokens, stepped) if worked else watcher.failed()
+                _schedule_for(told, [out, *written] if stepped else written)
+            finally:
+                for watcher in told:
+                    watcher.left()
+        return out
+
+    return call
 
 
 def _schedule_for(watchers: list[Any], arrays: list[mx.array]) -> None:
@@ -283,10 +295,10 @@ def _listed(cache: Any, capability: str) -> bool:
 
 
 def unwatch(cls: type) -> None:
-    original, count = _watched.pop(cls)
+    original, watching, count = _watched.pop(cls)
     if count > 1:
-        _watched[cls] = (original, count - 1)
-    else:
+        _watched[cls] = (original, watching, count - 1)
+    elif cls.__call__ is watching:
         cls.__call__ = original  # type: ignore[method-assign]
 
 

@@ -32,6 +32,8 @@ class Uncached:
         self.caches = caches
         self._admit = admit
         self._counted = 0
+        self._depth = 0
+        """Watched calls that are under way: a model's call may be made of that of a class it derives from."""
         self._token_bytes = anatomy.uncached_token_bytes or 0
 
     @property
@@ -56,9 +58,13 @@ class Uncached:
         return self.anatomy.scratch_bytes(n_tokens, self.position + n_tokens)
 
     def begun(self, model: Any, inputs: mx.array | None, row: int, *, n_layers: int, embedded: bool) -> None:
-        self._admit(self, 1 if inputs is None else max(1, inputs.shape[1]))
+        if not self._depth:
+            self._admit(self, 1 if inputs is None else max(1, inputs.shape[1]))
+        self._depth += 1
 
     def ended(self, n_tokens: int, stepped: bool) -> list[mx.array]:
+        if self._depth > 1:
+            return []
         self._counted += n_tokens
         if self.anatomy.uncached_token_bytes is None:  # could not be seen beforehand
             self._token_bytes = max(self._token_bytes, self.nbytes // max(1, self.position))
@@ -66,6 +72,8 @@ class Uncached:
         return stock.arrays_of(self.caches)
 
     def failed(self) -> list[mx.array]:
+        if self._depth > 1:
+            return []
         self._admit(self, 0)
         return stock.arrays_of(self.caches)
 
@@ -73,7 +81,7 @@ class Uncached:
         pass  # nothing of it is kept
 
     def left(self) -> None:
-        pass
+        self._depth -= 1
 
 
 def _says_where(cache: Any) -> bool:

@@ -380,7 +380,7 @@ def test_what_makes_way_on_disk_as_soon_as_it_was_written_is_not_waited_for(tmp_
         with cache._lock:
             spiller._backlog.want(nodes[2])
             began = time.monotonic()
-            spiller.save(nodes[0], began + 20)
+            cache._lock.run_held(spiller.saving(nodes[0], began + 20))
             assert time.monotonic() - began < 10
         assert cache.stats().reasons.get("disk: disk too slow", 0) == 0
         settled(cache)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.cache.eviction import SMALLEST_CUT, Leaves, Victim, choose, leaves
+from onefold.cache.eviction import SMALLEST_CUT, Leaves, Victim, consider, leaves
 from onefold.cache.tree import Node, Tree
 
 TOKEN_BYTES = 10
@@ -30,7 +30,17 @@ def pick(tree: Tree, missing: int = 1, *, frees: dict[int, int] | None = None, m
     def bytes_of(node: Node) -> int:
         return whole(node) if frees is None else frees.get(id(node), whole(node))
 
-    return choose(order_of(tree), missing, bytes_of, TOKEN_BYTES, may_cut=may_cut)
+    return choose(order_of(tree), missing, bytes_of, may_cut=may_cut)
+
+
+def choose(order: Leaves, missing: int, frees: Callable[[Node], int], *, may_cut: bool) -> Victim | None:
+    """The next leaf to give up, as the shelf asks for it."""
+    while (node := order.pop()) is not None:
+        victim = consider(node, missing, frees(node), TOKEN_BYTES, may_cut=may_cut)
+        if victim is not None:
+            return victim
+        order.pass_over(node)
+    return None
 
 
 def order_of(tree: Tree) -> Leaves:
@@ -200,7 +210,7 @@ def test_choosing_looks_at_no_more_leaves_than_it_gives_up() -> None:
         return whole(node)
 
     for _ in range(10):
-        victim = choose(order, 1, frees, TOKEN_BYTES, may_cut=False)
+        victim = choose(order, 1, frees, may_cut=False)
         assert victim is not None
         tree.remove(victim.node)
     assert looked == 10

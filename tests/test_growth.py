@@ -148,7 +148,7 @@ def test_a_ranking_keeps_few_stale_entries() -> None:
 @pytest.mark.parametrize("what", ["set_budget", "shrink", "clear"])
 def test_other_threads_get_in_while_much_is_given_up(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In short stretches, between which the lock is free and the books are right."""
-    monkeypatch.setattr("onefold.cache.prefix_cache.STRETCH_SECONDS", 0.0)
+    monkeypatch.setattr("onefold.cache.gate.STRETCH_SECONDS", -1.0)
     model = tiny("llama")
     with onefold.PrefixCache(model, "64MB") as cache:
         for i in range(12):
@@ -159,7 +159,7 @@ def test_other_threads_get_in_while_much_is_given_up(what: str, monkeypatch: pyt
             cache.check()
             left.append(cache.stats().nodes)
 
-        def between() -> None:
+        def between(pause: float) -> None:
             thread = threading.Thread(target=look)
             thread.start()
             thread.join(60)

@@ -164,6 +164,14 @@ class Points:
         """Take out the node whose checkpoint goes next; None if there is none. `changed` has it in the order again."""
         return self._order.pop()
 
+    def pass_over(self, node: Node) -> None:
+        """This node was taken out and its checkpoint is not to go now."""
+        self._order.pass_over(node, _drop_rank(node))
+
+    def put_back(self) -> None:
+        """Have the nodes that were passed over in the order again."""
+        self._order.put_back()
+
     def check(self, nodes: Iterable[Node]) -> list[str]:
         """Recount from all nodes and say what differs."""
         held = [n for n in nodes if n.checkpoint is not None]

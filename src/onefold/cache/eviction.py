@@ -9,7 +9,7 @@ No MLX in this file: what a node would free is asked of the caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from onefold.cache.ranking import Ranking
@@ -32,14 +32,13 @@ class Leaves:
     def __init__(self) -> None:
         self.busy: set[Node] = set()
         self._queue: Ranking[Node] = Ranking()
-        self._passed: list[Node] = []
 
     def changed(self, node: Node) -> None:
         if node.parent is None or node.idle:
             self.busy.discard(node)
         else:
             self.busy.add(node)
-        if _is_leaf(node):
+        if is_leaf(node):
             self._queue.place(node, _rank(node))
         else:
             self._queue.remove(node)
@@ -53,13 +52,11 @@ class Leaves:
 
     def pass_over(self, node: Node) -> None:
         """This leaf was taken out and is not to go now."""
-        self._passed.append(node)
+        self._queue.pass_over(node, _rank(node))
 
     def put_back(self) -> None:
         """Have the leaves that were passed over in the order again."""
-        passed, self._passed = self._passed, []
-        for node in passed:
-            self.changed(node)
+        self._queue.put_back()
 
     def check(self, nodes: Iterable[Node]) -> list[str]:
         """Recount from all nodes and say what differs."""
@@ -70,14 +67,15 @@ class Leaves:
                 where = f"node [{node.start}, {node.end})"
                 found.append(f"{where} counts {node.held_below} branches in memory, not {below}")
         queued = self._queue.keys()
-        if queued != {n: _rank(n) for n in known if _is_leaf(n)}:
+        if queued != {n: _rank(n) for n in known if is_leaf(n)}:
             found.append(f"the order of eviction has {len(queued)} leaves, and not those of the tree")
         if self.busy != {n for n in known if not n.idle}:
             found.append(f"{len(self.busy)} nodes are noted as held, and others are")
         return found
 
 
-def _is_leaf(node: Node) -> bool:
+def is_leaf(node: Node) -> bool:
+    """Whether it may be evicted now."""
     return node.parent is not None and node.in_memory and not node.held_below and node.idle
 
 
@@ -87,28 +85,15 @@ def _rank(node: Node) -> tuple[float, int]:
 
 def leaves(nodes: Iterable[Node]) -> list[Node]:
     """The leaves among these nodes, in the order in which they would go."""
-    return sorted((n for n in nodes if _is_leaf(n)), key=_rank)
+    return sorted((n for n in nodes if is_leaf(n)), key=_rank)
 
 
-def choose(
-    order: Leaves,
-    missing: int,
-    frees: Callable[[Node], int],
-    token_bytes: int,
-    *,
-    may_cut: bool,
-    may: Callable[[Node], bool] = lambda node: True,
-) -> Victim | None:
-    """The next leaf to give up, or None if none would free anything. Leaves that may not go are passed over."""
-    while (node := order.pop()) is not None:
-        freed = frees(node)
-        if freed <= 0 or not may(node):
-            order.pass_over(node)
-            continue
-        length = node.end - node.start
-        if may_cut and freed > missing and token_bytes and node.checkpoint is None:
-            keep = length - -(-missing // token_bytes)
-            if keep >= SMALLEST_CUT:
-                return Victim(node, keep)
-        return Victim(node, 0)
-    return None
+def consider(node: Node, missing: int, freed: int, token_bytes: int, *, may_cut: bool) -> Victim | None:
+    """What of a leaf is to go for `missing` bytes, if all of it frees `freed`; None if it frees nothing."""
+    if freed <= 0:
+        return None
+    if may_cut and freed > missing and token_bytes and node.checkpoint is None:
+        keep = node.end - node.start - -(-missing // token_bytes)
+        if keep >= SMALLEST_CUT:
+            return Victim(node, keep)
+    return Victim(node, 0)

@@ -1,11 +1,18 @@
 """The lock of a cache, which one thread holds while it changes something, and which the disk writer can still get past.
 
-Whoever calls the cache goes through both doors, so that no other caller sees a change half done. The writer thread uses
-the inner one alone. A caller that must wait for the writer opens the inner door for that long, and not the outer.
+A thread that calls the cache goes through both doors, so that no other caller sees a change half done. The writer
+thread uses the inner one alone. A caller that must wait for the writer in the middle of a change opens the inner door
+for that long, and not the outer.
 
-Long bookkeeping is done in stretches, each with the lock held; `between` them the threads that wait come first.
+Long work is a generator of steps (`Work`), which `run` advances with the lock held. At each `yield` everything is in
+order, and the lock may be let go:
 
-A child of the process is refused: whoever held the lock when it was forked is not there to let go of it.
+- `yield 0.0`   a step is done: evicting a node, copying a layer. The lock is let go once a stretch is over.
+- `yield s`     there is nothing to do before the writer has done something: wait for that, at most `s` seconds.
+
+After a `yield` other threads may have changed anything that the work does not hold.
+
+A child of the process is refused: the thread that held the lock when it was forked is not there to let go of it.
 """
 
 from __future__ import annotations
@@ -13,11 +20,16 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Generator
+from typing import TypeVar
 
 from onefold.errors import ConfigError
 
+Result = TypeVar("Result")
+Work = Generator[float, None, Result]
+
 STRETCH_SECONDS = 0.005
-"""That bookkeeping holds the lock at a stretch, where it can be interrupted."""
+"""That work holds the lock for at a stretch; a step that takes longer is a stretch of its own."""
 GIVE_WAY_SECONDS = 0.0005
 """Enough for a thread that waits to be woken and to take the lock."""
 
@@ -77,10 +89,40 @@ class Gate:
         with self._counting:
             self._waiting += n
 
-    def between(self) -> None:
-        """Called outside, between two stretches of one long piece of work: lets those in who wait now."""
-        if self._waiting:
+    def run(self, work: Work[Result]) -> Result:
+        """Do all of it, in stretches between which threads that wait get the lock. Where this thread has the lock
+        already it is kept throughout."""
+        if self.is_held_here:
+            return self.run_held(work)
+        while True:
+            with self:
+                stop = time.monotonic() + STRETCH_SECONDS
+                while True:
+                    try:
+                        pause = next(work)
+                    except StopIteration as end:
+                        return end.value  # type: ignore[no-any-return]
+                    if pause or time.monotonic() > stop:
+                        break
+            self.between(pause)
+
+    def between(self, pause: float) -> None:
+        """Called without the lock, between two stretches of one piece of work."""
+        if pause:
+            with self.inner:
+                self._changed.wait(pause)
+        elif self._waiting:
             time.sleep(GIVE_WAY_SECONDS)
+
+    def run_held(self, work: Work[Result]) -> Result:
+        """Do all of it, with the lock held by the caller."""
+        while True:
+            try:
+                pause = next(work)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            if pause:
+                self.wait(pause)
 
     def wait(self, seconds: float) -> None:
         """Until something has changed, or so long. Both the writer and those who wait for it call this, inside."""

@@ -33,6 +33,7 @@ from onefold.cache import exporting, settling, stock
 from onefold.cache.anatomy import Anatomy
 from onefold.cache.beat import Beat
 from onefold.cache.checkpoints import GRID, Checkpoint, wanted
+from onefold.cache.gate import Work
 from onefold.cache.kinds.full import SegmentedLayer
 from onefold.cache.ledger import Account, Purpose
 from onefold.cache.pace import Pace
@@ -313,8 +314,7 @@ class Lease:
 
     def _discard(self) -> None:
         settling.evaluate(self._cache, self)
-        with self._cache._lock:
-            settling.release(self._cache, self)
+        settling.release(self._cache, self)
 
     def _lost(self, error: RuntimeError) -> None:
         """What its last forward wrote cannot be computed: nothing of it is kept."""
@@ -385,17 +385,25 @@ class Lease:
             self._recount()
             return
         self._usable()
-        with self._cache._lock:
-            self._cache._scratch.reserve(part.scratch_bytes(n_tokens))
-            others = sum(p.nbytes for p in self._uncached if p is not part)
-            self._points.resize(others + part.bytes_after(n_tokens))
+        self._cache._lock.run(self._admitting_uncached(part, n_tokens))
+
+    def _admitting_uncached(self, part: Uncached, n_tokens: int) -> Work[None]:
+        yield from self._cache._scratch.reserving(part.scratch_bytes(n_tokens))
+        self.refuse_closed()
+        needed = sum(p.nbytes for p in self._uncached if p is not part) + part.bytes_after(n_tokens)
+        yield from self._cache._ledger.granting(Purpose.LIVE, needed - self._points.bytes)
+        self.refuse_closed()
+        self._points.resize(needed)
 
     # -- the layers' side, through Beat ------------------------------------------------------
 
-    def _usable(self) -> None:
-        """Raises if this thread cannot use the lease now."""
+    def refuse_closed(self) -> None:
         if self.closed:
             raise LeaseClosed("this lease is closed; its layers hold nothing any more")
+
+    def _usable(self) -> None:
+        """Raises if this thread cannot use the lease now."""
+        self.refuse_closed()
         thread = self._unscheduled
         if thread is None or thread is threading.current_thread():
             return
@@ -495,27 +503,30 @@ class Lease:
 
     def _reserve_step(self, beat: Beat, n_tokens: int) -> None:
         """Growth for all layers, windows and states, and the forward's scratch; or BudgetError, and nothing."""
-        cache = self._cache
-        with cache._lock:
-            if self.closed:
-                raise LeaseClosed("this lease was closed while a forward began")
-            cache.sweep()
-            start = beat.position
-            beat.reached = start + n_tokens
-            offsets = [leaf.offset for b in self._beats for leaf in b.leaves]
-            if cache._disk is not None:
-                self._time_prefill(cache._disk.prefill_pace, beat, n_tokens)
-            cache._scratch.reserve(beat.scratch_bytes(n_tokens) + 2 * self._points.bytes)
-            if not beat.rotated and any(isinstance(x, SegmentedLayer) and x.outgrows(n_tokens) for x in beat.leaves):
-                self._rotate(beat)
-            if not self._spanless:
-                if self._unreserved:
-                    end, rest, self._unreserved = self._track.end, self._unreserved, 0
-                    self._track.ensure(end, rest)
-                    self._track.shorten(end)
-                self._track.ensure(start, n_tokens, keep=max(offsets, default=0))
-            kept = sum(b.round_bytes() for b in self._beats)
-            self._count_points(kept + sum(self._point_bytes(b, n_tokens) for b in self._beats))
+        self._cache._lock.run(self._reserving_step(beat, n_tokens))
+
+    def _reserving_step(self, beat: Beat, n_tokens: int) -> Work[None]:
+        cache, start = self._cache, beat.position
+        self.refuse_closed()
+        cache.sweep()
+        beat.reached = start + n_tokens
+        offsets = [leaf.offset for b in self._beats for leaf in b.leaves]
+        if cache._disk is not None:
+            self._time_prefill(cache._disk.prefill_pace, beat, n_tokens)
+        yield from cache._scratch.reserving(beat.scratch_bytes(n_tokens) + 2 * self._points.bytes)
+        self.refuse_closed()
+        if not beat.rotated and any(isinstance(x, SegmentedLayer) and x.outgrows(n_tokens) for x in beat.leaves):
+            self._rotate(beat)
+        if not self._spanless:
+            if self._unreserved:
+                end, rest, self._unreserved = self._track.end, self._unreserved, 0
+                yield from self._track.ensuring(end, rest)
+                self.refuse_closed()
+                self._track.shorten(end)
+            yield from self._track.ensuring(start, n_tokens, keep=max(offsets, default=0))
+            self.refuse_closed()
+        kept = sum(b.round_bytes() for b in self._beats)
+        self._count_points(kept + sum(self._point_bytes(b, n_tokens) for b in self._beats))
 
     def _time_prefill(self, pace: Pace, beat: Beat, n_tokens: int) -> None:
         """How long the chunk before this forward took, if it was one."""
@@ -606,6 +617,7 @@ class Lease:
         last = self._last_checkpoint
         asked = self._asked | {self.matched} if self.matched > self.cached else self._asked
         if position <= len(self.tokens) and wanted(position, last, len(self.tokens), asked):
+            settling.make_room_for_checkpoint(self._cache, self, gap=position - last)
             with self._cache._lock:
                 taken = settling.take_checkpoint(self._cache, self, position, gap=position - last)
             if taken is not None:

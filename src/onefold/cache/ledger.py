@@ -18,8 +18,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
+from onefold.cache.gate import Work
 from onefold.errors import BudgetError, ConfigError
 from onefold.sizes import show_size
+
+
+def _nothing(missing: int) -> Work[None]:
+    yield from ()
 
 
 class Purpose(enum.Enum):
@@ -78,6 +83,8 @@ class Ledger:
         self.peak_bytes = 0
         self.make_room: Callable[[int], None] | None = None
         """Called with the bytes that are missing; frees what it can."""
+        self.making_room: Callable[[int], Work[None]] = _nothing
+        """The same, as work between whose steps the lock may be let go."""
         self.headroom: Callable[[], int] = lambda: 0
         """Bytes that only copies in flight may use, so that reclaiming itself has room."""
         self.reclaimable: Callable[[], int] = lambda: 0
@@ -122,6 +129,14 @@ class Ledger:
             self._accounts.add(account)
             self._add(purpose, n_bytes)
             return account
+
+    def granting(self, purpose: Purpose, n_bytes: int) -> Work[None]:
+        """Make room for a reservation that is made afterwards, without holding the lock throughout. What comes in
+        between is for the reservation to deal with."""
+        if n_bytes > 0 and (missing := self._missing(purpose, n_bytes)) > 0:
+            yield from self.making_room(missing)
+            if (missing := self._missing(purpose, n_bytes) - self.spare()) > 0:
+                yield from self.making_room(missing)
 
     def fits(self, n_bytes: int) -> bool:
         """Whether a reservation would be granted as things are, without freeing anything."""
@@ -174,8 +189,7 @@ class Ledger:
             return
 
         def missing() -> int:
-            kept = 0 if purpose is Purpose.INFLIGHT else self.headroom()
-            return self.used_bytes + n_bytes + kept - self._budget
+            return self._missing(purpose, n_bytes)
 
         if missing() > 0 and self.make_room is not None:
             self.make_room(missing())
@@ -192,6 +206,11 @@ class Ledger:
                 needed_bytes=n_bytes,
                 available_bytes=available,
             )
+
+    def _missing(self, purpose: Purpose, n_bytes: int) -> int:
+        """What a reservation lacks as things are; at most 0 if nothing."""
+        kept = 0 if purpose is Purpose.INFLIGHT else self.headroom()
+        return self.used_bytes + n_bytes + kept - self._budget
 
     def _add(self, purpose: Purpose, n_bytes: int) -> None:
         self._by_purpose[purpose] += n_bytes
@@ -246,9 +265,11 @@ class ElasticLedger(Ledger):
     def _take(self, purpose: Purpose, n_bytes: int, what: str) -> None:
         if n_bytes < 0:
             raise ValueError(f"cannot reserve {n_bytes} bytes for {what}")
-        missing = self.used_bytes + n_bytes - self._budget
-        if purpose in HELD and missing > 0 and self.make_room is not None:
+        if (missing := self._missing(purpose, n_bytes)) > 0 and self.make_room is not None:
             self.make_room(missing)
+
+    def _missing(self, purpose: Purpose, n_bytes: int) -> int:
+        return self.used_bytes + n_bytes - self._budget if purpose in HELD else 0
 
     def fits(self, n_bytes: int) -> bool:
         return n_bytes <= self.free_bytes

@@ -5,7 +5,8 @@
   checkpoint for the others.
 - Continue in place if nobody else reads the buffers; else read them where they lie, and write elsewhere.
 
-Called with the cache's lock held.
+Called with the cache's lock held. `giving_room` is `Work`: while room is made and buffers are copied, others may have
+the lock. The lease holds its path then, and reads what it will go on in.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from onefold.cache import stock
 from onefold.cache.checkpoints import Checkpoint
+from onefold.cache.gate import Work
 from onefold.cache.ledger import Purpose
 from onefold.cache.segment import Track, round_up
 from onefold.cache.tree import Node
@@ -34,9 +36,13 @@ NEAR = 16
 """Descendants of a path's end that are looked at for a checkpoint that can be clamped."""
 
 
-def open_lease(cache: PrefixCache, lease: Lease, reserve_tokens: int) -> None:
+def begin(cache: PrefixCache, lease: Lease) -> None:
+    """Stand where the tokens can be resumed. Nothing is allocated."""
     tree = cache._shelf.tree(lease.namespace)
     path, lease.matched = tree.match(lease.tokens)
+    for node in path:
+        if node.span is not None:
+            node.span.slab.finish_copy()
     usable = min(lease.matched, len(lease.tokens) - 1)
     readable, why = readable_length(cache, path, lease.matched)
     point, checkpoint, reason = resume_point(cache, path, min(usable, readable), usable)
@@ -56,19 +62,28 @@ def open_lease(cache: PrefixCache, lease: Lease, reserve_tokens: int) -> None:
         _begin_again(cache, lease, checkpoint)
     for beat in lease._beats:
         beat.fed.begin_with(lease.tokens[: lease.cached])
-    if not lease._spanless:
-        rest = len(lease.tokens) + reserve_tokens - lease._track.end
-        for bound in (a.bound for a in cache._anatomies if a.bound is not None):
-            rest = min(rest, max(1, bound.max_size - lease._track.end))  # from there on it rotates, and grows no more
-        if not cache._ledger.elastic:
-            _require_room(cache, lease, rest)
-        writable = _make_writable(cache, lease, rest)
-        if cache._ledger.elastic:
-            lease._unreserved = max(0, rest)  # a request that waits holds nothing yet
-        elif writable and rest > 0:
-            end = lease._track.end
-            lease._track.ensure(end, rest, spare=_scratch(cache, lease, min(rest, PREFILLED)))
-            lease._track.shorten(end)
+
+
+def giving_room(cache: PrefixCache, lease: Lease, reserve_tokens: int) -> Work[None]:
+    """Room for the rest of the tokens, and for `reserve_tokens` more. Raises BudgetError."""
+    if lease._spanless:
+        return
+    rest = len(lease.tokens) + reserve_tokens - lease._track.end
+    for bound in (a.bound for a in cache._anatomies if a.bound is not None):
+        rest = min(rest, max(1, bound.max_size - lease._track.end))  # from there on it rotates, and grows no more
+    if not cache._ledger.elastic:
+        yield from cache._ledger.granting(Purpose.LIVE, _needed(cache, lease, rest))
+        lease.refuse_closed()
+        _require_room(cache, lease, rest)
+    writable = yield from _making_writable(cache, lease, rest)
+    lease.refuse_closed()
+    if cache._ledger.elastic:
+        lease._unreserved = max(0, rest)  # a request that waits holds nothing yet
+    elif writable and rest > 0:
+        end = lease._track.end
+        yield from lease._track.ensuring(end, rest, spare=_scratch(cache, lease, min(rest, PREFILLED)))
+        lease.refuse_closed()
+        lease._track.shorten(end)
 
 
 def readable_length(cache: PrefixCache, path: list[Node], matched: int) -> tuple[int, str]:
@@ -210,25 +225,32 @@ def _scratch(cache: PrefixCache, lease: Lease, n_tokens: int, rest: int = 0) -> 
     return max(0, max(needed, default=0) - cache._scratch.bytes)
 
 
-def _make_writable(cache: PrefixCache, lease: Lease, rest: int) -> bool:
+def _making_writable(cache: PrefixCache, lease: Lease, rest: int) -> Work[bool]:
     """Continue in place if nobody else reads these buffers; else the first write opens a fresh one. False if room
     for the rest is better made then: a copy that need not be reserved now."""
     track = lease._track
     if not track.pieces:
         return True
-    path = lease._node.path() if lease._node is not None else []
-    free = cache._disk is None or cache._disk.spiller.make_way(path, {p.slab for p in track.pieces})
+    free = True
+    if cache._disk is not None:
+        path = lease._node.path() if lease._node is not None else []
+        free = yield from cache._disk.spiller.making_way(path, {p.slab for p in track.pieces})
     free = free or cache._contiguous  # going on elsewhere would be a copy of it all
     room = round_up(max(rest, 1))
-    if free:
-        united = cache._shelf.unite(track, path, room)
+    if free and not lease.closed:
+        path = lease._node.path() if lease._node is not None else []
+        united = yield from cache._shelf.uniting(track, path, room)
+        if lease.closed:
+            return False
         if not united and not track.take() and cache._shelf.clear_behind(track):
             track.take()
     # else the disk writer could not read it while this lease writes: it is left as it is
+    if lease.closed:
+        return False
     moved = track.writable(track.pieces[-1])
     cache._totals["moves" if moved else "borrows"] += 1
     if cache._contiguous and not (moved and track.whole):
         if cache._ledger.elastic:
             return False
-        track.copy_whole(track.end + rest)
+        yield from track.copying_whole(track.end + rest)
     return True

@@ -32,13 +32,13 @@ from onefold.cache.batch import Batch
 from onefold.cache.counting import Stats
 from onefold.cache.disk import Disk, DiskSettings, DiskStats
 from onefold.cache.fingerprint import lasting_digest, model_digest
-from onefold.cache.gate import STRETCH_SECONDS, Gate
+from onefold.cache.gate import Gate, Work
 from onefold.cache.kinds.full import Bound
 from onefold.cache.lease import Lease
 from onefold.cache.ledger import ElasticLedger, Ledger, Purpose
 from onefold.cache.restoring import Restore
 from onefold.cache.scratch import Scratch
-from onefold.cache.segment import STEP, Store, Track, round_up
+from onefold.cache.segment import STEP, Slab, Store, Track, round_up
 from onefold.cache.shelf import PATIENCE, Shelf
 from onefold.cache.tiers.record import VERSION
 from onefold.cache.tree import Node, Tokens, Tree, as_tokens
@@ -170,7 +170,7 @@ class PrefixCache:
         self._pointwise = any(a.pointwise for a in self._anatomies)
         self._recurrent = any(a.recurrent for a in self._anatomies)
         self._contiguous = any(a.contiguous for a in self._anatomies)
-        self._shelf = Shelf(self._store, self._ledger, pointwise=self._pointwise)
+        self._shelf = Shelf(self._store, self._ledger, gate, pointwise=self._pointwise)
         self._format = form
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._dropped: list[Lease] = []
@@ -234,39 +234,52 @@ class PrefixCache:
         found = as_tokens(tokens).copy()  # the caller may go on with its buffer
         asked = _positions(checkpoints, reserve_tokens, namespace)
         self._await_writers(found, namespace)
-        with self._lock:
-            self._open_for_use()
-            self.sweep()
-            restores = [after] if isinstance(after, Restore) else list(after or ())
-            if after is None and self._disk is not None:
-                restores = self._read_disk(found, namespace, reserve_tokens)
-            track = Track(self._store, contiguous=self._contiguous)
-            lease = Lease(self, found, (namespace, self._format), track, self._anatomies, asked)
-            try:
-                if self.uncached_reason:
-                    self._open_uncached(lease)
-                else:
-                    opening.open_lease(self, lease, reserve_tokens)
-                self._leases.add(lease)
-            except BudgetError:
-                self._reasons["no room"] += 1
-                raise
-            finally:
-                if lease not in self._leases:
-                    settling.release(self, lease)
-            self._totals["requests"] += 1
-            self._totals["tokens_requested"] += len(found)
-            self._totals["hits"] += lease.cached > 0
-            self._totals["tokens_matched"] += lease.matched
-            self._totals["tokens_cached"] += lease.cached
-            if restores:
-                lease.restored = min(sum(r.tokens for r in restores), max(0, lease.cached - restores[0].before))
-            if any(r.rejected for r in restores) and lease.reason in ("", "nothing known", "no checkpoint"):
-                lease.reason = "damaged on disk"
-            self._totals["tokens_from_disk"] += lease.restored
-            if lease.reason:
-                self._reasons[lease.reason] += 1
-            return lease
+        self._open_for_use()
+        restores = [after] if isinstance(after, Restore) else list(after or ())
+        if after is None and self._disk is not None:
+            restores = self._read_disk(found, namespace, reserve_tokens)
+        return self._lock.run(self._leasing(found, namespace, asked, reserve_tokens, restores))
+
+    def _leasing(
+        self,
+        tokens: Tokens,
+        namespace: Hashable,
+        checkpoints: frozenset[int],
+        reserve_tokens: int,
+        restores: list[Restore],
+    ) -> Work[Lease]:
+        self._open_for_use()
+        self.sweep()
+        track = Track(self._store, contiguous=self._contiguous)
+        lease = Lease(self, tokens, (namespace, self._format), track, self._anatomies, checkpoints)
+        self._leases.add(lease)
+        opened = False
+        try:
+            if self.uncached_reason:
+                self._open_uncached(lease)
+            else:
+                opening.begin(self, lease)
+                yield from opening.giving_room(self, lease, reserve_tokens)
+            opened = True
+        except BudgetError:
+            self._reasons["no room"] += 1
+            raise
+        finally:
+            if not opened:
+                settling.release(self, lease)
+        self._totals["requests"] += 1
+        self._totals["tokens_requested"] += len(tokens)
+        self._totals["hits"] += lease.cached > 0
+        self._totals["tokens_matched"] += lease.matched
+        self._totals["tokens_cached"] += lease.cached
+        if restores:
+            lease.restored = min(sum(r.tokens for r in restores), max(0, lease.cached - restores[0].before))
+        if any(r.rejected for r in restores) and lease.reason in ("", "nothing known", "no checkpoint"):
+            lease.reason = "damaged on disk"
+        self._totals["tokens_from_disk"] += lease.restored
+        if lease.reason:
+            self._reasons[lease.reason] += 1
+        return lease
 
     def _await_writers(self, tokens: Tokens, namespace: Hashable) -> None:
         """Wait, without the lock, while other threads are in forwards that write where these tokens lie: what a forward
@@ -321,7 +334,8 @@ class PrefixCache:
             self.sweep()
             if self._disk is None or self.uncached_reason:
                 return None
-            return restoring.plan(self, self._disk, self._tree(namespace), found, reserve_tokens)
+            tree = self._tree(namespace)
+        return self._lock.run(restoring.planning(self, self._disk, tree, found, reserve_tokens))
 
     def _read_disk(self, tokens: Tokens, namespace: Hashable, reserve_tokens: int) -> list[Restore]:
         """All that is on disk of these tokens; again, where a record turned out to be damaged."""
@@ -376,48 +390,38 @@ class PrefixCache:
         """Drop everything that no lease holds; pins too. When it returns, the files of this model are gone from disk as
         well, in every namespace; with `disk=False` what is on disk stays there, and what is not is written first, for
         some seconds at most."""
-        with self._lock:
-            self.sweep()
-            if not disk and self._disk is not None:
-                self._disk.spiller.flush(everything=True, until=time.monotonic() + CLEARING_MOST)
-            for restore in list(self._restores):
-                restore.finish()
-            for node in list(self._shelf.leaves.busy):
-                node.pins = 0
-            self._pins.clear()
-        if self._disk is None:
-            self._drop_leaves()
-        with self._lock:
-            for tree in self._shelf.trees.values():
-                for node in reversed(list(tree.root.walk())):  # children before parents
-                    if node.parent is None or not node.idle or not _is_leaf(node, disk):
-                        continue
-                    if disk:
-                        self._totals["discarded_tokens"] += node.end - node.start
-                        self._shelf.drop(tree, node)
-                    else:
-                        self._totals["discarded_tokens"] += self._shelf.unload(tree, node)
-            if disk and self._shelf.disk is not None:
-                self._shelf.disk.clear()
-                self._shelf.disk.spiller.flush(everything=False, until=time.monotonic() + CLEARING_MOST)
+        if not disk and self._disk is not None:
+            self._flush_for_clearing(everything=True)
+        self._lock.run(self._clearing(disk=disk))
+        if disk and self._disk is not None:
+            self._flush_for_clearing(everything=False)
 
-    def _drop_leaves(self) -> None:
-        """Drop what was used last before now and is not held, in stretches between which other threads get in."""
-        began = time.time()
-        while True:
-            with self._lock:
-                stop = time.monotonic() + STRETCH_SECONDS
-                while (node := self._shelf.leaves.pop()) is not None:
-                    if node.last_use > began:  # all that follow are, too
-                        self._shelf.changed(node)
-                        return
+    def _flush_for_clearing(self, *, everything: bool) -> None:
+        assert self._disk is not None
+        with self._lock.inner:  # requests go on meanwhile
+            self._disk.spiller.flush(everything=everything, until=time.monotonic() + CLEARING_MOST)
+
+    def _clearing(self, *, disk: bool) -> Work[None]:
+        """What was used last before now, and is not held."""
+        self.sweep()
+        for restore in list(self._restores):
+            restore.finish()
+        for node in list(self._shelf.leaves.busy):
+            node.pins = 0
+        self._pins.clear()
+        began = max(self._shelf.clock, time.time())  # what is known from the disk is as old as it is there
+        for tree in list(self._shelf.trees.values()):
+            for node in tree.children_first():
+                if node.parent is None or not node.idle or not _is_leaf(node, disk) or node.last_use > began:
+                    continue
+                if disk:
                     self._totals["discarded_tokens"] += node.end - node.start
-                    self._shelf.drop(self._shelf.tree_of(node), node)
-                    if time.monotonic() > stop:
-                        break
+                    self._shelf.drop(tree, node)
                 else:
-                    return
-            self._lock.between()
+                    self._totals["discarded_tokens"] += self._shelf.unload(tree, node)
+                yield 0.0
+        if disk and self._shelf.disk is not None:
+            self._shelf.disk.clear()
 
     def set_budget(self, budget: int | float | str) -> None:
         """Change the budget while running. Frees what no longer fits; refuses what cannot be freed now."""
@@ -448,7 +452,7 @@ class PrefixCache:
                 self._settle_all()
                 self._endings = [
                     self._leave_disk,
-                    self.clear,
+                    lambda: self._lock.run_held(self._clearing(disk=True)),
                     functools.partial(stock.uninstall, self._seam),
                     *(functools.partial(stock.unwatch, cls) for cls in self._watched),
                     stock.unhook_saving,
@@ -457,6 +461,10 @@ class PrefixCache:
                 ]
                 self._closed = True
         if self._disk is not None:
+            if self._endings:
+                with self._lock.inner:
+                    self._disk.spiller.flush(everything=True, until=time.monotonic() + CLOSING_MOST)
+                    self._disk.counts["left_tokens"] = self._disk.spiller.unsaved()
             self._disk.spiller.stop()
         with self._lock:
             while self._endings:  # whoever is interrupted here may close once more
@@ -482,9 +490,6 @@ class PrefixCache:
         self._dropped.clear()
         for restore in list(self._restores):
             restore.finish()
-        if self._disk is not None:
-            self._disk.spiller.flush(everything=True, until=time.monotonic() + CLOSING_MOST)
-            self._disk.counts["left_tokens"] = self._disk.spiller.unsaved()
 
     @property
     def written_bytes(self) -> int | None:
@@ -545,6 +550,7 @@ class PrefixCache:
     def check(self) -> None:
         """Recount everything from nothing; raises IntegrityError with every finding."""
         with self._lock:
+            self._store.finish_copies()
             if found := counting.recount(self):
                 raise IntegrityError(found)
 
@@ -733,19 +739,24 @@ class PrefixCache:
 
     def forget(self, tokens: Any, keep: int, *, namespace: Hashable = "") -> None:
         """Give up what is known of `tokens` from position `keep` on, but for what others share or a lease holds."""
-        with self._lock:
-            tree = self._tree(namespace)
-            path, matched = tree.match(as_tokens(tokens))
-            for node in reversed(path):
-                if node.children or not node.idle or node.end > matched or node.end <= keep:
-                    return
-                if node.start < keep:
-                    tree.split(node, keep)
-                self._totals["discarded_tokens"] += node.end - node.start
-                span = node.span
-                self._shelf.drop(tree, node)
-                if span is not None:
-                    self._shelf.trim_slack(span.slab)
+        self._lock.run(self._forgetting(as_tokens(tokens), keep, namespace))
+
+    def _forgetting(self, tokens: Tokens, keep: int, namespace: Hashable) -> Work[None]:
+        tree = self._tree(namespace)
+        path, matched = tree.match(tokens)
+        slabs: dict[Slab, None] = {}
+        for node in reversed(path):
+            if node.children or not node.idle or node.end > matched or node.end <= keep:
+                break
+            if node.start < keep:
+                tree.split(node, keep)
+            self._totals["discarded_tokens"] += node.end - node.start
+            if node.span is not None:
+                node.span.slab.finish_copy()
+                slabs[node.span.slab] = None
+            self._shelf.drop(tree, node)
+        for slab in slabs:
+            yield from self._shelf.trimming_slack(slab)
 
     def shrink(self, n_bytes: int) -> None:
         """Evict until at most `n_bytes` are stored, or nothing more can be. Other threads get in meanwhile."""
@@ -753,16 +764,14 @@ class PrefixCache:
 
     def reclaim(self, excess: Callable[[], int], *, patience: float = PATIENCE) -> None:
         """Free so many bytes, in stretches between which other threads get in; nothing if they cannot all be freed.
-        `patience` is `Shelf.make_room`'s."""
+        `patience` is `Shelf.making_room`'s."""
+        self._lock.run(self._reclaiming(excess, patience))
+
+    def _reclaiming(self, excess: Callable[[], int], patience: float) -> Work[None]:
         before = math.inf
-        while True:
-            with self._lock:
-                if self._closed or not before > (missing := excess()) > 0:
-                    return
-                before = missing
-                stop = math.inf if self._disk is not None else time.monotonic() + STRETCH_SECONDS
-                self._shelf.make_room(missing, patience=patience, stop=stop)
-            self._lock.between()
+        while not self._closed and before > (missing := excess()) > 0:
+            before = missing
+            yield from self._shelf.making_room(missing, patience=patience)
 
     def adopt(self, tokens: Any, layers: list[Any]) -> tuple[int, str]:
         """Take over what a list of mlx-lm's own caches holds: the KV of `tokens`. Returns how many of them could be

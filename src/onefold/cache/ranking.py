@@ -1,6 +1,7 @@
 """A ranking: items in the order of their keys, smallest first, while items and keys change.
 
 - `place`, `remove`, `first` and `pop` take logarithmic time on average, however many items there are.
+- Items can be passed over for a while: they keep their keys, and come again with `put_back`, or when they are placed.
 - An item that was removed or placed anew leaves a stale entry in the heap, which is skipped when it comes up. Stale
   entries are never more than items and some.
 """
@@ -21,12 +22,14 @@ class Ranking(Generic[T]):
     def __init__(self) -> None:
         self._keys: dict[T, Any] = {}
         self._heap: list[tuple[Any, int, T]] = []
+        self._passed: dict[T, Any] = {}
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._keys) + len(self._passed)
 
     def place(self, item: T, key: Any) -> None:
         """Add an item, or move it to where `key` puts it."""
+        self._passed.pop(item, None)
         if self._keys.get(item) != key:
             self._keys[item] = key
             heapq.heappush(self._heap, (key, id(item), item))
@@ -34,6 +37,7 @@ class Ranking(Generic[T]):
 
     def remove(self, item: T) -> None:
         """Take an item out, if it is there."""
+        self._passed.pop(item, None)
         if self._keys.pop(item, None) is not None:
             self._drop_stale()
 
@@ -54,9 +58,20 @@ class Ranking(Generic[T]):
             del self._keys[item]
         return item
 
+    def pass_over(self, item: T, key: Any) -> None:
+        """Have an item, whether it was taken out or not, but not in the order before `put_back`."""
+        self.remove(item)
+        self._passed[item] = key
+
+    def put_back(self) -> None:
+        """Have the items that were passed over in the order again."""
+        passed, self._passed = self._passed, {}
+        for item, key in passed.items():
+            self.place(item, key)
+
     def keys(self) -> dict[T, Any]:
         """Every item with its key, in no order."""
-        return dict(self._keys)
+        return self._keys | self._passed
 
     def _drop_stale(self) -> None:
         if len(self._heap) > 2 * len(self._keys) + STALE_LEAST:

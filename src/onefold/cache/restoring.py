@@ -25,6 +25,7 @@ import numpy as np
 
 from onefold.cache import host, opening
 from onefold.cache.checkpoints import Checkpoint, revive
+from onefold.cache.gate import Work
 from onefold.cache.ledger import Account, Purpose
 from onefold.cache.segment import Slab, Span, Track
 from onefold.cache.tiers.folder import read_all
@@ -141,7 +142,7 @@ def _records(path: list[Node], target: int) -> list[Record]:
     return found
 
 
-def plan(cache: PrefixCache, disk: Disk, tree: Tree, tokens: Tokens, reserve_tokens: int) -> Restore | None:
+def planning(cache: PrefixCache, disk: Disk, tree: Tree, tokens: Tokens, reserve_tokens: int) -> Work[Restore | None]:
     """A restore that has begun, if one is worth it. Raises BudgetError if there is no room."""
     found = wanted(cache, tree, tokens)
     if found is None or not (found.records or found.point):
@@ -152,6 +153,13 @@ def plan(cache: PrefixCache, disk: Disk, tree: Tree, tokens: Tokens, reserve_tok
         disk.counts["skipped_tokens"] += found.saves
         disk.reasons["slower than prefill"] += 1
         return None
+    room = max(0, len(tokens) + reserve_tokens - found.matched)
+    if found.records:
+        first = found.records[0].start
+        yield from cache._store.making_room_for(max(r.end for r in found.records) + room - first)
+        found = wanted(cache, tree, tokens)  # others had the lock meanwhile
+        if found is None or not (found.records or found.point):
+            return None
     restore = Restore(cache, disk, tree, found, max(0, len(tokens) + reserve_tokens - found.matched))
     restore.begin()
     return restore
@@ -226,9 +234,27 @@ class Restore:
         return self._cache._ledger.open(Purpose.DISK, n_bytes, "records on their way from the disk")
 
     def step(self) -> bool:
-        """Read one record; False when there is nothing more to do."""
+        """Read one record; False when there is nothing more to do. The disk is waited for without the lock."""
+        with self._cache._lock:
+            reading = self._begin_reading()
+        if reading is not None:
+            concurrent.futures.wait([reading])
         with self._cache._lock:
             return self._step()
+
+    def _begin_reading(self) -> concurrent.futures.Future[Loaded] | None:
+        """Have the next record read on another thread. None where that must be said, or done, in the step itself."""
+        if self.done or self._left[0] is self._wanted.point:
+            return None
+        with contextlib.suppress(BudgetError, RuntimeError, MemoryError):
+            self._prepare(self._left[0])
+        return self._loading[0] if self._loading else None
+
+    def _prepare(self, record: Record) -> None:
+        """See that there is a place for the record, and that it is being read."""
+        if self._slab is not None and self._slab.layers[0] is None:
+            self._allocate(self._slab)
+        self._load_ahead([record, *(r for r in self._left if r not in (record, self._wanted.point))])
 
     def _step(self) -> bool:
         if self.done:
@@ -274,9 +300,7 @@ class Restore:
         if record is self._wanted.point:
             self._read_point(record)
             return
-        if self._slab is not None and self._slab.layers[0] is None:
-            self._allocate(self._slab)
-        self._load_ahead([record, *(r for r in self._left if r is not self._wanted.point)])
+        self._prepare(record)
         following = self._left[0] if self._left and self._left[0] is not self._wanted.point else None
         # a branch's record may begin inside this one, which is another conversation's from there on
         upto = record.end if following is None else min(record.end, following.start)

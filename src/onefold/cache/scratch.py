@@ -6,9 +6,8 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from onefold.cache.gate import Gate
+from onefold.cache.gate import Gate, Work
 from onefold.cache.ledger import Account, Ledger, Purpose
-from onefold.errors import BudgetError
 
 
 class Scratch:
@@ -33,18 +32,19 @@ class Scratch:
             account = self._accounts[thread] = self._ledger.open(Purpose.SCRATCH, 0)
         account.resize(max(n_bytes, self._batched.get(thread, 0)))
 
+    def reserving(self, n_bytes: int) -> Work[None]:
+        """`reserve`, with the lock let go while room is made."""
+        wanted = max(n_bytes, self._batched.get(threading.get_ident(), 0))
+        yield from self._ledger.granting(Purpose.SCRATCH, wanted - self.bytes)
+        self.reserve(n_bytes)
+
     @contextlib.contextmanager
     def for_a_batch(self, n_bytes: int) -> Iterator[None]:
         """During a batch's step a row's reservation never falls below that of all rows together."""
         thread = threading.get_ident()
-        with self._lock:
-            self._batched[thread] = n_bytes
-            try:
-                self.reserve(n_bytes)
-            except BudgetError:
-                del self._batched[thread]
-                raise
+        self._batched[thread] = n_bytes
         try:
+            self._lock.run(self.reserving(n_bytes))
             yield
         finally:
             with self._lock:

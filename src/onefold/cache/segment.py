@@ -8,7 +8,8 @@
   below `floor` belong to the tree; recomputing them writes nothing. A slab is written by one track, and
   only while no other track reads it: a second reader seals it, and the writer goes on in a fresh slab.
 - Whatever copies (growing, compacting, merging) goes layer by layer and evaluates each, so that the
-  transient is one layer; it is reserved as in flight. Where bytes are short it is one array.
+  transient is one layer; it is reserved as in flight. Where bytes are short it is one array. Between two
+  layers the lock may be let go: what takes long is `Work`, for `Gate.run`.
 - A slab tells its store of every change to its size, spans and readers, so that nobody looks through all slabs.
 
     position   0 ............ floor ............. end
@@ -24,11 +25,13 @@ import bisect
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 
 from onefold.cache.attention import View
+from onefold.cache.copying import Copying
+from onefold.cache.gate import Result, Work
 from onefold.cache.kinds.base import own_bytes
 from onefold.cache.ledger import Ledger, Purpose
 from onefold.cache.ranking import Ranking
@@ -99,6 +102,8 @@ class Store:
         """Slabs that are not busy, the largest first."""
         self._counted: dict[Slab, tuple[int, int]] = {}
         self.allocate: Callable[..., mx.array] = mx.zeros
+        self.run: Callable[[Work[Any]], Any] = _run
+        """Does all of some work with the lock held."""
         self.token_bytes = sum(s.token_bytes for s in self.specs)
         self.layer_token_bytes = max((s.token_bytes for s in self.specs), default=0)
         self.array_token_bytes = max((a.token_bytes for s in self.specs for a in s.arrays), default=0)
@@ -116,6 +121,17 @@ class Store:
         if self.ledger.attainable((rounded - held) * self.token_bytes + spare):
             yield rounded
         yield from sorted({round_up(need, FINE_STEP), need}, reverse=True)
+
+    def making_room_for(self, need: int) -> Work[None]:
+        """Make room for a slab of `need` tokens that is made afterwards."""
+        wanted = [n for n in (round_up(need), need) if self.ledger.attainable(n * self.token_bytes)]
+        if wanted:
+            yield from self.ledger.granting(Purpose.LIVE, wanted[0] * self.token_bytes)
+
+    def finish_copies(self) -> None:
+        """Do the rest of all copies that other threads have begun."""
+        for slab in [s for s in self.busy if s.copying is not None]:
+            slab.finish_copy()
 
     def slab_for(self, need: int, *, spare: int = 0) -> Slab:
         """A new slab for `need` tokens, with room if there is some. Raises BudgetError."""
@@ -200,6 +216,7 @@ class Slab:
         "_rewriting",
         "account",
         "capacity",
+        "copying",
         "foreign",
         "layers",
         "owned",
@@ -226,6 +243,8 @@ class Slab:
         """One, or the rows of a batch that write to regions of their own: see `arena`."""
         self._rewriting = False
         self._copies = 0
+        self.copying: Copying[Any] | None = None
+        """What replaces its arrays, step by step."""
         store.slabs.add(self)
         store.note(self)
 
@@ -268,8 +287,13 @@ class Slab:
         self.owned += span.hi - span.lo
         self.store.note(self)
 
+    def finish_copy(self) -> None:
+        """See that its arrays are whole, if another thread has begun to replace them."""
+        if self.copying is not None and self.copying.is_suspended:
+            self.store.run(self.copying.steps())
+
     def discard(self, span: Span) -> None:
-        """No node owns this range any more."""
+        """No node owns this range any more. Its arrays must be whole: see `finish_copy`."""
         del self.spans[self._index(span)]
         self.owned -= span.hi - span.lo
         self.store.note(self)
@@ -320,22 +344,29 @@ class Slab:
         mx.eval([a for layer in self.layers if layer for a in layer])
 
     def rewrite(self, ranges: list[tuple[int, int]], capacity: int) -> None:
+        """`rewriting_to` in one go."""
+        self.finish_copy()
+        self.store.run(Copying(self.rewriting_to(ranges, capacity), [self]).steps())
+
+    def rewriting_to(self, ranges: list[tuple[int, int]], capacity: int) -> Work[None]:
         """Keep just `ranges`, in that order from index 0, in arrays of `capacity`. Layer by layer.
 
         Growing, trimming and compacting are all this. Raises BudgetError before anything has changed;
         spans and pieces are for the caller to move.
         """
         ledger, per_token = self.store.ledger, self.store.token_bytes
-        copied, growth = min(capacity, self.capacity), max(0, capacity - self.capacity) * per_token
-        by_layer = growth + copied * self.store.layer_token_bytes <= ledger.free_bytes
-        at_once = copied * (self.store.layer_token_bytes if by_layer else self.store.array_token_bytes)
         self.rewriting = True  # making room for this must not compact, or evict from, the very slab
         try:
+            copied, growth = min(capacity, self.capacity), max(0, capacity - self.capacity) * per_token
+            kept = copied * self.store.array_token_bytes
+            yield from ledger.granting(Purpose.LIVE if growth else Purpose.INFLIGHT, growth + kept)
+            by_layer = growth + copied * self.store.layer_token_bytes <= ledger.free_bytes
+            at_once = copied * (self.store.layer_token_bytes if by_layer else self.store.array_token_bytes)
             transient = ledger.open(Purpose.INFLIGHT, at_once, "one layer's copy" if by_layer else "one array's copy")
             try:
                 if capacity > self.capacity:
                     self.account.resize(capacity * per_token)
-                self._rewrite_layers(ranges, capacity, by_layer=by_layer)
+                yield from self._rewriting_layers(ranges, capacity, by_layer=by_layer)
                 self.capacity = capacity
                 self.store.note(self)
                 self.account.resize(capacity * per_token)
@@ -344,7 +375,7 @@ class Slab:
         finally:
             self.rewriting = False
 
-    def _rewrite_layers(self, ranges: list[tuple[int, int]], capacity: int, *, by_layer: bool) -> None:
+    def _rewriting_layers(self, ranges: list[tuple[int, int]], capacity: int, *, by_layer: bool) -> Work[None]:
         done = 0
         try:
             for index, layer in enumerate(self.layers):
@@ -355,7 +386,9 @@ class Slab:
                     new = self._rewritten(index, layer, range(first, stop), ranges, capacity)
                     mx.eval(new)
                     layer[first:stop] = new
+                    del new
                     done += 1
+                    yield 0.0
         except (BudgetError, MemoryError, RuntimeError) as error:
             if capacity > self.capacity:
                 self._shrink_back()
@@ -382,6 +415,14 @@ class Slab:
                     layer[j] = own_bytes(array[..., : self.capacity, :])
                     mx.eval(layer[j])
         self.account.resize(self.capacity * self.store.token_bytes)
+
+
+def _run(work: Work[Result]) -> Result:
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
 
 
 def _join(parts: list[mx.array | None]) -> mx.array:
@@ -501,7 +542,7 @@ class Track:
     # -- borrowing, from the tree ----------------------------------------------------------
 
     def borrow(self, spans: Iterable[Span]) -> None:
-        """Read these spans in place, one after the other from position 0."""
+        """Read these spans in place, one after the other from position 0. Their arrays must be whole."""
         for span in spans:
             last = self.pieces[-1] if self.pieces else None
             if last is not None and last.slab is span.slab and last.hi == span.lo:
@@ -529,6 +570,10 @@ class Track:
     # -- writing ------------------------------------------------------------------------
 
     def ensure(self, start: int, n: int, *, keep: int | None = None, spare: int = 0) -> None:
+        """`ensuring` in one go."""
+        self.store.run(self.ensuring(start, n, keep=keep, spare=spare))
+
+    def ensuring(self, start: int, n: int, *, keep: int | None = None, spare: int = 0) -> Work[None]:
         """Make the positions [start, start + n) readable, and those not below `floor` writable.
 
         `keep` is the furthest position that any layer still needs. Room to grow leaves `spare` bytes free. May raise
@@ -536,24 +581,38 @@ class Track:
         """
         stop = start + n
         start = max(start, self.floor)
-        keep = self.end if keep is None else min(keep, self.end)
-        if start < self.frozen or any(p.end > start and not self.writable(p) for p in self.pieces):
-            self._reseat(start, keep)
-        missing = stop - self.end
-        if missing <= 0:
-            return
+        if stop > self.end and not self._can_grow and not self.contiguous:
+            yield from self.store.making_room_for(stop - self.end)
+        while True:
+            if self._sealed_from(start):
+                self._reseat(start, self.end if keep is None else min(keep, self.end))
+            missing = stop - self.end
+            if missing <= 0:
+                return
+            if not self._can_grow or self.pieces[-1].room >= missing:
+                break
+            yield from self._growing(missing, spare)
+            if not self._sealed_from(start):  # or somebody has come to read it meanwhile
+                break
         if self.pieces and self.writable(self.pieces[-1]):
             last = self.pieces[-1]
-            if last.room < missing and last.limit is None:
-                self._grow(last, missing, spare)
             step = min(last.room, missing)
             last.hi += step
             missing -= step
         if missing > 0:
             if self.contiguous and self.pieces:
-                self._gather(missing, spare)
+                yield from self._gathering(missing, spare)
             else:
                 self._append(self.store.slab_for(missing, spare=spare), missing)
+
+    def _sealed_from(self, start: int) -> bool:
+        """Whether some position from `start` on lies where this track may not write."""
+        return start < self.frozen or any(p.end > start and not self.writable(p) for p in self.pieces)
+
+    @property
+    def _can_grow(self) -> bool:
+        """Whether its last buffer can be made larger in place."""
+        return bool(self.pieces) and self.pieces[-1].limit is None and self.writable(self.pieces[-1])
 
     def write(self, index: int, start: int, new: Arrays) -> None:
         """Store `new` (arrays of some tokens from `start` on) for layer `index`, from `floor` up."""
@@ -609,11 +668,16 @@ class Track:
         slab.enter(self, writes=True)
         self.pieces.append(Piece(slab, 0, n, self.end))
 
-    def _grow(self, last: Piece, missing: int, spare: int) -> None:
-        """Make room in place; where there is none for one array's copy, a fresh slab will do."""
-        capacities = self.store.capacities(last.hi + missing, last.slab.capacity, spare)
-        with contextlib.suppress(BudgetError):
-            self.store.first_granted(lambda capacity: last.slab.rewrite([(0, last.hi)], capacity), capacities)
+    def _growing(self, n: int, spare: int) -> Work[None]:
+        """Make room for `n` more tokens in place; where there is none for one array's copy, a fresh slab will do."""
+        last = self.pieces[-1]
+        yield from Copying(self._grown(last, n, spare), [last.slab]).steps()
+
+    def _grown(self, last: Piece, n: int, spare: int) -> Work[None]:
+        for capacity in self.store.capacities(last.hi + n, last.slab.capacity, spare):
+            with contextlib.suppress(BudgetError):
+                yield from last.slab.rewriting_to([(0, last.hi)], capacity)
+                return
 
     def _reseat(self, start: int, keep: int) -> None:
         """The positions from `start` on lie where this track may not write: go on in a fresh slab."""
@@ -660,56 +724,72 @@ class Track:
         mx.eval(new)
         return new
 
-    def _gather(self, missing: int, spare: int) -> None:
+    def _gathering(self, missing: int, spare: int) -> Work[None]:
         """Bring everything into one slab of its own, layer by layer, with room for `missing` more."""
-        self.copy_whole(self.end + missing, spare)
+        yield from self.copying_whole(self.end + missing, spare)
         self.pieces[-1].hi += missing
 
     def copy_whole(self, need: int, spare: int = 0) -> None:
-        """Copy everything to one slab with room for `need` tokens. Raises BudgetError before anything has changed."""
-        self.store.first_granted(
-            lambda capacity: self.merge(capacity, consume=set()), self.store.capacities(need, spare=spare)
-        )
+        """`copying_whole` in one go."""
+        self.store.run(self.copying_whole(need, spare))
 
-    def merge(self, capacity: int, consume: set[Slab]) -> Slab:
+    def copying_whole(self, need: int, spare: int = 0) -> Work[None]:
+        """Copy everything to one slab with room for `need` tokens. Raises BudgetError before anything has changed."""
+        yield from self.store.making_room_for(need)
+        candidates = self.store.capacities(need, spare=spare)
+        capacity = next(candidates)
+        while (following := next(candidates, None)) is not None:
+            with contextlib.suppress(BudgetError):
+                yield from self.merging(capacity)
+                return
+            capacity = following
+        yield from self.merging(capacity)
+
+    def merge(self, capacity: int) -> Slab:
+        """`merging` in one go."""
+        return self.store.run(self.merging(capacity))  # type: ignore[no-any-return]
+
+    def merging(self, capacity: int, consume: frozenset[Slab] = frozenset()) -> Work[Slab]:
         """One slab with all that the pieces hold. The layers of the slabs in `consume`, which nobody
         else reads, are given up as soon as they are copied, so that the transient is one layer.
         Their spans are for the caller to move. Raises BudgetError before anything has changed."""
         for slab in consume:
             slab.rewriting = True  # while room is made, nobody may begin to copy what will be given up
         try:
-            return self._merge(capacity, consume)
+            return (yield from self._merging(capacity, consume))
         finally:
             for slab in consume:
                 slab.rewriting = False
 
-    def _merge(self, capacity: int, consume: set[Slab]) -> Slab:
+    def _merging(self, capacity: int, consume: frozenset[Slab]) -> Work[Slab]:
         end, store = self.end, self.store
         fresh = store.slab(capacity, reserved=0)
         fresh.enter(self)  # not idle: reclaiming must not think it empty
+        begun = False
         try:
             if consume:
-                transient = store.ledger.open(
-                    Purpose.INFLIGHT, store.layer_token_bytes * capacity, "one layer of a merge"
-                )
-                slack = capacity - sum(s.capacity for s in consume)
+                one_layer = store.layer_token_bytes * capacity
+                slack = max(0, capacity - sum(s.capacity for s in consume)) * store.token_bytes
+                yield from store.ledger.granting(Purpose.LIVE, one_layer + slack)
+                transient = store.ledger.open(Purpose.INFLIGHT, one_layer, "one layer of a merge")
                 try:
-                    if slack > 0:
-                        fresh.account.resize(slack * store.token_bytes)
+                    fresh.account.resize(slack)
                 except BudgetError:
                     transient.close()
                     raise
             else:
                 transient = store.ledger.open(Purpose.INFLIGHT, 0)
                 fresh.account.resize(capacity * store.token_bytes)
-        except BudgetError:
-            fresh.leave(self)
-            fresh.settle()
-            raise
+            begun = True
+        finally:
+            if not begun:
+                fresh.leave(self)
+                fresh.settle()
         for index in range(len(store.specs)):
             fresh.layers[index] = self._copy(index, 0, end, capacity)
             for slab in consume:
                 slab.layers[index] = None
+            yield 0.0
         for slab in consume:
             slab.account.resize(0)
         fresh.account.resize(capacity * store.token_bytes, force=True)

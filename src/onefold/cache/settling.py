@@ -13,8 +13,10 @@ import mlx.core as mx
 
 from onefold.cache import stock
 from onefold.cache.checkpoints import Checkpoint
+from onefold.cache.gate import Work
 from onefold.cache.ledger import Purpose
 from onefold.cache.restoring import kv_reach
+from onefold.cache.segment import Slab
 from onefold.cache.tree import Node, Tokens
 from onefold.errors import BudgetError, DeviceError
 
@@ -25,23 +27,25 @@ if TYPE_CHECKING:
 
 def settle(cache: PrefixCache, lease: Lease, tokens: Tokens, *, close: bool) -> None:
     """Store `tokens` of what a lease holds, and with `close` let go of the rest. The device is waited for without the
-    lock, and so is room for what comes next."""
+    lock. It is not held throughout while buffers are cut to size, and while room is made for what comes next."""
     if not cache.uncached_reason and not lease.closed:
         try:
             evaluate(cache, lease)
         finally:
             if lease.closed:  # it was lost
                 _lower_water(cache, None)
-    node = None
+    if not lease.closed and _takes_end(cache, lease, keep := _kept(lease, tokens)):
+        make_room_for_checkpoint(cache, lease, gap=keep - lease._last_checkpoint)
+    node, slabs = None, set[Slab]()
     with cache._lock:
         try:
             if not cache.uncached_reason and len(tokens):
                 _store_work(cache, lease, tokens)
         finally:
             if close:
-                node = lease._node
-                release(cache, lease)
+                node, slabs = lease._node, _release(cache, lease)
     if close:
+        cache._lock.run(_trimming(cache, slabs))
         _lower_water(cache, node)
 
 
@@ -67,11 +71,8 @@ def lose(cache: PrefixCache, lease: Lease, error: Exception) -> None:
 
 def _store_work(cache: PrefixCache, lease: Lease, tokens: Tokens) -> None:
     shelf, tree, track = cache._shelf, cache._shelf.tree(lease.namespace), lease._track
-    position = lease.offset
-    keep = min(len(tokens), position)
-    if not lease._spanless:
-        keep = min(keep, lease._rotated_at)  # a model that rotated has written nothing from there on
-    if all(beat.position == keep for beat in lease._beats):
+    keep = _kept(lease, tokens)
+    if _takes_end(cache, lease, keep):
         _take_end(cache, lease, keep)
     if cache._recurrent:
         # without a checkpoint behind it a segment could never be resumed: do not keep it
@@ -105,15 +106,32 @@ def _store_work(cache: PrefixCache, lease: Lease, tokens: Tokens) -> None:
         cache._disk.spiller.committed(node)
 
 
+def _kept(lease: Lease, tokens: Tokens) -> int:
+    """How many of these tokens can be stored."""
+    keep = min(len(tokens), lease.offset)
+    return keep if lease._spanless else min(keep, lease._rotated_at)  # from there on a model that rotated wrote nothing
+
+
+def _takes_end(cache: PrefixCache, lease: Lease, keep: int) -> bool:
+    """Whether the live state becomes the checkpoint at the end."""
+    if keep == 0 or not (cache._pointwise or lease._spanless):
+        return False
+    return keep > lease._last_checkpoint and all(beat.position == keep for beat in lease._beats)
+
+
 def _take_end(cache: PrefixCache, lease: Lease, position: int) -> None:
-    """The live state becomes the checkpoint at the end: it is moved, not copied, where it lies right."""
-    if position == 0 or not (cache._pointwise or lease._spanless):
-        return
-    last = lease._last_checkpoint
-    if position > last:
-        taken = take_checkpoint(cache, lease, position, gap=position - last)
-        if taken is not None:
-            lease._taken.append(taken)
+    """It is moved, not copied, where it lies right."""
+    taken = take_checkpoint(cache, lease, position, gap=position - lease._last_checkpoint)
+    if taken is not None:
+        lease._taken.append(taken)
+
+
+def make_room_for_checkpoint(cache: PrefixCache, lease: Lease, *, gap: int) -> None:
+    """Before `take_checkpoint`, and without the lock."""
+    if not (cache._recurrent and gap < cache.min_checkpoint_tokens):
+        size = sum(lease._point_bytes(b, 1) for b in lease._beats)
+        if cache._lock.run(cache._shelf.admitting_checkpoint(size)):
+            cache._lock.run(cache._ledger.granting(Purpose.CHECKPOINT, size))
 
 
 def take_checkpoint(cache: PrefixCache, lease: Lease, position: int, *, gap: int) -> Checkpoint | None:
@@ -154,8 +172,20 @@ def _adopt(cache: PrefixCache, lease: Lease, node: Node) -> None:
 
 def release(cache: PrefixCache, lease: Lease) -> None:
     """Let go of all that a lease holds. What it has put into the tree stays."""
+    with cache._lock:
+        slabs = _release(cache, lease)
+    cache._lock.run(_trimming(cache, slabs))
+
+
+def _trimming(cache: PrefixCache, slabs: set[Slab]) -> Work[None]:
+    for slab in slabs:
+        yield from cache._shelf.trimming_slack(slab)
+
+
+def _release(cache: PrefixCache, lease: Lease) -> set[Slab]:
+    """Returns the buffers that it used, which may have more room now than they need."""
     if lease.closed:
-        return
+        return set()
     slabs = {p.slab for p in lease._track.pieces}
     if lease._node is not None:
         cache._shelf.evacuate(lease._node.path(), lease._track)
@@ -181,9 +211,8 @@ def release(cache: PrefixCache, lease: Lease) -> None:
     cache._leases.discard(lease)
     if node is not None and node.parent is not None:
         cache._shelf.tidy(tree, node)
-    for slab in slabs:
-        cache._shelf.trim_slack(slab)
     cache.thread_left(lease._thread)
+    return slabs
 
 
 def let_go(cache: PrefixCache, lease: Lease) -> None:

@@ -5,7 +5,8 @@
 - Reclaiming frees bytes, allocates at most one layer, and never touches a leased or pinned node. A request for
   more than could ever be freed frees nothing.
 - No call looks through all nodes or all slabs, but for `nodes` and `check`: orders and sums are kept as things change.
-- All methods are called with the cache's lock held.
+- All methods are called with the cache's lock held. What takes long is `Work`: others may have the lock between its
+  steps.
 
 Knows nothing of models or requests.
 """
@@ -22,6 +23,8 @@ from typing import TYPE_CHECKING
 
 from onefold.cache import eviction
 from onefold.cache.checkpoints import POINTS_SHARE, Checkpoint, Points, superfluous
+from onefold.cache.copying import Copying
+from onefold.cache.gate import Gate, Work
 from onefold.cache.ledger import Ledger
 from onefold.cache.segment import ROOM_SHARE, Piece, Slab, Span, Store, Track, rest_capacity
 from onefold.cache.tree import Node, Tokens, Tree
@@ -39,8 +42,9 @@ REMAINDER = 1024
 
 
 class Shelf:
-    def __init__(self, store: Store, ledger: Ledger, *, pointwise: bool) -> None:
+    def __init__(self, store: Store, ledger: Ledger, gate: Gate, *, pointwise: bool) -> None:
         self.store = store
+        self._gate = gate
         self.ledger = ledger
         self.pointwise = pointwise
         self.trees: dict[Hashable, Tree] = {}
@@ -50,9 +54,12 @@ class Shelf:
         self.counts: Counter[str] = Counter()
         self.disk: Disk | None = None
         """Where what is given up here may lie on."""
-        self._clock = 0.0
+        self.clock = 0.0
+        """When something was used last."""
         self._reclaiming = False
+        store.run = gate.run_held
         ledger.make_room = self.make_room
+        ledger.making_room = self.making_room
         ledger.headroom = self._headroom
         ledger.reclaimable = self.reclaimable_bytes
 
@@ -79,12 +86,12 @@ class Shelf:
             yield from tree.root.walk()
 
     def touch(self, node: Node) -> None:
-        self._clock = max(self._clock + 1e-6, time.time())
+        self.clock = max(self.clock + 1e-6, time.time())
         path = node.path()
         for n in path:
-            n.last_use = self._clock
+            n.last_use = self.clock
         if self.disk is not None:
-            self.disk.touch(path, self._clock)
+            self.disk.touch(path, self.clock)
 
     def hold(self, node: Node) -> None:
         for n in node.path():
@@ -149,22 +156,32 @@ class Shelf:
             self.counts["checkpoints_dropped"] += 1
 
     def admit_checkpoint(self, n_bytes: int) -> bool:
+        """`admitting_checkpoint` in one go."""
+        return self._gate.run_held(self.admitting_checkpoint(n_bytes))
+
+    def admitting_checkpoint(self, n_bytes: int) -> Work[bool]:
         """Room under the checkpoints' share of the budget, by dropping others: those that one further on makes up for
         first, then the least recently used; one that belongs on disk and is not there is written first."""
         limit = self.ledger.budget_bytes // POINTS_SHARE
         if n_bytes > limit:
             return False
         until = time.monotonic() + PATIENCE / 4
-        held: list[Node] = []
-        while self.points.bytes + n_bytes > limit and (node := self.points.pop()) is not None:
-            if not node.idle:
-                held.append(node)
-                continue
-            if self.disk is not None:
-                self.disk.spiller.save(node, until)
-            self.drop_checkpoint(node)
-        for node in held:
-            self.points.changed(node)
+        try:
+            while self.points.bytes + n_bytes > limit and (node := self.points.pop()) is not None:
+                if not node.idle:
+                    self.points.pass_over(node)
+                    continue
+                if self.disk is not None:
+                    self.points.changed(node)  # the others see it while it is written
+                    saved = yield from self.disk.spiller.saving(node, until)
+                    if not node.idle or node.checkpoint is None:
+                        continue
+                    if not saved:
+                        self.disk.spiller.count_lost(node)
+                self.drop_checkpoint(node)
+                yield 0.0
+        finally:
+            self.points.put_back()
         return self.points.bytes + n_bytes <= limit
 
     def tidy(self, tree: Tree, node: Node) -> Node:
@@ -205,6 +222,7 @@ class Shelf:
         """Let go of what it has in memory."""
         self.drop_checkpoint(node)
         if node.span is not None:
+            node.span.slab.finish_copy()
             span, node.span = node.span, None
             span.drop()
 
@@ -230,84 +248,97 @@ class Shelf:
                 points -= node.checkpoint.account.bytes
         return tokens * self.store.token_bytes + points
 
-    def make_room(self, missing: int, *, patience: float = PATIENCE, stop: float = math.inf) -> None:
+    def make_room(self, missing: int) -> None:
+        """`making_room` in one go."""
+        self._gate.run_held(self.making_room(missing))
+
+    def making_room(self, missing: int, *, patience: float = PATIENCE) -> Work[None]:
         """Free at least `missing` bytes if that is possible, and as little more as can be. What is not on disk yet and
-        should be is written first, for so many seconds at most; with none to spare it stays in memory. After
-        `stop` (by the monotonic clock) a node or a slab more is given up, and the caller asks again for the rest."""
+        should be is written first, for so many seconds at most; with none to spare it stays in memory."""
         if self._reclaiming:
             return
-        if self.disk is not None:
-            self.disk.spiller.await_copies(self.store.slabs)
-        if missing > self.reclaimable_bytes():
-            return
         self._reclaiming = True
-        until = time.monotonic() + patience
-        goal = self.ledger.used_bytes - missing
         try:
-            # what room alone cannot make up for goes first, so that its buffers are not copied before
-            before = math.inf
-            while before > (used := self.ledger.used_bytes) > goal + self._room_bytes():
-                before = used
-                self._give_up(goal + self._room_bytes(), patience, until, stop)
-                if time.monotonic() > stop:
-                    return
-            self._squeeze(goal, stop)
-            self._give_up(goal, patience, until, stop)
+            for pause in self._making_room(missing, patience):
+                self._reclaiming = False  # others may do the same while this waits for the lock
+                yield pause
+                self._reclaiming = True
         finally:
             self._reclaiming = False
+
+    def _making_room(self, missing: int, patience: float) -> Work[None]:
+        self.leaves.put_back()
+        if self.disk is not None:
+            yield from self.disk.spiller.awaiting_copies(self.store.busy)
+        if missing > self.reclaimable_bytes():
+            self.store.finish_copies()  # nothing can be freed where another thread has begun one
+        if missing > self.reclaimable_bytes():
+            return
+        until = time.monotonic() + patience
+        goal = self.ledger.used_bytes - missing
+        # what room alone cannot make up for goes first, so that its buffers are not copied before
+        before = math.inf
+        while before > (used := self.ledger.used_bytes) > goal + self._room_bytes():
+            before = used
+            yield from self._giving_up(goal + self._room_bytes(), patience, until)
+        yield from self._squeezing(goal)
+        yield from self._giving_up(goal, patience, until)
 
     def _room_bytes(self) -> int:
         """What compacting every idle slab would free."""
         room = self.store.capacity - self.store.owned
         return (room - sum(s.capacity - s.owned for s in self.store.busy)) * self.store.token_bytes
 
-    def _give_up(self, goal: int, patience: float, until: float, stop: float) -> None:
+    def _giving_up(self, goal: int, patience: float, until: float) -> Work[None]:
         """Evict until no more than `goal` bytes are used: what is on disk too first, then the rest."""
         if self.disk is not None:
-            self._evict_down_to(goal, self.disk.spiller.is_clean, 0.0, stop)
+            yield from self._evicting_down_to(goal, self.disk.spiller.is_clean, 0.0)
         if self.disk is None or patience:
-            self._evict_down_to(goal, lambda node: True, until, stop)
+            yield from self._evicting_down_to(goal, lambda node: True, until)
 
-    def _squeeze(self, goal: int, stop: float) -> None:
+    def _squeezing(self, goal: int) -> Work[None]:
         """Give back room that no node owns, until no more than `goal` bytes are used."""
-        kept: list[Slab] = []
-        while self.ledger.used_bytes > goal and (slab := self.store.roomy.first()) is not None:
-            if not slab.idle or not self.compact(slab):
-                self.store.roomy.remove(slab)
-                kept.append(slab)
-            elif time.monotonic() > stop:
-                break
-        for slab in kept:
-            self.store.note(slab)
+        roomy = self.store.roomy
+        try:
+            while self.ledger.used_bytes > goal and (slab := roomy.first()) is not None:
+                if not (yield from self.compacting(slab)) and slab in self.store.slabs:
+                    roomy.pass_over(slab, slab.owned - slab.capacity)
+        finally:
+            roomy.put_back()
 
-    def _evict_down_to(self, goal: int, may: Callable[[Node], bool], until: float, stop: float) -> None:
+    def _evicting_down_to(self, goal: int, may: Callable[[Node], bool], until: float) -> Work[None]:
         while (short := self.ledger.used_bytes - goal) > 0:
             touched, freed = dict[Slab, None](), 0
-            while freed < short and not (freed and time.monotonic() > stop):
-                victim = eviction.choose(
-                    self.leaves,
-                    short - freed,
-                    self.frees,
-                    self.store.token_bytes,
-                    may_cut=not self.pointwise,
-                    may=may,
-                )
-                if victim is None:
-                    break
-                freed += self._evict(victim, touched, until)
-            self.leaves.put_back()
+            try:
+                while freed < short and (node := self.leaves.pop()) is not None:
+                    victim = eviction.consider(
+                        node, short - freed, self.frees(node), self.store.token_bytes, may_cut=not self.pointwise
+                    )
+                    if victim is None or not may(node):
+                        self.leaves.pass_over(node)
+                    else:
+                        freed += yield from self._evicting(victim, touched, until)
+                    yield 0.0
+            finally:
+                self.leaves.put_back()
             for slab in touched:
-                if slab in self.store.slabs and slab.idle and slab.capacity > slab.owned:
-                    self.compact(slab)
-            if not freed or time.monotonic() > stop:
+                if slab in self.store.slabs and slab.capacity > slab.owned:
+                    yield from self.compacting(slab)
+            if not freed:
                 return
 
-    def _evict(self, victim: eviction.Victim, touched: dict[Slab, None], until: float) -> int:
+    def _evicting(self, victim: eviction.Victim, touched: dict[Slab, None], until: float) -> Work[int]:
+        """Give up a leaf that was taken out of the order; returns the bytes that it freed."""
         node, tree = victim.node, self.tree_of(victim.node)
         if victim.keep_tokens:
             tree.split(node, node.start + victim.keep_tokens)
         if self.disk is not None and until:
-            self.disk.spiller.save(node, until)
+            self.changed(node)  # the others see it while it is written
+            saved = yield from self.disk.spiller.saving(node, until)
+            if not eviction.is_leaf(node):
+                return 0
+            if not saved:
+                self.disk.spiller.count_lost(node)
         freed = self.frees(node)
         self.counts["evicted_nodes"] += 1
         self.counts["evicted_tokens"] += node.end - node.start
@@ -321,20 +352,27 @@ class Shelf:
 
     # -- where bytes lie -------------------------------------------------------------------
 
-    def compact(self, slab: Slab, room: int = 0) -> bool:
+    def compact(self, slab: Slab) -> bool:
+        """`compacting` in one go."""
+        return self._gate.run_held(self.compacting(slab))
+
+    def compacting(self, slab: Slab, room: int = 0) -> Work[bool]:
         """Keep just what nodes own, and `room`. Refused (False) if a track reads the slab, or if there is no
         room even for one layer's copy."""
         if not slab.idle:
             return False
+        return bool((yield from Copying(self._compacted(slab, room), [slab]).steps()))
+
+    def _compacted(self, slab: Slab, room: int) -> Work[bool]:
         try:
-            slab.rewrite(_joined(slab.spans), slab.owned + room)
+            yield from slab.rewriting_to(_joined(slab.spans), slab.owned + room)
         except BudgetError:
             return False
         except DeviceError as error:
             self.lose(slab, error)
             return False
         at = 0
-        for span in slab.spans:
+        for span in slab.spans:  # some may have been cut in two meanwhile, or joined: they are in the same order
             span.lo, span.hi = at, at + span.hi - span.lo
             at = span.hi
         self.counts["compactions"] += 1
@@ -351,7 +389,7 @@ class Shelf:
                     if node.in_memory:
                         self.unload(tree, node)
 
-    def trim_slack(self, slab: Slab) -> None:
+    def trimming_slack(self, slab: Slab) -> Work[None]:
         """After a request: leave some room for the next turn, in proportion, so that a long conversation is not copied
         at each turn; and no more. Nothing is evicted for that."""
         rest = rest_capacity(slab.owned)
@@ -360,7 +398,7 @@ class Shelf:
         if slab.capacity - rest <= slab.owned // (2 * ROOM_SHARE) or slab not in self.store.slabs or not slab.idle:
             return
         if rest * self.store.array_token_bytes <= self.ledger.free_bytes:
-            self.compact(slab, room=rest - slab.owned)
+            yield from self.compacting(slab, room=rest - slab.owned)
 
     def clear_behind(self, track: Track) -> bool:
         """Nodes of another branch lie behind the track's end in its last slab: move them to a slab of their own, if
@@ -391,7 +429,7 @@ class Shelf:
         helper = Track(self.store)
         for span in spans:
             helper.pieces.append(Piece(span.slab, span.lo, span.hi, helper.end))
-        fresh = helper.merge(helper.end + room, consume=set())
+        fresh = helper.merge(helper.end + room)
         at, left = 0, {s.slab for s in spans}
         for span in spans:
             span.move(fresh, at)
@@ -400,7 +438,7 @@ class Shelf:
         for slab in left:
             slab.settle()
 
-    def unite(self, track: Track, path: list[Node], room: int) -> bool:
+    def uniting(self, track: Track, path: list[Node], room: int) -> Work[bool]:
         """Merge a path of several slabs into one, where nobody else reads them and nothing else branches off."""
         slabs = {p.slab for p in track.pieces}
         if len(track.pieces) < 2 or any(s.tracks != {track} or s.copies for s in slabs):
@@ -410,11 +448,14 @@ class Shelf:
             return False
         if any(len(n.children) > 1 for n in path[:-1]) or any(n.leases > 1 for n in path):
             return False
+        return bool((yield from Copying(self._united(track, frozenset(slabs), room), list(slabs)).steps()))
+
+    def _united(self, track: Track, slabs: frozenset[Slab], room: int) -> Work[bool]:
         try:
-            fresh = track.merge(track.end + room, consume=slabs)
+            fresh = yield from track.merging(track.end + room, slabs)
         except BudgetError:
             return False
-        self.repoint(path, fresh)
+        self.repoint([span.node for slab in slabs for span in slab.spans], fresh)
         self.counts["merges"] += 1
         return True
 

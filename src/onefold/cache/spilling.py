@@ -26,7 +26,7 @@ from onefold.cache import host
 from onefold.cache.backlog import Backlog
 from onefold.cache.checkpoints import POINTS_SHARE
 from onefold.cache.eviction import leaves
-from onefold.cache.gate import Gate
+from onefold.cache.gate import Gate, Work
 from onefold.cache.ledger import Ledger, Purpose
 from onefold.cache.ondisk import OnDisk
 from onefold.cache.segment import Slab, Store
@@ -120,18 +120,12 @@ class Spiller:
             return False
         return node.checkpoint is None or (disk.point is not None and disk.point.ready)
 
-    def save(self, node: Node, until: float) -> bool:
-        """Write a node that must make way, and wait for it until then. False if it is not on disk."""
-        saved = self._save(node, until)
-        if not saved:
-            self.count_lost(node)
-        return saved
-
     def count_lost(self, node: Node) -> None:
         """It leaves memory as it is: if it was to be written through and is not there, `flush` tells."""
         self._lost += self.through and self._is_owed(node)
 
-    def _save(self, node: Node, until: float) -> bool:
+    def saving(self, node: Node, until: float) -> Work[bool]:
+        """Write a node that must make way, and wait for it until then. False if it is not on disk."""
         asked = False
         self._backlog.retry(node)
         while not self.is_clean(node):
@@ -148,21 +142,21 @@ class Spiller:
                 self._backlog.hurry(node)
                 asked = True
             self._gate.tell()
-            self._gate.wait(min(left, LOOK_AGAIN))
-        self.await_copies(self._store.slabs)
-        return True
+            yield min(left, LOOK_AGAIN)
+        yield from self.awaiting_copies(self._store.busy)
+        return self.is_clean(node)
 
-    def await_copies(self, slabs: Iterable[Slab]) -> None:
-        """Nothing is being copied out of these when this returns, until the lock is let go of."""
+    def awaiting_copies(self, slabs: Iterable[Slab]) -> Work[None]:
+        """Wait, not for long, until nothing is being copied out of these."""
         until = time.monotonic() + COPY_SECONDS
         while any(s.copies for s in slabs) and time.monotonic() < until:
-            self._gate.wait(0.05)
+            yield 0.05
 
-    def make_way(self, path: list[Node], slabs: set[Slab]) -> bool:
+    def making_way(self, path: list[Node], slabs: Iterable[Slab]) -> Work[bool]:
         """A request wants to go on in these buffers. What has to be on disk is copied out first, if that does not take
         long; False if the request had better go on elsewhere, and leave them to the writer."""
         until = time.monotonic() + YIELD_SECONDS
-        self.await_copies(slabs)
+        yield from self.awaiting_copies(slabs)
         if not self.through or not path or self.vault.failed:
             return True
         while self._owed(path) and self._writer.has_room and time.monotonic() < until:
@@ -171,6 +165,7 @@ class Spiller:
                 self._backlog.refuse(path[-1])
                 return True
             self._writer.stage(job)
+            yield 0.0
         return not self._owed(path)
 
     def _owed(self, path: list[Node]) -> bool:

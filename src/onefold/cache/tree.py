@@ -282,6 +282,20 @@ class Tree:
             node = child
         return Match(path, at)
 
+    def children_first(self) -> Iterator[Node]:
+        """Every node that is there when its parent is come to, children before parents. The tree may change meanwhile:
+        a node may be gone when it is told."""
+        above: list[Node] = []
+        left = [list(self.root.children.values())]
+        while left:
+            if left[-1]:
+                above.append(left[-1].pop())
+                left.append(list(above[-1].children.values()))
+            else:
+                left.pop()
+                if above:
+                    yield above.pop()
+
     def reach(self, tokens: Tokens, above: Node | None = None) -> tuple[Node, int]:
         """The node that ends where these tokens stop being known, split there if need be; and how far that is."""
         above = above or self.root

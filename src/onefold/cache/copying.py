@@ -1,0 +1,59 @@
+"""A copy of a buffer that is made in steps, a layer at a time, and that every thread with the lock may go on with.
+
+Between two steps some layers are copied and others are not: nobody can read such a buffer. A thread that comes upon
+one and needs it does the rest itself (`finish`), rather than waiting for the thread that began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, Protocol
+
+from onefold.cache.gate import Result, Work
+
+
+class Copied(Protocol):
+    """A buffer: it refers to the copy that is being made of it, so that others find it."""
+
+    copying: Copying | None  # type: ignore[type-arg]
+
+
+class Copying(Generic[Result]):
+    def __init__(self, work: Work[Result], buffers: Sequence[Copied]) -> None:
+        """`work` puts everything in order before it returns, also where it fails."""
+        self._work = work
+        self._buffers = buffers
+        self._running = False
+        self._done = False
+        self._result: Result | None = None
+        for buffer in buffers:
+            buffer.copying = self
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether it is neither done nor being gone on with by the caller itself."""
+        return not self._done and not self._running
+
+    def steps(self) -> Work[Result | None]:
+        """What is left to do. The result is None if another thread did the last step and it failed there."""
+        while self.is_suspended:
+            pause = self._advance()
+            if not self._done:
+                yield pause
+        return self._result
+
+    def _advance(self) -> float:
+        self._running, went_on = True, False
+        try:
+            pause = next(self._work)
+            went_on = True
+            return pause
+        except StopIteration as end:
+            self._result = end.value
+            return 0.0
+        finally:
+            self._running = False
+            if not went_on:
+                self._done = True
+                for buffer in self._buffers:
+                    buffer.copying = None

@@ -1,0 +1,135 @@
+"""Long work lets go of the lock between its steps: whatever other threads do there, everything stays right."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from disk_walk import Walk
+from fake import FakeModel, Session, settled, text
+
+import onefold
+
+
+@pytest.fixture(autouse=True)
+def steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock is let go after every step, and nobody waits for another thread's forward."""
+    monkeypatch.setattr("onefold.cache.gate.STRETCH_SECONDS", -1.0)
+    monkeypatch.setattr("onefold.cache.prefix_cache.FORWARD_MOST", 0.0)
+
+
+class Intruder:
+    """Does something on another thread whenever the lock is let go between two steps, but not between its own."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act = act
+        self._inside = threading.Lock()
+        self._pool = ThreadPoolExecutor(1)
+        self.times = 0
+
+    def watch(self, cache: onefold.PrefixCache) -> None:
+        gate, between = cache._lock, cache._lock.between
+
+        def intruded(pause: float) -> None:
+            if not self._inside.acquire(blocking=False):
+                between(pause)
+                return
+            try:
+                self.times += 1
+                self._pool.submit(self._act).result(120)
+            finally:
+                self._inside.release()
+
+        gate.between = intruded  # type: ignore[method-assign]
+
+
+class Crowd:
+    """Conversations with a cache that has no room for all of them. Every layer of every request is compared."""
+
+    def __init__(self, kinds: tuple[str, ...], seed: int) -> None:
+        self.model = FakeModel(kinds)
+        self.chance = random.Random(seed)
+        self.said = [text(self.chance.randint(20, 300), i) for i in range(6)]
+        self.cache = onefold.PrefixCache(self.model, 1_500_000, min_checkpoint_tokens=1)
+        self.intruder = Intruder(self.act)
+        self.intruder.watch(self.cache)
+        self.refused = 0
+
+    def grow(self) -> None:
+        tokens = self.chance.choice(self.said)
+        tokens = [
+            *tokens[: self.chance.randint(1, len(tokens))],
+            *text(self.chance.randint(1, 200), self.chance.randint(0, 9)),
+        ]
+        if len(tokens) < 900:
+            session = Session(self.model, self.cache, tokens)
+            try:
+                session.prefill(self.chance.choice([13, 61])).decode(self.chance.randint(0, 3))
+                if self.chance.random() < 0.2:
+                    session.commit(close=False)
+                self.said[self.chance.randrange(6)] = session.commit()
+            finally:
+                session.lease.cancel()
+
+    def forget(self) -> None:
+        tokens = self.chance.choice(self.said)
+        self.cache.forget(tokens, self.chance.randint(0, len(tokens)))
+
+    def pin(self) -> None:
+        with contextlib.suppress(onefold.ConfigError):
+            self.cache.pin(self.chance.choice(self.said)).release()
+
+    def act(self) -> None:
+        acts: dict[Callable[[], object], int] = {
+            self.grow: 12,
+            self.cache.stats: 4,
+            self.cache.check: 2,
+            self.forget: 4,
+            self.pin: 3,
+            lambda: self.cache.shrink(self.chance.choice([0, 50_000, 300_000])): 3,
+            self.cache.clear: 1,
+        }
+        try:
+            self.chance.choices([*acts], [*acts.values()])[0]()
+        except onefold.BudgetError:
+            self.refused += 1
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "kinds",
+    [("full",) * 4, ("full", "recurrent", "full"), ("full", "rotating", "full"), ("full", "chunked", "full")],
+    ids="+".join,
+)
+def test_whatever_happens_between_two_steps(kinds: tuple[str, ...], seed: int) -> None:
+    crowd = Crowd(kinds, seed)
+    for _ in range(40):
+        crowd.act()
+        settled(crowd.cache)
+    assert crowd.intruder.times >= 10
+    crowd.cache.close()
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kinds", [("full", "full"), ("full", "recurrent")], ids="+".join)
+def test_whatever_happens_between_two_steps_with_a_disk(kinds: tuple[str, ...], seed: int, tmp_path: Path) -> None:
+    class Interrupted(Walk):
+        def open(self) -> onefold.PrefixCache:
+            cache = super().open()
+            self.intruder = Intruder(self.intrude)
+            self.intruder.watch(cache)
+            return cache
+
+        def intrude(self) -> None:
+            self.chance.choice([self.grow, self.grow, self.shrink, self.forget, self.restore, self.cache.stats])()
+
+    walk = Interrupted(FakeModel(kinds), tmp_path, seed)
+    for _ in range(30):
+        walk.step()
+    walk.start_again()
+    walk.cache.close()

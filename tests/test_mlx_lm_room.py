@@ -123,6 +123,18 @@ def test_a_batch_is_refused_a_request_that_does_not_fit_before_it_takes_it_on():
     cache.close()
 
 
+def test_a_refusal_is_logged_once_and_counted_each_time(caplog):
+    model = tiny("llama")
+    cache = limited(1024, token_bytes(model))
+    for seed in range(2):
+        with pytest.raises(BudgetError):
+            cache.admit(KEY, words(4000, seed), model)
+    assert cache.reasons == {"no room on the device": 2}
+    (said,) = [r.getMessage() for r in caplog.records if "no room on the device" in r.getMessage()]
+    assert "a prompt of 4000 tokens does not fit the device" in said
+    cache.close()
+
+
 def test_a_lone_row_is_refused_at_the_forward_that_does_not_fit():
     model = tiny("llama")
     cache = limited(1024, token_bytes(model))

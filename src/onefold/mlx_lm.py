@@ -203,8 +203,8 @@ class LRUPromptCache:
     def _require(self, n_bytes: int, what: str) -> None:
         try:
             self._room.require(n_bytes, what, self._caches(), self._give_way)
-        except BudgetError:
-            self.reasons[NO_ROOM] += 1
+        except BudgetError as error:
+            self._say(NO_ROOM, str(error))
             raise
 
     def take_on(self) -> None:
@@ -382,6 +382,8 @@ class LRUPromptCache:
             self._say("already put back", "these layers were put back before")
             return 0
         held = lease.agreement(tokens)
+        if not held:
+            return self._misfit(store, lease, "the layers hold none of the tokens that were put back", ended=ended)
         if held < len(tokens):
             self._say(foreign.LONGER, f"{held} of {len(tokens)} tokens were kept")
         if self._outgrows(lease._cache, held):
@@ -394,10 +396,16 @@ class LRUPromptCache:
             self._say("another thread", str(error))
             return 0
         except LeaseError as error:
-            self._say("layers do not fit the tokens", str(error))
-            store.discard(lease)
-            return 0
+            return self._misfit(store, lease, str(error), ended=ended)
         return min(held, lease._cache.matched(tokens[:held]))
+
+    def _misfit(self, store: _Store, lease: Lease, why: str, *, ended: bool) -> int:
+        """Keeps nothing of the lease. A request that is still running goes on with it: to close it under a batch would
+        end the server's thread."""
+        self._say("layers do not fit the tokens", why)
+        if ended:
+            store.discard(lease)
+        return 0
 
     def _outgrows(self, cache: PrefixCache, n_tokens: int) -> bool:
         return self._too_large(n_tokens * cache.token_bytes, min(self.max_bytes, cache.budget_bytes))

@@ -191,7 +191,7 @@ class Lease:
             if tokens is None:
                 found = self._fed()
             else:
-                found = as_tokens(tokens) if len(tokens) else np.empty(0, np.int32)
+                found = _tokens_or_none(tokens)
                 self._check_fed(found)
             if not all(b.uniform for b in self._beats):
                 offsets = sorted({leaf.offset for b in self._beats for leaf in b.leaves})
@@ -212,7 +212,7 @@ class Lease:
 
     def agreement(self, tokens: Any) -> int:
         """How many of `tokens`, from the first on, the layers were fed and hold now: as many as can be committed."""
-        found = as_tokens(tokens) if len(tokens) else np.empty(0, np.int32)
+        found = _tokens_or_none(tokens)
         held = [found[: b.position] for b in self._beats]
         return min(
             (b.fed.agreement(h) if b.is_watched else len(h) for b, h in zip(self._beats, held, strict=True)), default=0
@@ -632,3 +632,8 @@ class Lease:
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"at {self.offset}"
         return f"<Lease of {len(self.tokens)} tokens, {self.cached} cached, {state}>"
+
+
+def _tokens_or_none(tokens: Any) -> Tokens:
+    """Like `as_tokens`, for a caller that may mean no tokens at all."""
+    return as_tokens(tokens) if len(tokens) else np.empty(0, np.int32)

@@ -39,7 +39,7 @@ from onefold.cache.segment import STEP
 from onefold.cache.served import StandIn, Table
 from onefold.cache.tree import NAMED, Tokens, as_tokens, unboxed
 from onefold.errors import BudgetError, ConfigError, LeaseError, OnefoldError, TokenError, WrongThread
-from onefold.sizes import parse_size, show_size
+from onefold.sizes import parse_size, show_count, show_size
 
 log = logging.getLogger("onefold")
 
@@ -195,7 +195,7 @@ class LRUPromptCache:
         pin = cache.pin(tokens) if cache.matched(tokens) else None  # what it will read does not make way for it
         try:
             needed = cache.prompt_bytes(tokens) + cache.step_bytes
-            self._require(needed, f"a prompt of {len(tokens)} tokens")
+            self._require(needed, f"a prompt of {show_count(len(tokens), 'token')}")
         finally:
             if pin is not None:
                 pin.release()
@@ -240,7 +240,8 @@ class LRUPromptCache:
             grows = end > len(lease.tokens) and start // STEP < end // STEP
             if owner is not None and (grows or (start == lease.cached and not owner._admits)):
                 with owner._lock:
-                    owner._require(0, "the next token" if grows else f"a prompt of {len(lease.tokens)} tokens")
+                    prompt = f"a prompt of {show_count(len(lease.tokens), 'token')}"
+                    owner._require(0, "the next token" if grows else prompt)
 
         return Table(cache, before_alone)
 
@@ -374,7 +375,7 @@ class LRUPromptCache:
         store.used = self._tick()
         kept, reason = store.cache.adopt(tokens, layers)
         if reason:
-            self._say(reason, f"{len(tokens)} tokens were put in, and {kept} could be kept")
+            self._say(reason, f"of {show_count(len(tokens), 'token')} put in, {kept} could be kept")
         return kept
 
     def _settle(self, store: _Store, lease: Lease, tokens: Tokens, *, ended: bool) -> int:
@@ -385,7 +386,7 @@ class LRUPromptCache:
         if not held:
             return self._misfit(store, lease, "the layers hold none of the tokens that were put back", ended=ended)
         if held < len(tokens):
-            self._say(foreign.LONGER, f"{held} of {len(tokens)} tokens were kept")
+            self._say(foreign.LONGER, f"{held} of {show_count(len(tokens), 'token')} could be kept")
         if self._outgrows(lease._cache, held):
             if ended:
                 store.discard(lease)

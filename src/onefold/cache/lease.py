@@ -42,6 +42,7 @@ from onefold.cache.tree import Node, Tokens, as_tokens, common_length
 from onefold.cache.turn import Turn
 from onefold.cache.uncached import Uncached
 from onefold.errors import BudgetError, CommitError, ConfigError, DeviceError, LeaseClosed, LeaseError, WrongThread
+from onefold.sizes import show_count
 
 if TYPE_CHECKING:
     from onefold.cache.prefix_cache import PrefixCache
@@ -225,7 +226,8 @@ class Lease:
             given, leased = int(tokens[same]), int(self.tokens[same])
             raise CommitError(f"token {same} of the commit is {given}, but the lease was opened with {leased}")
         if self._beats and len(tokens) > self._beats[0].position:
-            raise CommitError(f"{len(tokens)} tokens committed, but the layers hold {self._beats[0].position}")
+            committed = show_count(len(tokens), "token")
+            raise CommitError(f"{committed} committed, but the layers hold {self._beats[0].position}")
         for beat in (b for b in self._beats if b.is_watched):
             held = tokens[: beat.position]
             same = beat.fed.agreement(held)
@@ -631,7 +633,7 @@ class Lease:
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"at {self.offset}"
-        return f"<Lease of {len(self.tokens)} tokens, {self.cached} cached, {state}>"
+        return f"<Lease of {show_count(len(self.tokens), 'token')}, {self.cached} cached, {state}>"
 
 
 def _tokens_or_none(tokens: Any) -> Tokens:

@@ -43,7 +43,7 @@ from onefold.cache.shelf import PATIENCE, Shelf
 from onefold.cache.tiers.record import VERSION
 from onefold.cache.tree import Node, Tokens, Tree, as_tokens
 from onefold.errors import BudgetError, ConfigError, DeviceError, IntegrityError, OnefoldError, WrongThread
-from onefold.sizes import parse_size, show_size
+from onefold.sizes import parse_size, show_count, show_size
 
 log = logging.getLogger("onefold")
 
@@ -304,7 +304,8 @@ class PrefixCache:
             tree = self._tree(namespace)
             node, matched = tree.reach(found)
             if matched == 0:
-                raise ConfigError(f"none of these {len(found)} tokens is cached; commit them once, then pin")
+                given = show_count(len(found), "token")
+                raise ConfigError(f"nothing of these {given} is cached; commit them once, then pin")
             for n in node.path():
                 n.pins += 1
             pin = Pin(self, node)

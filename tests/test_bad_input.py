@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from driving import forward, turn
+from mlx_lm.generate import speculative_generate_step
 from tiny import tiny, with_unknown_caches
 
 import onefold
@@ -43,6 +44,22 @@ def test_tokens_that_are_none(cache, tokens):
         cache.lease(tokens)
     with pytest.raises(onefold.TokenError):
         cache.pin(tokens)
+
+
+def test_two_rows_through_one_lease_are_refused_before_anything_is_written(cache, model, known):
+    with cache.lease([*known, 1]) as lease:
+        with pytest.raises(onefold.LeaseError, match=r"a lease is one row.*cache\.batch\(leases\)"):
+            model(mx.array([[1], [2]]), cache=lease.layers)
+        assert lease.offset == len(known)
+        forward(model, lease.layers, [*known, 1], lease.cached)
+        lease.commit()
+    with cache.lease([*known, 2]) as one, cache.lease([*known, 3]) as other:
+        assert cache.batch([one, other]).step([2, 3]).shape[0] == 2
+
+
+def test_a_draft_without_layers_in_the_lease_says_which_option_is_missing(cache, model):
+    with cache.lease(words(20)) as lease, pytest.raises(onefold.LeaseError, match=r"pass draft_model= to PrefixCache"):
+        next(speculative_generate_step(mx.array(lease.rest), model, tiny("llama", seed=3), prompt_cache=lease.layers))
 
 
 def test_a_commit_of_more_than_the_layers_hold_names_both_numbers(cache, model, known):

@@ -127,6 +127,13 @@ class PrefixCache:
         ledger = ElasticLedger(budget_bytes, gate.inner) if elastic else Ledger(budget_bytes, gate.inner)
         digest = model_digest(*models)
         self._set_up(models, anatomies, ledger, (digest, adapter, form.bits, bound), gate)
+        if not elastic and self.most_tokens() < 1:
+            self.close()
+            raise ConfigError(
+                f"a budget of {show_size(budget_bytes)} has no room for a forward of this model: give at least "
+                f"{show_size(self._need(STEP))}, which is {STEP} tokens of KV and the scratch of a forward"
+            )
+        self.kv_bits = form.bits
         self.min_checkpoint_tokens = min_checkpoint_tokens
         self._water = (low_water, high_water)
         if disk is not None and not self.uncached_reason:
@@ -248,9 +255,9 @@ class PrefixCache:
                 else:
                     opening.open_lease(self, lease, reserve_tokens)
                 self._leases.add(lease)
-            except BudgetError:
+            except BudgetError as error:
                 self._reasons["no room"] += 1
-                raise
+                raise error.advised("shorten the prompt, end other leases, release pins, or raise the budget") from None
             finally:
                 if lease not in self._leases:
                     settling.release(self, lease)
@@ -812,9 +819,12 @@ def _is_leaf(node: Node, disk: bool) -> bool:
 def _positions(checkpoints: Iterable[int], reserve_tokens: int, namespace: Hashable) -> frozenset[int]:
     try:
         hash(namespace)
+    except TypeError as error:
+        raise ConfigError(f"namespace must be hashable, such as a string or a tuple of strings: {error}") from error
+    try:
         found = frozenset(int(c) for c in checkpoints)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"checkpoints are positions, and a namespace can be hashed: {error}") from error
+        raise ConfigError(f"checkpoints must be token positions, such as [120, 480]: {error}") from error
     if reserve_tokens < 0:
         raise ConfigError(f"reserve_tokens must not be negative, got {reserve_tokens}")
     return found

@@ -10,6 +10,8 @@ from onefold.cache.gate import Gate
 from onefold.cache.ledger import Account, Ledger, Purpose
 from onefold.errors import BudgetError
 
+SMALLER_FORWARDS = "feed the prompt with lease.chunks(), run fewer rows in a batch, or raise the budget"
+
 
 class Scratch:
     """One forward runs on a thread at a time, so each thread has one reservation."""
@@ -31,7 +33,10 @@ class Scratch:
         account = self._accounts.get(thread)
         if account is None:
             account = self._accounts[thread] = self._ledger.open(Purpose.SCRATCH, 0)
-        account.resize(max(n_bytes, self._batched.get(thread, 0)))
+        try:
+            account.resize(max(n_bytes, self._batched.get(thread, 0)))
+        except BudgetError as error:
+            raise error.advised(SMALLER_FORWARDS) from None
 
     @contextlib.contextmanager
     def for_a_batch(self, n_bytes: int) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,8 @@ def test_a_refusal_is_logged_once_and_counted_each_time(caplog):
     assert cache.reasons == {"no room on the device": 2}
     (said,) = [r.getMessage() for r in caplog.records if "no room on the device" in r.getMessage()]
     assert "a prompt of 4000 tokens does not fit the device" in said
+    assert re.search(r"need [\d.]+ MB more of KV, and [\d.]+ kB are left of device_limit=", said)
+    assert "or raise device_limit" in said
     cache.close()
 
 

@@ -98,3 +98,4 @@ def test_rotation_is_logged_once_with_the_conversation_s_length(caplog: pytest.L
     said = [r.getMessage() for r in caplog.records if "max_kv_size" in r.getMessage()]
     assert len(said) == 1
     assert said[0].startswith("a conversation of 40 tokens outgrows max_kv_size=32")
+    assert "stats().reasons['rotated']" in said[0] and "GET /v1/cache" in said[0]

@@ -795,8 +795,9 @@ class PrefixCache:
         if not self._said_rotation:
             self._said_rotation = True
             log.warning(
-                "a conversation of %d tokens outgrows max_kv_size=%d: its early context is being forgotten. Later ones "
-                "are counted in stats().reasons['rotated'] and not logged",
+                "a conversation of %d tokens outgrows max_kv_size=%d: from now on the model sees its first tokens and "
+                "its latest ones, and not what lies between. This is logged once. How many conversations outgrew it: "
+                "PrefixCache.stats().reasons['rotated'], or \"rotated\" in a server's GET /v1/cache",
                 n_tokens,
                 max_size,
             )

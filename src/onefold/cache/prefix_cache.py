@@ -70,6 +70,9 @@ class Pin:
 class PrefixCache:
     """Holds the KV of many conversations with one model, each token's once."""
 
+    kv_bits = 16
+    """Of stored KV: 16 (as the model makes it), 8 or 4."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -207,6 +210,16 @@ class PrefixCache:
     @property
     def draft_model(self) -> nn.Module | None:
         return self._refs[1]() if len(self._refs) > 1 else None
+
+    @property
+    def max_kv_size(self) -> int | None:
+        """Tokens that a conversation is bounded to; None is no bound."""
+        return None if (bound := self._anatomies[0].bound) is None else bound.max_size
+
+    @property
+    def keep(self) -> int:
+        """The first tokens of a bounded conversation, which stay; 0 without a bound."""
+        return 0 if (bound := self._anatomies[0].bound) is None else bound.keep
 
     def rebind(self, *models: nn.Module) -> bool:
         """Go on with other objects of the same weights (a model that was unloaded and loaded again). False if they are

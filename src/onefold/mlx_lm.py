@@ -143,6 +143,15 @@ class LRUPromptCache:
             self._catch_up()
             return len(self._entries)
 
+    def __repr__(self) -> str:
+        if self._closed:
+            return "<LRUPromptCache, closed>"
+        with self._lock:
+            entries = len(self._entries)  # settles nothing
+            tokens = sum(n for by_type in self._entries.own_tokens().values() for n in by_type.values())
+        limit = "" if self.max_bytes >= UNLIMITED else f", at most {show_size(self.max_bytes)}"
+        return f"<LRUPromptCache, {entries} of {self.max_size} entries, {show_count(tokens, 'token')}{limit}>"
+
     @property
     def nbytes(self) -> int:
         """KV held now, by running requests too."""
@@ -762,6 +771,10 @@ class Installed:
             Installed._count -= 1
             if not Installed._count:
                 Installed._restore()
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in Installed._options.items())
+        return f"<Installed: LRUPromptCache({options})>" if self._installed else "<Installed, uninstalled>"
 
     def __enter__(self) -> Installed:
         return self

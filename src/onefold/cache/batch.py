@@ -56,6 +56,12 @@ class Batch:
             raise LeaseError("the model of this batch is gone")
         return model
 
+    def __repr__(self) -> str:
+        model = self._model()
+        name = "no model" if model is None else f"{type(model).__module__.rpartition('.')[2]}.{type(model).__name__}"
+        how = "" if self.ragged else ", stepped row by row"
+        return f"<Batch of {show_count(len(self.leases), 'row')} of {name}{how}>"
+
     def add(self, lease: Lease) -> None:
         """One more row: a lease of this cache that is prefilled up to its last token."""
         if not isinstance(lease, Lease):

@@ -56,12 +56,16 @@ CLOSING_MOST = 600.0
 """Seconds that `close` waits for what is being written."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Pin:
     """A prefix kept warm until `release`."""
 
     cache: PrefixCache
     node: Node
+
+    def __repr__(self) -> str:
+        state = "" if self.cache.holds(self) else ", released"
+        return f"<Pin of {show_count(self.node.end, 'token')}{state}>"
 
     def release(self) -> None:
         self.cache._unpin(self)
@@ -814,6 +818,10 @@ class PrefixCache:
                 n_tokens,
                 max_size,
             )
+
+    def holds(self, pin: Pin) -> bool:
+        """Whether the pin keeps its prefix: it was neither released nor cleared."""
+        return id(pin) in self._pins
 
     def _unpin(self, pin: Pin) -> None:
         with self._lock:

@@ -22,4 +22,4 @@ with onefold.PrefixCache(model, budget="64MB") as cache:
             lease.commit(conversation)
         print(f"{len(prompt)} prompt tokens, {lease.cached} of them reused, {len(answer)} generated")
     stats = cache.stats()
-    print(f"{stats.moves} turns continued in place; {stats.stored_tokens} tokens held")
+    print(f"turns continued in place: {stats.moves}; tokens held: {stats.stored_tokens}")

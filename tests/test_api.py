@@ -8,11 +8,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from driving import forward, turn
 from tiny import tiny, with_unknown_caches
 
 import onefold
+from onefold.mlx_lm import LRUPromptCache, install
 
 ROOT = Path(__file__).resolve().parents[1]
 CALLS = {
@@ -71,6 +73,32 @@ def test_a_cache_and_a_lease_show_themselves(monkeypatch: pytest.MonkeyPatch) ->
         assert "uncached: cache class Listing" in repr(cache)
 
 
+def test_what_else_is_handed_out_shows_itself() -> None:
+    model = tiny("llama")
+    with onefold.PrefixCache(model, "16MB") as cache:
+        tokens = turn(cache, model, list(range(40)))[1]
+        pin = cache.pin(tokens)
+        assert repr(pin) == f"<Pin of {len(tokens)} tokens>"
+        pin.release()
+        assert repr(pin) == f"<Pin of {len(tokens)} tokens, released>"
+        with cache.lease([1]) as lease:
+            assert repr(lease) == "<Lease of 1 token, 0 cached, at 0>"
+            assert repr(cache.batch([lease])) == "<Batch of 1 row of llama.Model>"
+            assert repr(cache.batch([])) == "<Batch of 0 rows of llama.Model>"
+        assert (cache.kv_bits, cache.max_kv_size, cache.keep) == (16, None, 0)
+    prompts = LRUPromptCache(max_size=4, max_bytes="8GB", model=model)
+    assert repr(prompts) == "<LRUPromptCache, 0 of 4 entries, 0 tokens, at most 8.0 GB>"
+    layers, rest = prompts.fetch_nearest_cache("key", [1, 2, 3])
+    model(mx.array([rest]), cache=layers)
+    prompts.insert_cache("key", rest, layers)
+    assert repr(prompts) == "<LRUPromptCache, 1 of 4 entries, 3 tokens, at most 8.0 GB>"
+    prompts.close()
+    assert repr(prompts) == "<LRUPromptCache, closed>"
+    with install(max_size=3) as installed:
+        assert repr(installed) == "<Installed: LRUPromptCache(max_size=3)>"
+    assert repr(installed) == "<Installed, uninstalled>"
+
+
 def test_a_row_that_is_not_there_is_a_lease_error() -> None:
     model = tiny("llama")
     with (
@@ -98,3 +126,4 @@ def test_rotation_is_logged_once_with_the_conversation_s_length(caplog: pytest.L
     said = [r.getMessage() for r in caplog.records if "max_kv_size" in r.getMessage()]
     assert len(said) == 1
     assert said[0].startswith("a conversation of 40 tokens outgrows max_kv_size=32")
+    assert "stats().reasons['rotated']" in said[0] and "GET /v1/cache" in said[0]

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from driving import forward, turn
+from mlx_lm.generate import speculative_generate_step
 from tiny import tiny, with_unknown_caches
 
 import onefold
@@ -43,6 +44,45 @@ def test_tokens_that_are_none(cache, tokens):
         cache.lease(tokens)
     with pytest.raises(onefold.TokenError):
         cache.pin(tokens)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        ([{"role": "user", "content": "hello"}], "apply_chat_template"),
+        ({"input_ids": [1, 2]}, "input_ids"),
+        ("text", "tokenizer.encode"),
+        ([], "at least one"),
+    ],
+)
+def test_tokens_that_are_none_say_what_to_do(cache, tokens, says):
+    with pytest.raises(onefold.TokenError, match=says):
+        cache.lease(tokens)
+
+
+def test_options_of_a_lease_are_named_one_by_one(cache):
+    with pytest.raises(onefold.ConfigError, match="namespace must be hashable") as refused:
+        cache.lease([1, 2], namespace=[])
+    assert "checkpoints" not in str(refused.value)
+    with pytest.raises(onefold.ConfigError, match="checkpoints must be token positions") as refused:
+        cache.lease([1, 2], checkpoints=["x"])
+    assert "namespace" not in str(refused.value)
+
+
+def test_two_rows_through_one_lease_are_refused_before_anything_is_written(cache, model, known):
+    with cache.lease([*known, 1]) as lease:
+        with pytest.raises(onefold.LeaseError, match=r"a lease is one row.*cache\.batch\(leases\)"):
+            model(mx.array([[1], [2]]), cache=lease.layers)
+        assert lease.offset == len(known)
+        forward(model, lease.layers, [*known, 1], lease.cached)
+        lease.commit()
+    with cache.lease([*known, 2]) as one, cache.lease([*known, 3]) as other:
+        assert cache.batch([one, other]).step([2, 3]).shape[0] == 2
+
+
+def test_a_draft_without_layers_in_the_lease_says_which_option_is_missing(cache, model):
+    with cache.lease(words(20)) as lease, pytest.raises(onefold.LeaseError, match=r"pass draft_model= to PrefixCache"):
+        next(speculative_generate_step(mx.array(lease.rest), model, tiny("llama", seed=3), prompt_cache=lease.layers))
 
 
 def test_a_commit_of_more_than_the_layers_hold_names_both_numbers(cache, model, known):
@@ -101,13 +141,35 @@ def test_layers_changed_behind_its_back(cache, model, known):
     assert lease.cached == len(known)
 
 
-def test_a_budget_smaller_than_one_chunk(model):
-    with onefold.PrefixCache(model, "40KB") as cache:
+def test_a_budget_smaller_than_one_prompt(model):
+    with onefold.PrefixCache(model, "200KB") as cache:
         with pytest.raises(onefold.BudgetError) as refused:
             cache.lease(words(500))
         assert refused.value.needed_bytes > refused.value.available_bytes
-        assert "needed" in str(refused.value) and "budget" in str(refused.value)
+        assert "needed" in str(refused.value) and "shorten the prompt" in str(refused.value)
         cache.check()
+
+
+def test_a_forward_whose_scratch_does_not_fit_says_how_to_feed_it(model):
+    prompt = words(400)
+    with onefold.PrefixCache(model, "1MB") as cache, cache.lease(prompt) as lease:
+        with pytest.raises(onefold.BudgetError, match=r"scratch.*; feed the prompt with lease\.chunks\(\)"):
+            model(mx.array([prompt]), cache=lease.layers)
+        for chunk in lease.chunks():
+            mx.eval(model(mx.array(chunk)[None], cache=lease.layers))
+        assert lease.offset == len(prompt) - 1
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "falcon_h1"])
+def test_a_budget_that_no_forward_fits_is_refused_with_one_that_is_enough(name):
+    model = tiny(name)
+    before = type(model).__call__
+    with pytest.raises(onefold.ConfigError, match=r"has no room for a forward of this model: give at least") as refused:
+        onefold.PrefixCache(model, "1KB")
+    assert type(model).__call__ is before
+    number, unit = str(refused.value).partition("at least ")[2].split()[:2]
+    with onefold.PrefixCache(model, f"{number}{unit.strip(',')}") as cache:
+        turn(cache, model, [1, 2, 3], n=2)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import gc
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -194,8 +195,10 @@ def test_options_that_bypass_the_cache_are_refused(
 def test_options_that_nobody_knows_are_refused_and_none_is_mlx_lm_s_default(
     loaded: Any, cache: onefold.PrefixCache
 ) -> None:
-    with pytest.raises(TypeError, match="temperature"):
+    with pytest.raises(TypeError, match=r"temperature: .*sampler=mlx_lm\.sample_utils\.make_sampler\(temp=\.\.\.\)"):
         onefold.stream_generate(*loaded, TEXT, cache=cache, temperature=0.3)
+    with pytest.raises(TypeError, match=r"unknown options: colour$"):
+        onefold.stream_generate(*loaded, TEXT, cache=cache, colour=1)
     nothing = dict.fromkeys(["prompt_cache", "max_kv_size", "kv_bits", "sampler", "logits_processors"])
     assert onefold.generate(*loaded, TEXT, cache=cache, max_tokens=2, **nothing)
 
@@ -371,3 +374,24 @@ def test_a_closed_async_iterator_commits_what_was_fed(loaded: Any, cache: onefol
 
     asyncio.run(main())
     assert cache.matched(told) == len(told) == len(TEXT) + 3
+
+
+def test_an_async_iterator_that_is_left_by_break_commits_without_the_collector(
+    loaded: Any, cache: onefold.PrefixCache
+) -> None:
+    told = tokens_of(loaded[1], TEXT)
+
+    async def main() -> None:
+        async for response in onefold.async_stream_generate(*loaded, TEXT, cache=cache):
+            told.append(response.token)
+            break
+        async with asyncio.timeout(10):
+            while cache.open_leases:
+                await asyncio.sleep(0.01)
+
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
+    assert cache.matched(told) == len(told) == len(TEXT) + 1

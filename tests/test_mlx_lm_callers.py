@@ -210,6 +210,29 @@ def test_a_draft_beside_windows_gives_the_plain_answer_once_the_model_is_known(c
     assert not {r for r in cache.reasons if r.startswith("failed")}
 
 
+def test_layers_that_were_fed_nothing_are_not_kept(caches):
+    model = tiny("llama")
+    cache = caches(model=model)
+    layers, rest = cache.fetch_nearest_cache(KEY, words(20))
+    cache.insert_cache(KEY, rest, layers)
+    assert cache.reasons == {"layers do not fit the tokens": 1}
+    assert len(cache) == 0 and cache.nbytes == 0
+    assert not any(store.cache.open_leases for store in cache._all_stores())
+
+
+def test_a_running_row_whose_draft_was_fed_nothing_goes_on(caches):
+    """mlx-lm's server puts the layers of a row back at the end of each segment of its prompt, while the row runs."""
+    model, draft = tiny("llama"), tiny("llama", seed=3)
+    cache = caches(model=model, draft_model=draft)
+    prompt, n = words(40), len(model.layers)
+    layers, _ = cache.fetch_nearest_cache(KEY, prompt)
+    model(mx.array([prompt[:30]]), cache=layers[:n])
+    cache.insert_cache(KEY, prompt[:30], copy.deepcopy(layers))
+    assert cache.reasons == {"layers do not fit the tokens": 1} and len(cache) == 0
+    logits = model(mx.array([prompt[30:]]), cache=layers[:n])
+    assert int(mx.argmax(logits[0, -1])) == cold(model, prompt, 1)[0][0]
+
+
 def test_a_draft_without_a_model_is_refused():
     with pytest.raises(ConfigError, match="draft_model requires model="):
         LRUPromptCache(draft_model=tiny("llama"))

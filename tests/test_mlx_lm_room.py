@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,20 @@ def test_a_batch_is_refused_a_request_that_does_not_fit_before_it_takes_it_on():
     with pytest.raises(BudgetError, match="does not fit the device"):
         loop.ask(words(4000, 1), 6)
     assert loop.serve([words(100)])[0] == [answer]
+    cache.close()
+
+
+def test_a_refusal_is_logged_once_and_counted_each_time(caplog):
+    model = tiny("llama")
+    cache = limited(1024, token_bytes(model))
+    for seed in range(2):
+        with pytest.raises(BudgetError):
+            cache.admit(KEY, words(4000, seed), model)
+    assert cache.reasons == {"no room on the device": 2}
+    (said,) = [r.getMessage() for r in caplog.records if "no room on the device" in r.getMessage()]
+    assert "a prompt of 4000 tokens does not fit the device" in said
+    assert re.search(r"need [\d.]+ MB more of KV, and [\d.]+ kB are left of device_limit=", said)
+    assert "or raise device_limit" in said
     cache.close()
 
 

@@ -193,6 +193,21 @@ def ask(port: int, prompt: str) -> int:
             time.sleep(0.2)
 
 
+@pytest.mark.parametrize(("given", "n_bytes"), [("1GiB", 1 << 30), ("1.5G", 1_500_000_000), ("0", 0)])
+def test_the_command_takes_its_sizes_for_mlx_lm_s_limit_too(monkeypatch, given: str, n_bytes: int) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr("onefold.mlx_lm.serve", lambda **options: seen.extend(sys.argv))
+    assert main(["mlx-lm-server", "--port", "0", "--prompt-cache-bytes", given]) == 0
+    assert seen[1:] == ["--port", "0", "--prompt-cache-bytes", str(n_bytes)]
+
+
+def test_a_limit_that_is_no_size_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["mlx-lm-server", "--prompt-cache-bytes", "lots"])
+    assert left.value.code == 2
+    assert "--prompt-cache-bytes: cannot read 'lots' as a size" in capsys.readouterr().err
+
+
 def test_nonsense_on_the_command_line_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["nonsense"], ["mlx-lm-server", "--no-such-flag"], ["mlx-lm-server", "--keep", "x"]):
         with pytest.raises(SystemExit) as left:

@@ -41,7 +41,7 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str], model: Path) -> No
     *_, reused, last = capsys.readouterr().out.splitlines()
     cached, asked = map(int, re.findall(r"\d+", reused))
     assert asked > 2 * 50 and cached > asked / 3
-    assert last == "1 turns continued in place"
+    assert last == "turns continued in place: 1"
 
 
 def test_what_the_tree_names_exists() -> None:

@@ -51,10 +51,20 @@ class TokenError(OnefoldError, ValueError):
 class BudgetError(OnefoldError):
     """A reservation was refused. Nothing was allocated; what was stored is untouched."""
 
-    def __init__(self, message: str, *, needed_bytes: int, available_bytes: int) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, needed_bytes: int, available_bytes: int, advice: str = "") -> None:
+        super().__init__(f"{message}; {advice}" if advice else message)
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
+        self.advice = advice
+        """What the caller can do about it."""
+
+    def advised(self, advice: str) -> BudgetError:
+        """The same refusal, saying what to do about it. Advice that it has already stays."""
+        if self.advice:
+            return self
+        return BudgetError(
+            str(self), needed_bytes=self.needed_bytes, available_bytes=self.available_bytes, advice=advice
+        )
 
 
 class DeviceError(OnefoldError):

@@ -42,6 +42,18 @@ _ELSEWHERE = {
 }
 """mlx-lm's options that would bypass the cache, and what to do instead."""
 
+_SAMPLING = {
+    **dict.fromkeys(
+        ("temp", "temperature", "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold"),
+        "sampler=mlx_lm.sample_utils.make_sampler(temp=...)",
+    ),
+    **dict.fromkeys(
+        ("repetition_penalty", "repetition_context_size", "logit_bias"),
+        "logits_processors=mlx_lm.sample_utils.make_logits_processors(repetition_penalty=...)",
+    ),
+}
+"""Options of mlx-lm's functions that make what `stream_generate` takes, and what to pass instead."""
+
 _PASSED_ON = ("sampler", "num_draft_tokens")
 
 
@@ -147,7 +159,9 @@ def async_stream_generate(
 ) -> AsyncIterator[Response]:
     """Like `stream_generate`, for `async for`. The prompt is encoded, and each chunk and each token is computed, on a
     thread of this call's own, so the event loop is never blocked. A task that is cancelled, and an iterator that is
-    closed (`contextlib.aclosing`), commits what was fed once the step that is running has ended."""
+    closed (`contextlib.aclosing`), commits what was fed once the step that is running has ended. A loop that is left by
+    `break` drops the iterator: the event loop then closes it in a task of its own, and `aclosing` is for a caller that
+    has to wait for the commit."""
     request = _request(model, tokenizer, prompt, max_tokens, draft_model, cache, namespace, checkpoints, options)
     return _driven(request)
 
@@ -196,7 +210,9 @@ def _request(
     )
     unknown = sorted(name for name, value in options.items() if value is not None or name not in _PASSED_ON)
     if unknown:
-        raise TypeError(f"stream_generate() got unknown options: {', '.join(unknown)}")
+        made = sorted({_SAMPLING[name] for name in unknown if name in _SAMPLING})
+        hint = f": sampling is set with {' and '.join(made)}" if made else ""
+        raise TypeError(f"stream_generate() got unknown options: {', '.join(unknown)}{hint}")
     return request
 
 

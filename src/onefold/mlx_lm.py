@@ -39,7 +39,7 @@ from onefold.cache.segment import STEP
 from onefold.cache.served import StandIn, Table
 from onefold.cache.tree import NAMED, Tokens, as_tokens, unboxed
 from onefold.errors import BudgetError, ConfigError, LeaseError, OnefoldError, TokenError, WrongThread
-from onefold.sizes import parse_size, show_size
+from onefold.sizes import parse_size, show_count, show_size
 
 log = logging.getLogger("onefold")
 
@@ -143,6 +143,15 @@ class LRUPromptCache:
             self._catch_up()
             return len(self._entries)
 
+    def __repr__(self) -> str:
+        if self._closed:
+            return "<LRUPromptCache, closed>"
+        with self._lock:
+            entries = len(self._entries)  # settles nothing
+            tokens = sum(n for by_type in self._entries.own_tokens().values() for n in by_type.values())
+        limit = "" if self.max_bytes >= UNLIMITED else f", at most {show_size(self.max_bytes)}"
+        return f"<LRUPromptCache, {entries} of {self.max_size} entries, {show_count(tokens, 'token')}{limit}>"
+
     @property
     def nbytes(self) -> int:
         """KV held now, by running requests too."""
@@ -195,7 +204,7 @@ class LRUPromptCache:
         pin = cache.pin(tokens) if cache.matched(tokens) else None  # what it will read does not make way for it
         try:
             needed = cache.prompt_bytes(tokens) + cache.step_bytes
-            self._require(needed, f"a prompt of {len(tokens)} tokens")
+            self._require(needed, f"a prompt of {show_count(len(tokens), 'token')}")
         finally:
             if pin is not None:
                 pin.release()
@@ -203,8 +212,8 @@ class LRUPromptCache:
     def _require(self, n_bytes: int, what: str) -> None:
         try:
             self._room.require(n_bytes, what, self._caches(), self._give_way)
-        except BudgetError:
-            self.reasons[NO_ROOM] += 1
+        except BudgetError as error:
+            self._say(NO_ROOM, str(error))
             raise
 
     def take_on(self) -> None:
@@ -240,7 +249,8 @@ class LRUPromptCache:
             grows = end > len(lease.tokens) and start // STEP < end // STEP
             if owner is not None and (grows or (start == lease.cached and not owner._admits)):
                 with owner._lock:
-                    owner._require(0, "the next token" if grows else f"a prompt of {len(lease.tokens)} tokens")
+                    prompt = f"a prompt of {show_count(len(lease.tokens), 'token')}"
+                    owner._require(0, "the next token" if grows else prompt)
 
         return Table(cache, before_alone)
 
@@ -374,7 +384,7 @@ class LRUPromptCache:
         store.used = self._tick()
         kept, reason = store.cache.adopt(tokens, layers)
         if reason:
-            self._say(reason, f"{len(tokens)} tokens were put in, and {kept} could be kept")
+            self._say(reason, f"of {show_count(len(tokens), 'token')} put in, {kept} could be kept")
         return kept
 
     def _settle(self, store: _Store, lease: Lease, tokens: Tokens, *, ended: bool) -> int:
@@ -382,8 +392,10 @@ class LRUPromptCache:
             self._say("already put back", "these layers were put back before")
             return 0
         held = lease.agreement(tokens)
+        if not held:
+            return self._misfit(store, lease, "the layers hold none of the tokens that were put back", ended=ended)
         if held < len(tokens):
-            self._say(foreign.LONGER, f"{held} of {len(tokens)} tokens were kept")
+            self._say(foreign.LONGER, f"{held} of {show_count(len(tokens), 'token')} could be kept")
         if self._outgrows(lease._cache, held):
             if ended:
                 store.discard(lease)
@@ -394,10 +406,16 @@ class LRUPromptCache:
             self._say("another thread", str(error))
             return 0
         except LeaseError as error:
-            self._say("layers do not fit the tokens", str(error))
-            store.discard(lease)
-            return 0
+            return self._misfit(store, lease, str(error), ended=ended)
         return min(held, lease._cache.matched(tokens[:held]))
+
+    def _misfit(self, store: _Store, lease: Lease, why: str, *, ended: bool) -> int:
+        """Keeps nothing of the lease. A request that is still running goes on with it: to close it under a batch would
+        end the server's thread."""
+        self._say("layers do not fit the tokens", why)
+        if ended:
+            store.discard(lease)
+        return 0
 
     def _outgrows(self, cache: PrefixCache, n_tokens: int) -> bool:
         return self._too_large(n_tokens * cache.token_bytes, min(self.max_bytes, cache.budget_bytes))
@@ -753,6 +771,10 @@ class Installed:
             Installed._count -= 1
             if not Installed._count:
                 Installed._restore()
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in Installed._options.items())
+        return f"<Installed: LRUPromptCache({options})>" if self._installed else "<Installed, uninstalled>"
 
     def __enter__(self) -> Installed:
         return self

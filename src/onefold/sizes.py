@@ -50,6 +50,11 @@ def _whole(n_bytes: int | float, size: int | float | str) -> int:
     return int(n_bytes)
 
 
+def show_count(n: int, noun: str) -> str:
+    """A number of things, for messages: "1 token", "2 tokens"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
 def show_size(n_bytes: int | float) -> str:
     """The other way round, for messages: 1536 is '1.5 kB'."""
     value = float(n_bytes)

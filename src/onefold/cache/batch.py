@@ -22,6 +22,7 @@ from onefold.cache.lease import Lease
 from onefold.cache.rows import RowsLayer
 from onefold.cache.tree import as_tokens
 from onefold.errors import LeaseError
+from onefold.sizes import show_count
 
 
 class Batch:
@@ -54,6 +55,12 @@ class Batch:
         if model is None:
             raise LeaseError("the model of this batch is gone")
         return model
+
+    def __repr__(self) -> str:
+        model = self._model()
+        name = "no model" if model is None else f"{type(model).__module__.rpartition('.')[2]}.{type(model).__name__}"
+        how = "" if self.ragged else ", stepped row by row"
+        return f"<Batch of {show_count(len(self.leases), 'row')} of {name}{how}>"
 
     def add(self, lease: Lease) -> None:
         """One more row: a lease of this cache that is prefilled up to its last token."""
@@ -98,7 +105,8 @@ class Batch:
             tokens = mx.array(as_tokens(tokens))
         tokens = tokens.reshape(-1, 1)
         if not self.leases or tokens.shape[0] != len(self.leases):
-            raise LeaseError(f"{tokens.shape[0]} tokens for {len(self.leases)} rows")
+            given, seated = show_count(tokens.shape[0], "token"), show_count(len(self.leases), "row")
+            raise LeaseError(f"{given} for {seated}: give one token per row")
         if len(self.leases) == 1:
             return self.model(tokens, cache=self.leases[0].layers[: self._n_layers])[:, -1, :]
         beats = [lease._beats[0] for lease in self.leases if lease._beats]  # none where a model runs uncached

@@ -146,9 +146,9 @@ class Beat:
             self._sized = True
             try:
                 self.lease._reserve_step(self, n_tokens)
-            except BudgetError:
+            except BudgetError as error:
                 self.undo()
-                raise
+                raise error.advised("end other leases, release pins, or raise the budget") from None
             if self._marks is not None:  # layers that have just become rings begin this forward as rings
                 kept = zip(self.leaves, self._marks, strict=True)
                 self._marks = [m if x.kind is Kind.RECURRENT else x.mark() for x, m in kept]

@@ -43,6 +43,7 @@ from onefold.cache.tree import Node, Tokens, as_tokens, common_length
 from onefold.cache.turn import Turn
 from onefold.cache.uncached import Uncached
 from onefold.errors import BudgetError, CommitError, ConfigError, DeviceError, LeaseClosed, LeaseError, WrongThread
+from onefold.sizes import show_count
 
 if TYPE_CHECKING:
     from onefold.cache.prefix_cache import PrefixCache
@@ -192,7 +193,7 @@ class Lease:
             if tokens is None:
                 found = self._fed()
             else:
-                found = as_tokens(tokens) if len(tokens) else np.empty(0, np.int32)
+                found = _tokens_or_none(tokens)
                 self._check_fed(found)
             if not all(b.uniform for b in self._beats):
                 offsets = sorted({leaf.offset for b in self._beats for leaf in b.leaves})
@@ -213,7 +214,7 @@ class Lease:
 
     def agreement(self, tokens: Any) -> int:
         """How many of `tokens`, from the first on, the layers were fed and hold now: as many as can be committed."""
-        found = as_tokens(tokens) if len(tokens) else np.empty(0, np.int32)
+        found = _tokens_or_none(tokens)
         held = [found[: b.position] for b in self._beats]
         return min(
             (b.fed.agreement(h) if b.is_watched else len(h) for b, h in zip(self._beats, held, strict=True)), default=0
@@ -226,7 +227,8 @@ class Lease:
             given, leased = int(tokens[same]), int(self.tokens[same])
             raise CommitError(f"token {same} of the commit is {given}, but the lease was opened with {leased}")
         if self._beats and len(tokens) > self._beats[0].position:
-            raise CommitError(f"{len(tokens)} tokens committed, but the layers hold {self._beats[0].position}")
+            committed = show_count(len(tokens), "token")
+            raise CommitError(f"{committed} committed, but the layers hold {self._beats[0].position}")
         for beat in (b for b in self._beats if b.is_watched):
             held = tokens[: beat.position]
             same = beat.fed.agreement(held)
@@ -643,4 +645,9 @@ class Lease:
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"at {self.offset}"
-        return f"<Lease of {len(self.tokens)} tokens, {self.cached} cached, {state}>"
+        return f"<Lease of {show_count(len(self.tokens), 'token')}, {self.cached} cached, {state}>"
+
+
+def _tokens_or_none(tokens: Any) -> Tokens:
+    """Like `as_tokens`, for a caller that may mean no tokens at all."""
+    return as_tokens(tokens) if len(tokens) else np.empty(0, np.int32)

@@ -43,7 +43,7 @@ from onefold.cache.shelf import PATIENCE, Shelf
 from onefold.cache.tiers.record import VERSION
 from onefold.cache.tree import Node, Tokens, Tree, as_tokens
 from onefold.errors import BudgetError, ConfigError, DeviceError, IntegrityError, OnefoldError, WrongThread
-from onefold.sizes import parse_size, show_size
+from onefold.sizes import parse_size, show_count, show_size
 
 log = logging.getLogger("onefold")
 
@@ -56,12 +56,16 @@ CLOSING_MOST = 600.0
 """Seconds that `close` waits for what is being written."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Pin:
     """A prefix kept warm until `release`."""
 
     cache: PrefixCache
     node: Node
+
+    def __repr__(self) -> str:
+        state = "" if self.cache.holds(self) else ", released"
+        return f"<Pin of {show_count(self.node.end, 'token')}{state}>"
 
     def release(self) -> None:
         self.cache._unpin(self)
@@ -69,6 +73,9 @@ class Pin:
 
 class PrefixCache:
     """Holds the KV of many conversations with one model, each token's once."""
+
+    kv_bits = 16
+    """Of stored KV: 16 (as the model makes it), 8 or 4."""
 
     def __init__(
         self,
@@ -127,6 +134,13 @@ class PrefixCache:
         ledger = ElasticLedger(budget_bytes, gate.inner) if elastic else Ledger(budget_bytes, gate.inner)
         digest = model_digest(*models)
         self._set_up(models, anatomies, ledger, (digest, adapter, form.bits, bound), gate)
+        if not elastic and self.most_tokens() < 1:
+            self.close()
+            raise ConfigError(
+                f"a budget of {show_size(budget_bytes)} has no room for a forward of this model: give at least "
+                f"{show_size(self._need(STEP))}, which is {STEP} tokens of KV and the scratch of a forward"
+            )
+        self.kv_bits = form.bits
         self.min_checkpoint_tokens = min_checkpoint_tokens
         self._water = (low_water, high_water)
         if disk is not None and not self.uncached_reason:
@@ -201,6 +215,16 @@ class PrefixCache:
     def draft_model(self) -> nn.Module | None:
         return self._refs[1]() if len(self._refs) > 1 else None
 
+    @property
+    def max_kv_size(self) -> int | None:
+        """Tokens that a conversation is bounded to; None is no bound."""
+        return None if (bound := self._anatomies[0].bound) is None else bound.max_size
+
+    @property
+    def keep(self) -> int:
+        """The first tokens of a bounded conversation, which stay; 0 without a bound."""
+        return 0 if (bound := self._anatomies[0].bound) is None else bound.keep
+
     def rebind(self, *models: nn.Module) -> bool:
         """Go on with other objects of the same weights (a model that was unloaded and loaded again). False if they are
         others, or if a request is still running."""
@@ -261,9 +285,9 @@ class PrefixCache:
                 opening.begin(self, lease)
                 yield from opening.giving_room(self, lease, reserve_tokens)
             opened = True
-        except BudgetError:
+        except BudgetError as error:
             self._reasons["no room"] += 1
-            raise
+            raise error.advised("shorten the prompt, end other leases, release pins, or raise the budget") from None
         finally:
             if not opened:
                 settling.release(self, lease)
@@ -317,7 +341,8 @@ class PrefixCache:
             tree = self._tree(namespace)
             node, matched = tree.reach(found)
             if matched == 0:
-                raise ConfigError(f"none of these {len(found)} tokens is cached; commit them once, then pin")
+                given = show_count(len(found), "token")
+                raise ConfigError(f"nothing of these {given} is cached; commit them once, then pin")
             for n in node.path():
                 n.pins += 1
             pin = Pin(self, node)
@@ -796,11 +821,16 @@ class PrefixCache:
         if not self._said_rotation:
             self._said_rotation = True
             log.warning(
-                "a conversation of %d tokens outgrows max_kv_size=%d: its early context is being forgotten. Later ones "
-                "are counted in stats().reasons['rotated'] and not logged",
+                "a conversation of %d tokens outgrows max_kv_size=%d: from now on the model sees its first tokens and "
+                "its latest ones, and not what lies between. This is logged once. How many conversations outgrew it: "
+                "PrefixCache.stats().reasons['rotated'], or \"rotated\" in a server's GET /v1/cache",
                 n_tokens,
                 max_size,
             )
+
+    def holds(self, pin: Pin) -> bool:
+        """Whether the pin keeps its prefix: it was neither released nor cleared."""
+        return id(pin) in self._pins
 
     def _unpin(self, pin: Pin) -> None:
         with self._lock:
@@ -820,9 +850,12 @@ def _is_leaf(node: Node, disk: bool) -> bool:
 def _positions(checkpoints: Iterable[int], reserve_tokens: int, namespace: Hashable) -> frozenset[int]:
     try:
         hash(namespace)
+    except TypeError as error:
+        raise ConfigError(f"namespace must be hashable, such as a string or a tuple of strings: {error}") from error
+    try:
         found = frozenset(int(c) for c in checkpoints)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"checkpoints are positions, and a namespace can be hashed: {error}") from error
+        raise ConfigError(f"checkpoints must be token positions, such as [120, 480]: {error}") from error
     if reserve_tokens < 0:
         raise ConfigError(f"reserve_tokens must not be negative, got {reserve_tokens}")
     return found

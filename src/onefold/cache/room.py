@@ -35,12 +35,14 @@ class Room:
         that cannot be done; then nothing was allocated."""
         missing = self.missing(n_bytes, caches, evict)
         if missing > 0:
-            needed = max(n_bytes, missing)
+            needed = n_bytes + self._promised(caches)
+            left = max(0, needed - missing)
             raise BudgetError(
-                f"{what} does not fit the device: {show_size(missing)} of KV are missing of a limit of "
-                f"{show_size(self.limit_bytes or 0)}; send fewer tokens, or try again when other requests have ended",
+                f"{what} does not fit the device: it and the running requests need {show_size(needed)} more of KV, and "
+                f"{show_size(left)} are left of device_limit={show_size(self.limit_bytes or 0)} (weights and KV)",
                 needed_bytes=needed,
-                available_bytes=needed - missing,
+                available_bytes=left,
+                advice="send fewer tokens, try again when other requests have ended, or raise device_limit",
             )
 
     def missing(self, n_bytes: int, caches: Sequence[PrefixCache], evict: Evict) -> int:
@@ -55,5 +57,8 @@ class Room:
         return lacking
 
     def _lacking(self, n_bytes: int, caches: Sequence[PrefixCache]) -> int:
-        running = sum(c.unallocated_bytes + c.open_leases * c.step_bytes for c in caches)
-        return int(mx.get_active_memory()) + running + n_bytes - (self.limit_bytes or 0)
+        return int(mx.get_active_memory()) + self._promised(caches) + n_bytes - (self.limit_bytes or 0)
+
+    def _promised(self, caches: Sequence[PrefixCache]) -> int:
+        """What the requests that run may still allocate: their prompts, and a step of each."""
+        return sum(c.unallocated_bytes + c.open_leases * c.step_bytes for c in caches)

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 
 from onefold.cache.gate import Gate, Work
 from onefold.cache.ledger import Account, Ledger, Purpose
+from onefold.errors import BudgetError
+
+SMALLER_FORWARDS = "feed the prompt with lease.chunks(), run fewer rows in a batch, or raise the budget"
 
 
 class Scratch:
@@ -30,7 +33,10 @@ class Scratch:
         account = self._accounts.get(thread)
         if account is None:
             account = self._accounts[thread] = self._ledger.open(Purpose.SCRATCH, 0)
-        account.resize(max(n_bytes, self._batched.get(thread, 0)))
+        try:
+            account.resize(max(n_bytes, self._batched.get(thread, 0)))
+        except BudgetError as error:
+            raise error.advised(SMALLER_FORWARDS) from None
 
     def reserving(self, n_bytes: int) -> Work[None]:
         """`reserve`, with the lock let go while room is made."""

@@ -21,6 +21,8 @@ import mlx.nn as nn
 from mlx_lm.models import base as _base
 from mlx_lm.models import cache as _cache
 
+from onefold.errors import LeaseError
+
 ArraysCache = _cache.ArraysCache
 BatchKVCache = _cache.BatchKVCache
 CacheList = _cache.CacheList
@@ -236,7 +238,17 @@ def _watching(cls: type, original: Callable[..., Any]) -> Callable[..., Any]:
             return stand_in[0].drive(run, inputs, len(stand_in))
         watchers, n_layers = _watchers(given)
         if not watchers:
+            if any(isinstance(c, list) and not c for c in given):
+                raise LeaseError(
+                    "a model was given an empty list of layers. For speculative decoding, pass draft_model= to "
+                    "PrefixCache: a lease has the draft's layers behind the target's then"
+                )
             return original(self, *args, **kwargs)
+        if inputs is not None and inputs.shape[0] > len(watchers):
+            raise LeaseError(
+                f"{inputs.shape[0]} rows were fed to the layers of {len(watchers)}: a lease is one row. Open one lease "
+                "per row and use cache.batch(leases)"
+            )
         others = [a for a in (*args, *kwargs.values()) if a is not inputs and isinstance(a, mx.array)]
         n_tokens = next((a.shape[1] for a in (inputs, *others) if a is not None), 0)
         told: list[Any] = []

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import array
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -40,7 +40,14 @@ def unboxed(tokens: Any) -> Any:
 def as_tokens(tokens: Any) -> Tokens:
     """A one-dimensional int32 array of token ids, without a copy where it is one already."""
     if isinstance(tokens, (str, bytes)):
-        raise TokenError("tokens are integers, and this is text: encode it first")
+        raise TokenError("tokens are integers, and this is text: encode it first (tokenizer.encode)")
+    if isinstance(tokens, (list, tuple)) and tokens and isinstance(tokens[0], Mapping):
+        raise TokenError(
+            "tokens are integers, and these are messages: apply the tokenizer's chat template first "
+            "(tokenizer.apply_chat_template)"
+        )
+    if isinstance(tokens, Mapping):
+        raise TokenError("tokens are integers, and this is a mapping: pass the ids in it, such as its input_ids")
     try:
         found = np.asarray(unboxed(tokens))
     except (ValueError, TypeError) as error:
@@ -48,7 +55,7 @@ def as_tokens(tokens: Any) -> Tokens:
     if found.ndim != 1:
         raise TokenError(f"tokens must be one-dimensional, got shape {found.shape}")
     if found.size == 0:
-        raise TokenError("tokens are empty; a request has at least one")
+        raise TokenError("tokens are empty: give at least one, such as the beginning-of-text token")
     if found.dtype.kind not in "iu":
         raise TokenError(f"tokens must be integers, got {found.dtype}")
     if found.dtype != np.int32:

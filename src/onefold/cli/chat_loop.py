@@ -21,7 +21,7 @@ from onefold.cli.reading import Reading
 from onefold.cli.screen import Screen
 from onefold.engine.request import Event, Hit, Progress, Reasoning, Text
 from onefold.errors import OnefoldError
-from onefold.sizes import show_size
+from onefold.sizes import show_count, show_size
 
 COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 
@@ -129,10 +129,11 @@ class Chat:
         parts = [_reuse(reading.hit)]
         if reading.seconds_to_first is not None:
             parts.append(f"first token after {reading.seconds_to_first:.2f} s")
+        generated = show_count(reading.completion_tokens, "token")
         if reading.tokens_per_second is not None:
-            parts.append(f"{reading.completion_tokens} tokens, {reading.tokens_per_second:.1f} per second")
+            parts.append(f"{generated}, {reading.tokens_per_second:.1f} per second")
         elif reading.completion_tokens:
-            parts.append(f"{reading.completion_tokens} tokens")
+            parts.append(generated)
         if stopped:
             parts.append("stopped")
         elif reading.done is not None and reading.done.finish == "length":

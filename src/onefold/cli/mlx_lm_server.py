@@ -1,6 +1,7 @@
 """`onefold mlx-lm-server`: mlx-lm's own server, with its own arguments, on our prompt cache.
 
-The options that are ours are taken off the command line before mlx-lm's parser reads it.
+The options that are ours are taken off the command line before mlx-lm's parser reads it. `--prompt-cache-bytes` is
+mlx-lm's, and read here all the same: it takes every size that our options take, and is handed on in bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 
 from onefold.cli.command_line import Parser, complain
 from onefold.errors import ConfigError
+from onefold.sizes import parse_size
 
 HELP = "run mlx_lm.server, with its own arguments, on Onefold's prompt cache"
 COMMAND = "onefold mlx-lm-server"
@@ -30,6 +32,8 @@ def run(arguments: list[str]) -> int:
         LRUPromptCache(**options).close()  # what is wrong is said before the model is loaded
     except ConfigError as error:
         return complain(COMMAND, str(error))
+    if ours.prompt_cache_bytes is not None:
+        theirs = [*theirs, "--prompt-cache-bytes", str(ours.prompt_cache_bytes)]
     before, sys.argv = sys.argv, [COMMAND, *theirs]  # where mlx-lm's parser looks
     try:
         serve(**options)
@@ -58,4 +62,14 @@ def _parser() -> argparse.ArgumentParser:
         help="what weights and KV may take of the device's memory, such as 24GB or 80%%; requests that do not fit are "
         "refused (default: 95%%; off: no limit)",
     )
+    parser.add_argument("--prompt-cache-bytes", type=_bytes, help=argparse.SUPPRESS)  # mlx-lm's help lists it
     return parser
+
+
+def _bytes(text: str) -> int:
+    if text.isdigit():
+        return int(text)  # 0 is a size to mlx-lm
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -160,8 +160,8 @@ FLAGS = (
     Flag("kv", "bits of stored KV: 16, 8 or 4", str, "16", "BITS"),
     Flag("max-kv-size", "tokens of a conversation that are kept, beyond which its middle is forgotten; 0 is no bound; "
          f"by default {MAX_KV_SIZE}", count, None, "TOKENS"),
-    Flag("keep", f"tokens that such a conversation begins with and never forgets; by default {KEEP}", count, None,
-         "TOKENS"),
+    Flag("keep", f"tokens that such a conversation begins with and never forgets; by default {KEEP}, or half of "
+         "--max-kv-size if that is less", count, None, "TOKENS"),
     Flag("max-batch", "requests that run at a time", positive, "32", "REQUESTS"),
     Flag("max-queue", "requests that may wait; more are refused with 503", positive, "128", "REQUESTS"),
     Flag("queue-timeout", "how long a request may wait", seconds, "600", "SECONDS"),
@@ -350,24 +350,24 @@ def _listen(engine: Engine, settings: Settings, sock: socket.socket) -> int:
 
 def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     url = f"http://{host}:{sock.getsockname()[1]}"
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in (
+    rows = [
         ("model", engine.model_id),
         ("OpenAI", f"{url}/v1"),
         ("Anthropic", url),
         ("budget", show_size(engine.cache.budget_bytes)),
         ("disk", _disk_line(engine)),
-        ("one token", f"{show_size(engine.cache.token_bytes)} of KV"),
+        ("one token", f"{show_size(engine.cache.token_bytes)} of KV{_format(engine)}"),
         ("room for", _room(engine)),
-    ):
-        table.add_row(name, Text(value))
+    ]
+    if (most := engine.cache.max_kv_size) is not None:
+        rows.append(("bound", f"{most:,} tokens a conversation, its first {engine.cache.keep:,} kept"))
     console = Console(highlight=False)
-    console.print(table, soft_wrap=True)
+    for name, value in rows:
+        console.print(Text(f"{name:<11}{value}"), soft_wrap=True)
     if not _loopback(settings.host) and not settings.api_keys:
         warning = f"Warning: whoever can reach {host} may use this server; give it an --api-key."
         Console(stderr=True).print(Text(warning, "bold"), soft_wrap=True)
@@ -379,6 +379,10 @@ def _disk_line(engine: Engine) -> str:
         return f"OFF: {disk.folder}: {disk.failed}" if disk.failed else "none: memory only"
     limit = f", at most {show_size(disk.daily_limit_bytes)} a day" if disk.daily_limit_bytes else ""
     return f"{disk.folder}: {show_size(disk.used_bytes)} of {show_size(disk.budget_bytes)}, mode {disk.mode}{limit}"
+
+
+def _format(engine: Engine) -> str:
+    return "" if engine.cache.kv_bits == 16 else f", in {engine.cache.kv_bits} bits"
 
 
 def _room(engine: Engine) -> str:

@@ -209,8 +209,9 @@ class Timed:
         self._lock, self._depth, self._since = lock, 0, 0.0
         self.longest = 0.0
 
-    def acquire(self) -> bool:
-        self._lock.acquire()
+    def acquire(self, blocking: bool = True) -> bool:
+        if not self._lock.acquire(blocking):
+            return False
         self._depth += 1
         if self._depth == 1:
             self._since = time.perf_counter()

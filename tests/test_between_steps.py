@@ -9,11 +9,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from disk_walk import Walk
 from fake import FakeModel, Session, settled, text
 
 import onefold
+from onefold.cache.segment import Slab, Track
 
 
 @pytest.fixture(autouse=True)
@@ -133,3 +135,129 @@ def test_whatever_happens_between_two_steps_with_a_disk(kinds: tuple[str, ...], 
         walk.step()
     walk.start_again()
     walk.cache.close()
+
+
+# -- one layer at a time -------------------------------------------------------------------------------------
+
+
+class Copies:
+    """How many layers are copied while the lock is held once, at most and together."""
+
+    def __init__(self, cache: onefold.PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.most = self.all = self._now = 0
+        for cls, name in ((Slab, "_rewritten"), (Track, "_copy")):
+            monkeypatch.setattr(cls, name, self._counting(getattr(cls, name)))
+        between = cache._lock.between
+
+        def counted(pause: float) -> None:
+            self._now = 0
+            between(pause)
+
+        monkeypatch.setattr(cache._lock, "between", counted)
+
+    def _counting(self, copy: Callable[..., object]) -> Callable[..., object]:
+        def counted(*args: object) -> object:
+            self._now += 1
+            self.all += 1
+            self.most = max(self.most, self._now)
+            return copy(*args)
+
+        return counted
+
+
+LAYERS = 5
+
+
+def grow(model: FakeModel, cache: onefold.PrefixCache) -> Callable[[], object]:
+    session = Session(model, cache, text(250)).prefill(50)
+    return lambda: (session.decode(10), session.cancel())
+
+
+def trim(model: FakeModel, cache: onefold.PrefixCache) -> Callable[[], object]:
+    session = Session(model, cache, text(260)).prefill(50)
+    return session.commit
+
+
+def shrink(model: FakeModel, cache: onefold.PrefixCache) -> Callable[[], object]:
+    Session(model, cache, text(600)).prefill(50).commit()
+    return lambda: cache.shrink(400 * cache.token_bytes)
+
+
+def cut_in_half(model: FakeModel, cache: onefold.PrefixCache) -> Callable[[], object]:
+    Session(model, cache, text(600)).prefill(50).commit()
+    return lambda: cache.forget(text(600), 300)
+
+
+def unite(model: FakeModel, cache: onefold.PrefixCache) -> Callable[[], object]:
+    """A conversation that went on while another request read its buffer lies in two; then the other is gone."""
+    tokens = Session(model, cache, text(300)).prefill(50).commit()
+    reader = Session(model, cache, [*tokens, 1])
+    tokens = Session(model, cache, [*tokens, 2, *text(400, 1)]).prefill(50).commit()
+    reader.lease.discard()
+    return lambda: Session(model, cache, [*tokens, 3]).prefill().cancel()
+
+
+@pytest.mark.parametrize("how", [grow, trim, shrink, cut_in_half, unite])
+def test_a_copy_is_one_layer_each_time_the_lock_is_held(
+    how: Callable[[FakeModel, onefold.PrefixCache], Callable[[], object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = FakeModel(("full",) * LAYERS)
+    with onefold.PrefixCache(model, "64MB") as cache:
+        act = how(model, cache)
+        copies = Copies(cache, monkeypatch)
+        act()
+        assert copies.all >= LAYERS and copies.most == 1
+        settled(cache)
+
+
+@pytest.mark.parametrize("how", [grow, trim, shrink, cut_in_half, unite])
+def test_a_request_that_needs_a_buffer_whose_copy_has_begun(
+    how: Callable[[FakeModel, onefold.PrefixCache], Callable[[], object]],
+) -> None:
+    """It does the rest of the copy, reads what is right, and the thread that began finds it done."""
+    model = FakeModel(("full",) * LAYERS)
+    with onefold.PrefixCache(model, "64MB") as cache:
+        act = how(model, cache)
+        hits: list[int] = []
+
+        def ask() -> None:
+            known = max((text(250), text(260), text(300), text(600)), key=lambda t: cache.matched(t))
+            session = Session(model, cache, [*known, 5])
+            hits.append(session.cached)
+            session.prefill().commit()
+
+        Intruder(ask).watch(cache)
+        act()
+        assert hits and (max(hits) >= 200 or how is grow)  # what a forward is still writing is no hit
+        settled(cache)
+
+
+def test_clearing_where_a_copy_has_begun() -> None:
+    model = FakeModel(("full",) * LAYERS)
+    with onefold.PrefixCache(model, "64MB") as cache:
+        act = shrink(model, cache)
+        intruder = Intruder(cache.clear)
+        intruder.watch(cache)
+        act()
+        assert intruder.times and cache.stats().stored_tokens == 0 and cache.stats().bytes["stored"] == 0
+        settled(cache)
+
+
+def test_closing_where_a_copy_has_begun() -> None:
+    model = FakeModel(("full",) * LAYERS)
+    before = mx.get_active_memory()
+    cache = onefold.PrefixCache(model, "64MB")
+    act = shrink(model, cache)
+    Intruder(cache.close).watch(cache)
+    act()
+    mx.clear_cache()
+    assert mx.get_active_memory() <= before + 1024
+
+
+def test_a_lease_whose_cache_is_closed_while_it_is_opened() -> None:
+    model = FakeModel(("full",) * LAYERS)
+    cache = onefold.PrefixCache(model, "64MB")
+    act = unite(model, cache)
+    Intruder(cache.close).watch(cache)
+    with pytest.raises(onefold.OnefoldError):
+        act()

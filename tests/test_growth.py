@@ -138,11 +138,25 @@ def test_a_ranking_gives_items_by_their_last_key(steps: list[tuple[int, int, int
     assert ranking.keys() == {item: (key, item) for item, key in keys.items()}
 
 
-def test_a_ranking_keeps_few_stale_entries() -> None:
+def test_a_ranking_keeps_nothing_of_what_was_moved() -> None:
     ranking = Ranking[int]()
     for i in range(10_000):
         ranking.place(i % 10, (i,))
-    assert len(ranking._heap) <= 100
+    assert len(ranking._order) == 10
+
+
+def test_what_a_ranking_passes_over_comes_again() -> None:
+    ranking = Ranking[str]()
+    for key, item in enumerate("abcd"):
+        ranking.place(item, key)
+    ranking.pass_over("a", 0)
+    ranking.pass_over("c", 2)
+    assert ranking.first() == "b" and len(ranking) == 4 and ranking.keys()["a"] == 0
+    ranking.place("c", -1)
+    ranking.remove("b")
+    assert ranking.pop() == "c"
+    ranking.put_back()
+    assert [ranking.pop() for _ in range(3)] == ["a", "d", None]
 
 
 @pytest.mark.parametrize("what", ["set_budget", "shrink", "clear"])

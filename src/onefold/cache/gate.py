@@ -17,10 +17,11 @@ A child of the process is refused: the thread that held the lock when it was for
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import TypeVar
 
 from onefold.errors import ConfigError
@@ -123,6 +124,19 @@ class Gate:
                 return end.value  # type: ignore[no-any-return]
             if pause:
                 self.wait(pause)
+
+    @contextlib.contextmanager
+    def released(self) -> Iterator[None]:
+        """Lets go of the lock for something slow, in the middle of what else needs it; not where a caller further up
+        has it too, whose change may be half done."""
+        if self._depth > 1:
+            yield
+            return
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
 
     def wait(self, seconds: float) -> None:
         """Until something has changed, or so long. Both the writer and those who wait for it call this, inside."""

@@ -434,7 +434,7 @@ class PrefixCache:
         for node in list(self._shelf.leaves.busy):
             node.pins = 0
         self._pins.clear()
-        began = max(self._shelf.clock, time.time())  # what is known from the disk is as old as it is there
+        began = self._shelf.now()
         for tree in list(self._shelf.trees.values()):
             for node in tree.children_first():
                 if node.parent is None or not node.idle or not _is_leaf(node, disk) or node.last_use > began:
@@ -454,6 +454,8 @@ class PrefixCache:
         ledger, share = self._ledger, 0 if self._ledger.elastic else device.pool_bytes(n_bytes)
         if n_bytes > 0:
             self.reclaim(lambda: ledger.used_bytes - ledger.spare() + share + ledger.headroom() - n_bytes)
+            if mx.get_cache_memory() > device.pool_bytes(n_bytes):
+                mx.clear_cache()  # here, since it takes long where many buffers were freed
         with self._lock:
             self._open_for_use()
             self.sweep()
@@ -794,6 +796,8 @@ class PrefixCache:
 
     def _reclaiming(self, excess: Callable[[], int], patience: float) -> Work[None]:
         before = math.inf
+        if self._disk is not None:  # nothing can be freed where the writer is copying
+            yield from self._disk.spiller.awaiting_copies(self._store.busy)
         while not self._closed and before > (missing := excess()) > 0:
             before = missing
             yield from self._shelf.making_room(missing, patience=patience)

@@ -1,61 +1,57 @@
 """A ranking: items in the order of their keys, smallest first, while items and keys change.
 
-- `place`, `remove`, `first` and `pop` take logarithmic time on average, however many items there are.
+- No call takes much longer than others, however many items there are: nothing is put off, and nothing is rebuilt.
 - Items can be passed over for a while: they keep their keys, and come again with `put_back`, or when they are placed.
-- An item that was removed or placed anew leaves a stale entry in the heap, which is skipped when it comes up. Stale
-  entries are never more than items and some.
 """
 
 from __future__ import annotations
 
-import heapq
+import itertools
 from collections.abc import Hashable
 from typing import Any, Generic, TypeVar
 
-T = TypeVar("T", bound=Hashable)
+from sortedcontainers import SortedList
 
-STALE_LEAST = 64
-"""Stale entries that are not worth a rebuilt heap."""
+T = TypeVar("T", bound=Hashable)
 
 
 class Ranking(Generic[T]):
     def __init__(self) -> None:
-        self._keys: dict[T, Any] = {}
-        self._heap: list[tuple[Any, int, T]] = []
+        self._order = SortedList()
+        self._entries: dict[T, tuple[Any, int, T]] = {}
+        """What stands in the order for each item; the number keeps items from being compared."""
+        self._numbers = itertools.count()
         self._passed: dict[T, Any] = {}
 
     def __len__(self) -> int:
-        return len(self._keys) + len(self._passed)
+        return len(self._entries) + len(self._passed)
 
     def place(self, item: T, key: Any) -> None:
         """Add an item, or move it to where `key` puts it."""
-        self._passed.pop(item, None)
-        if self._keys.get(item) != key:
-            self._keys[item] = key
-            heapq.heappush(self._heap, (key, id(item), item))
-            self._drop_stale()
+        entry = self._entries.get(item)
+        if entry is None or entry[0] != key:
+            self.remove(item)
+            self._entries[item] = entry = (key, next(self._numbers), item)
+            self._order.add(entry)
 
     def remove(self, item: T) -> None:
         """Take an item out, if it is there."""
-        self._passed.pop(item, None)
-        if self._keys.pop(item, None) is not None:
-            self._drop_stale()
+        entry = self._entries.pop(item, None)
+        if entry is not None:
+            self._order.remove(entry)
+        elif self._passed:
+            self._passed.pop(item, None)
 
     def first(self) -> T | None:
         """The item with the smallest key; None if there is none."""
-        while self._heap:
-            key, _, item = self._heap[0]
-            if self._keys.get(item) == key:
-                return item
-            heapq.heappop(self._heap)
-        return None
+        return self._order[0][2] if self._order else None
 
     def pop(self) -> T | None:
         """Take out the item with the smallest key and return it; None if there is none."""
         item = self.first()
         if item is not None:
-            heapq.heappop(self._heap)
-            del self._keys[item]
+            self._order.pop(0)
+            del self._entries[item]
         return item
 
     def pass_over(self, item: T, key: Any) -> None:
@@ -71,9 +67,4 @@ class Ranking(Generic[T]):
 
     def keys(self) -> dict[T, Any]:
         """Every item with its key, in no order."""
-        return self._keys | self._passed
-
-    def _drop_stale(self) -> None:
-        if len(self._heap) > 2 * len(self._keys) + STALE_LEAST:
-            self._heap = [(key, id(item), item) for item, key in self._keys.items()]
-            heapq.heapify(self._heap)
+        return {item: entry[0] for item, entry in self._entries.items()} | self._passed

@@ -325,7 +325,8 @@ class Restore:
         if self.done:
             return
         self.done = True
-        concurrent.futures.wait(self._loading)  # what is still being read into
+        with self._cache._lock.released():
+            concurrent.futures.wait(self._loading)  # what is still being read into
         self._loading.clear()
         if self._slab is not None:
             if self._direct and self._slab.layers[0] is not None:  # no garbage behind what is right
@@ -418,14 +419,19 @@ class Restore:
             if not cache._shelf.admit_checkpoint(size):
                 raise BudgetError("a checkpoint", needed_bytes=size, available_bytes=0)
             account = cache._ledger.open(Purpose.CHECKPOINT, size, "a checkpoint from disk")
+            kept = False
             try:
                 largest = max((t.nbytes for t in content.tensors), default=0)
                 with contextlib.closing(self._on_the_way(0 if self._direct else largest)):
-                    node.checkpoint = self._revive(file, content, data_at, checksum, account)
+                    with cache._lock.released():
+                        found = self._revive(file, content, data_at, checksum, account)
+                    if self.done or node.checkpoint is not None:  # others had the lock meanwhile
+                        return
+                    node.checkpoint, kept = found, True
             except (MemoryError, RuntimeError) as error:
                 raise _no_room(error, size) from error
             finally:
-                if node.checkpoint is None:
+                if not kept:
                     account.close()
         if not self._wanted.records:
             self.tokens += self._wanted.saves

@@ -93,6 +93,10 @@ class Shelf:
         if self.disk is not None:
             self.disk.touch(path, self.clock)
 
+    def now(self) -> float:
+        """Nothing was used later than this, so far."""
+        return max(self.clock, time.time())
+
     def hold(self, node: Node) -> None:
         for n in node.path():
             n.leases += 1
@@ -254,7 +258,8 @@ class Shelf:
 
     def making_room(self, missing: int, *, patience: float = PATIENCE) -> Work[None]:
         """Free at least `missing` bytes if that is possible, and as little more as can be. What is not on disk yet and
-        should be is written first, for so many seconds at most; with none to spare it stays in memory."""
+        should be is written first, for so many seconds at most; with none to spare it stays in memory. What others use
+        while this lets go of the lock stays, so that it ends however busy they are."""
         if self._reclaiming:
             return
         self._reclaiming = True
@@ -274,43 +279,49 @@ class Shelf:
             self.store.finish_copies()  # nothing can be freed where another thread has begun one
         if missing > self.reclaimable_bytes():
             return
-        until = time.monotonic() + patience
+        began, until = self.now(), time.monotonic() + patience
         goal = self.ledger.used_bytes - missing
         # what room alone cannot make up for goes first, so that its buffers are not copied before
         before = math.inf
         while before > (used := self.ledger.used_bytes) > goal + self._room_bytes():
             before = used
-            yield from self._giving_up(goal + self._room_bytes(), patience, until)
+            yield from self._giving_up(goal + self._room_bytes(), patience, until, began)
         yield from self._squeezing(goal)
-        yield from self._giving_up(goal, patience, until)
+        yield from self._giving_up(goal, patience, until, began)
 
     def _room_bytes(self) -> int:
         """What compacting every idle slab would free."""
         room = self.store.capacity - self.store.owned
         return (room - sum(s.capacity - s.owned for s in self.store.busy)) * self.store.token_bytes
 
-    def _giving_up(self, goal: int, patience: float, until: float) -> Work[None]:
-        """Evict until no more than `goal` bytes are used: what is on disk too first, then the rest."""
+    def _giving_up(self, goal: int, patience: float, until: float, began: float) -> Work[None]:
+        """Evict what was used last before `began`, until no more than `goal` bytes are used: what is on disk too first,
+        then the rest."""
         if self.disk is not None:
-            yield from self._evicting_down_to(goal, self.disk.spiller.is_clean, 0.0)
+            yield from self._evicting_down_to(goal, self.disk.spiller.is_clean, 0.0, began)
         if self.disk is None or patience:
-            yield from self._evicting_down_to(goal, lambda node: True, until)
+            yield from self._evicting_down_to(goal, lambda node: True, until, began)
 
     def _squeezing(self, goal: int) -> Work[None]:
         """Give back room that no node owns, until no more than `goal` bytes are used."""
         roomy = self.store.roomy
         try:
-            while self.ledger.used_bytes > goal and (slab := roomy.first()) is not None:
+            for _ in range(len(roomy)):
+                if self.ledger.used_bytes <= goal or (slab := roomy.first()) is None:
+                    break
                 if not (yield from self.compacting(slab)) and slab in self.store.slabs:
                     roomy.pass_over(slab, slab.owned - slab.capacity)
         finally:
             roomy.put_back()
 
-    def _evicting_down_to(self, goal: int, may: Callable[[Node], bool], until: float) -> Work[None]:
+    def _evicting_down_to(self, goal: int, may: Callable[[Node], bool], until: float, began: float) -> Work[None]:
         while (short := self.ledger.used_bytes - goal) > 0:
             touched, freed = dict[Slab, None](), 0
             try:
                 while freed < short and (node := self.leaves.pop()) is not None:
+                    if node.last_use > began:  # as are all that follow
+                        self.leaves.pass_over(node)
+                        break
                     victim = eviction.consider(
                         node, short - freed, self.frees(node), self.store.token_bytes, may_cut=not self.pointwise
                     )

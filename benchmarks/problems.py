@@ -1010,15 +1010,15 @@ def c4_oldest_first() -> Shown:
     model = llama_model(layers=8)
     asked: list[tuple[int, int]] = []
     with onefold.PrefixCache(model, 40_000_000, high_water=1.0, low_water=1.0) as cache:
-        make_room, ledger = cache._ledger.make_room, cache._ledger
-        assert make_room is not None
+        making_room, ledger = cache._ledger.making_room, cache._ledger
 
-        def counted(missing: int) -> None:
+        def counted(missing: int) -> Iterator[float]:
             before = ledger.used_bytes
-            make_room(missing)
-            asked.append((missing, before - ledger.used_bytes))
+            yield from making_room(missing)
+            if before > ledger.used_bytes:
+                asked.append((missing, before - ledger.used_bytes))
 
-        ledger.make_room = counted
+        ledger.making_room = counted  # type: ignore[assignment]
         told = [ask(cache, model, words(200, 0))[1]]
         busy = cache.lease([*told[0], 1])  # the oldest, but somebody is using it
         told += [ask(cache, model, words(200, i))[1] for i in range(1, 14)]

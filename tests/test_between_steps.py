@@ -261,3 +261,55 @@ def test_a_lease_whose_cache_is_closed_while_it_is_opened() -> None:
     Intruder(cache.close).watch(cache)
     with pytest.raises(onefold.OnefoldError):
         act()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("how", [grow, trim, shrink, cut_in_half, unite])
+def test_a_copy_that_is_broken_off(
+    how: Callable[[FakeModel, onefold.PrefixCache], Callable[[], object]],
+    error: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the middle of it: what it was copying is a miss afterwards, or as it was, and never something else."""
+    model = FakeModel(("full",) * LAYERS)
+    with onefold.PrefixCache(model, "64MB") as cache:
+        act = how(model, cache)
+        evaluate, copies = mx.eval, [0]
+
+        def failing(*arrays: object) -> None:
+            copies[0] += 1
+            if copies[0] == 3:
+                raise error("broken off")
+            evaluate(*arrays)
+
+        with monkeypatch.context() as patch, contextlib.suppress(error, onefold.OnefoldError):
+            patch.setattr("onefold.cache.segment.mx.eval", failing)
+            act()
+        assert copies[0] >= 3
+        for lease in list(cache._leases):
+            lease.discard()
+        settled(cache)
+        for tokens in (text(250), text(260), text(300), text(600)):
+            Session(model, cache, [*tokens, 5]).prefill(50).commit()
+        cache.clear()
+        assert cache.stats().bytes["stored"] == 0 and not cache._store.slabs
+
+
+@pytest.mark.parametrize("how", [grow, trim, shrink, cut_in_half, unite])
+def test_an_interrupt_between_two_steps(how: Callable[[FakeModel, onefold.PrefixCache], Callable[[], object]]) -> None:
+    model = FakeModel(("full",) * LAYERS)
+    with onefold.PrefixCache(model, "64MB") as cache:
+        act, between = how(model, cache), cache._lock.between
+
+        def interrupted(pause: float) -> None:
+            raise KeyboardInterrupt
+
+        cache._lock.between = interrupted  # type: ignore[method-assign]
+        with contextlib.suppress(KeyboardInterrupt):
+            act()
+        cache._lock.between = between  # type: ignore[method-assign]
+        for lease in list(cache._leases):
+            lease.discard()
+        for tokens in (text(250), text(260), text(300), text(600)):
+            Session(model, cache, [*tokens, 5]).prefill(50).commit()
+        settled(cache)

@@ -95,17 +95,21 @@ class Gate:
         already it is kept throughout."""
         if self.is_held_here:
             return self.run_held(work)
-        while True:
+        try:
+            while True:
+                with self:
+                    stop = time.monotonic() + STRETCH_SECONDS
+                    while True:
+                        try:
+                            pause = next(work)
+                        except StopIteration as end:
+                            return end.value  # type: ignore[no-any-return]
+                        if pause or time.monotonic() > stop:
+                            break
+                self.between(pause)
+        finally:
             with self:
-                stop = time.monotonic() + STRETCH_SECONDS
-                while True:
-                    try:
-                        pause = next(work)
-                    except StopIteration as end:
-                        return end.value  # type: ignore[no-any-return]
-                    if pause or time.monotonic() > stop:
-                        break
-            self.between(pause)
+                work.close()  # interrupted in between: what it has to put in order needs the lock
 
     def between(self, pause: float) -> None:
         """Called without the lock, between two stretches of one piece of work."""

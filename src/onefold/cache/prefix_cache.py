@@ -42,7 +42,15 @@ from onefold.cache.segment import STEP, Slab, Store, Track, round_up
 from onefold.cache.shelf import PATIENCE, Shelf
 from onefold.cache.tiers.record import VERSION
 from onefold.cache.tree import Node, Tokens, Tree, as_tokens
-from onefold.errors import BudgetError, ConfigError, DeviceError, IntegrityError, OnefoldError, WrongThread
+from onefold.errors import (
+    BudgetError,
+    ConfigError,
+    DeviceError,
+    IntegrityError,
+    LeaseClosed,
+    OnefoldError,
+    WrongThread,
+)
 from onefold.sizes import parse_size, show_count, show_size
 
 log = logging.getLogger("onefold")
@@ -288,6 +296,9 @@ class PrefixCache:
         except BudgetError as error:
             self._reasons["no room"] += 1
             raise error.advised("shorten the prompt, end other leases, release pins, or raise the budget") from None
+        except LeaseClosed:
+            self._open_for_use()  # closed by another thread meanwhile
+            raise
         finally:
             if not opened:
                 settling.release(self, lease)

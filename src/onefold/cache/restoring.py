@@ -155,8 +155,12 @@ def planning(cache: PrefixCache, disk: Disk, tree: Tree, tokens: Tokens, reserve
         return None
     room = max(0, len(tokens) + reserve_tokens - found.matched)
     if found.records:
-        first = found.records[0].start
-        yield from cache._store.making_room_for(max(r.end for r in found.records) + room - first)
+        first, end = found.records[0].start, found.path[-1]
+        cache._shelf.hold(end)  # or what it goes on from might make way
+        try:
+            yield from cache._store.making_room_for(max(r.end for r in found.records) + room - first)
+        finally:
+            cache._shelf.release(end)
         found = wanted(cache, tree, tokens)  # others had the lock meanwhile
         if found is None or not (found.records or found.point):
             return None

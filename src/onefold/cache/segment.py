@@ -389,6 +389,10 @@ class Slab:
                     del new
                     done += 1
                     yield 0.0
+        except KeyboardInterrupt:
+            if capacity > self.capacity:
+                self._shrink_back()
+            raise
         except (BudgetError, MemoryError, RuntimeError) as error:
             if capacity > self.capacity:
                 self._shrink_back()
@@ -655,6 +659,8 @@ class Track:
     def free(self) -> None:
         """Let go of everything. What nodes own stays with them."""
         for piece in self.pieces:
+            piece.slab.finish_copy()
+        for piece in self.pieces:
             piece.slab.leave(self)
         slabs = {id(p.slab): p.slab for p in self.pieces}
         self.pieces = []
@@ -709,6 +715,10 @@ class Track:
             if id(piece.slab) not in left:
                 piece.slab.leave(self)
                 piece.slab.settle()
+
+    def _drop_unread(self, slab: Slab) -> None:
+        slab.leave(self)
+        slab.settle()
 
     def _copy(self, index: int, start: int, stop: int, capacity: int) -> list[mx.array]:
         parts: list[list[mx.array | None]] = [[] for _ in self.store.specs[index].arrays]
@@ -765,35 +775,23 @@ class Track:
         end, store = self.end, self.store
         fresh = store.slab(capacity, reserved=0)
         fresh.enter(self)  # not idle: reclaiming must not think it empty
-        begun = False
-        try:
-            if consume:
-                one_layer = store.layer_token_bytes * capacity
-                slack = max(0, capacity - sum(s.capacity for s in consume)) * store.token_bytes
-                yield from store.ledger.granting(Purpose.LIVE, one_layer + slack)
-                transient = store.ledger.open(Purpose.INFLIGHT, one_layer, "one layer of a merge")
-                try:
-                    fresh.account.resize(slack)
-                except BudgetError:
-                    transient.close()
-                    raise
-            else:
-                transient = store.ledger.open(Purpose.INFLIGHT, 0)
-                fresh.account.resize(capacity * store.token_bytes)
-            begun = True
-        finally:
-            if not begun:
-                fresh.leave(self)
-                fresh.settle()
-        for index in range(len(store.specs)):
-            fresh.layers[index] = self._copy(index, 0, end, capacity)
-            for slab in consume:
-                slab.layers[index] = None
-            yield 0.0
-        for slab in consume:
-            slab.account.resize(0)
-        fresh.account.resize(capacity * store.token_bytes, force=True)
-        transient.close()
+        one_layer = store.layer_token_bytes * capacity if consume else 0
+        slack = max(0, capacity - sum(s.capacity for s in consume)) * store.token_bytes
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._drop_unread, fresh)
+            yield from store.ledger.granting(Purpose.LIVE, one_layer + slack)
+            transient = store.ledger.open(Purpose.INFLIGHT, one_layer, "one layer of a merge")
+            with contextlib.closing(transient):
+                fresh.account.resize(slack)
+                for index in range(len(store.specs)):
+                    fresh.layers[index] = self._copy(index, 0, end, capacity)
+                    for slab in consume:
+                        slab.layers[index] = None
+                    yield 0.0
+                for slab in consume:
+                    slab.account.resize(0)
+                fresh.account.resize(capacity * store.token_bytes, force=True)
+            undo.pop_all()
         floor, frozen = self.floor, self.frozen
         self.free()
         self._append(fresh, end)

@@ -269,7 +269,7 @@ class Shelf:
                 yield pause
                 self._reclaiming = True
         finally:
-            self._reclaiming = False
+            self._reclaiming = False  # with the lock held, also where this is broken off
 
     def _making_room(self, missing: int, patience: float) -> Work[None]:
         self.leaves.put_back()
@@ -382,6 +382,9 @@ class Shelf:
         except DeviceError as error:
             self.lose(slab, error)
             return False
+        except KeyboardInterrupt:
+            self.lose(slab, DeviceError("its copy was interrupted"))
+            raise
         at = 0
         for span in slab.spans:  # some may have been cut in two meanwhile, or joined: they are in the same order
             span.lo, span.hi = at, at + span.hi - span.lo
@@ -466,6 +469,10 @@ class Shelf:
             fresh = yield from track.merging(track.end + room, slabs)
         except BudgetError:
             return False
+        except (RuntimeError, MemoryError, KeyboardInterrupt) as error:
+            for slab in slabs:
+                self.lose(slab, DeviceError(f"its copy failed: {error!r}"))
+            raise
         self.repoint([span.node for slab in slabs for span in slab.spans], fresh)
         self.counts["merges"] += 1
         return True

@@ -92,7 +92,7 @@ def test_its_pictures_exist() -> None:
         assert len(lines) == 9, "three modes: memory, its peak, and tokens computed"
 
 
-QUICK = ["A5", "B1", "B2", "B6", "B7", "B8", "C2", "C3", "C4"]
+QUICK = ["A1", "A5", "B1", "B2", "B6", "B7", "B8", "C2", "C3", "C4"]
 
 
 @pytest.mark.parametrize("problem", QUICK)

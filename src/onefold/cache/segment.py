@@ -43,7 +43,9 @@ Arrays = tuple[mx.array, ...]
 Made = TypeVar("Made")
 
 STEP = 256
-"""Capacities of slabs that are written are multiples of this while bytes are not short."""
+"""Capacities of new slabs are multiples of this while bytes are not short."""
+GROWTH_STEP = 128
+"""The same for slabs that grow: a conversation of a thousand tokens should not grow by a quarter."""
 FINE_STEP = 8
 """The same at rest, and where bytes are short."""
 ROOM_SHARE = 8
@@ -115,7 +117,8 @@ class Store:
     def capacities(self, need: int, held: int = 0, spare: int = 0) -> Iterator[int]:
         """Capacities to try for `need` tokens, for a slab that has `held` already: with room to grow while memory is
         free; then rounded up, if evicting makes room for that and `spare` bytes more; then as little as can be."""
-        roomy, rounded = round_up(max(need, held + held // ROOM_SHARE)), round_up(need)
+        step = GROWTH_STEP if held else STEP
+        roomy, rounded = round_up(max(need, held + held // ROOM_SHARE), step), round_up(need, step)
         if roomy > rounded and self.ledger.fits((roomy - held) * self.token_bytes + spare):
             yield roomy
         if self.ledger.attainable((rounded - held) * self.token_bytes + spare):

@@ -348,3 +348,35 @@ def test_a_device_that_fails_in_a_forward_costs_only_the_buffers_it_was_writing(
         lease.commit([*other, 2])
     monkeypatch.setattr("onefold.cache.prefix_cache.mx.eval", real)
     assert lease.closed
+
+
+def test_a_budget_that_no_forward_fits_is_refused_later_too(model):
+    with onefold.PrefixCache(model, "16MB") as cache:
+        with pytest.raises(onefold.ConfigError, match="has no room for a forward of this model: give at least"):
+            cache.set_budget("1KB")
+        assert cache.budget_bytes == 16_000_000
+
+
+@pytest.mark.parametrize("keep", [-1, "x", 1.5])
+def test_forget_says_what_keep_is(model, keep):
+    with onefold.PrefixCache(model, "16MB") as cache, pytest.raises(onefold.ConfigError, match="keep is the number"):
+        cache.forget(words(10), keep)
+
+
+def test_nothing_instead_of_tokens(model):
+    with onefold.PrefixCache(model, "16MB") as cache:
+        with pytest.raises(onefold.TokenError, match="None"):
+            cache.lease(None)
+        with cache.lease(words(10)) as lease, pytest.raises(onefold.LeaseError, match="0 tokens for 1 row"):
+            cache.batch([lease]).step([])
+
+
+def test_a_request_without_its_draft_says_why_it_is_not_stored(model, caplog):
+    with onefold.PrefixCache(model, "16MB", draft_model=tiny("llama", seed=5)) as cache:
+        for _ in range(2):
+            with cache.lease(words(10)) as lease:
+                mx.eval(model(mx.array([words(10)]), cache=lease.layers[: len(model.layers)]))
+                lease.commit()
+        assert cache.stats().reasons["draft or target was fed nothing"] == 2
+    assert [r.message for r in caplog.records if "draft model was fed nothing" in r.message][1:] == []
+    assert any("draft model was fed nothing" in r.message for r in caplog.records)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -15,6 +17,7 @@ from disk_walk import Walk
 from fake import FakeModel, Session, settled, text
 
 import onefold
+from onefold.cache.restoring import Restore
 from onefold.cache.segment import Slab, Track
 
 
@@ -313,3 +316,134 @@ def test_an_interrupt_between_two_steps(how: Callable[[FakeModel, onefold.Prefix
         for tokens in (text(250), text(260), text(300), text(600)):
             Session(model, cache, [*tokens, 5]).prefill(50).commit()
         settled(cache)
+
+
+# -- others that want room, or the end -----------------------------------------------------------------------
+
+
+def test_nobody_is_refused_while_another_thread_lowers_the_water() -> None:
+    model, refused = FakeModel(("full",) * LAYERS), list[str]()
+    with onefold.PrefixCache(model, 2_500_000, high_water=0.5, low_water=0.45) as cache:
+        for i in range(5):
+            Session(model, cache, text(200, i)).prefill(50).commit()
+        lease = cache.lease(text(1700, 77))
+        for chunk in lease.chunks(20):
+            mx.eval(model(mx.array(chunk)[None], cache=lease.layers))
+
+        def ask() -> None:
+            try:
+                cache.lease(text(2600, 99)).discard()
+            except onefold.BudgetError as error:
+                refused.append(str(error))
+            cache.check()
+
+        intruder = Intruder(ask)
+        intruder.watch(cache)
+        lease.commit()
+        assert intruder.times and not refused
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_nothing_is_evicted_for_bytes_that_a_copy_will_free(at: int) -> None:
+    """Another thread has begun to cut a buffer to size: that is done first."""
+    model = FakeModel(("full",) * LAYERS)
+    with onefold.PrefixCache(model, 4_000_000) as cache:
+        for i in range(4):
+            Session(model, cache, text(400, i)).prefill(50).commit()
+        lease = cache.lease(text(600, 77), reserve_tokens=3000)
+        for chunk in lease.chunks(100):
+            mx.eval(model(mx.array(chunk)[None], cache=lease.layers))
+        seen: list[int] = []
+
+        def ask() -> None:
+            seen.append(cache.evicted_tokens)
+            if len(seen) == at:
+                cache.lease(text(1500, 99)).discard()
+
+        Intruder(ask).watch(cache)
+        lease.cancel()
+        assert len(seen) >= at and cache.evicted_tokens < 200
+
+
+def test_threads_that_want_one_conversation_from_disk_read_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, load = FakeModel(("full", "full")), Restore._load
+
+    def slow(restore: Restore, record: Any) -> Any:
+        time.sleep(0.05)
+        return load(restore, record)
+
+    monkeypatch.setattr(Restore, "_load", slow)
+    with onefold.PrefixCache(model, 8_000_000, disk=tmp_path) as cache:
+        tokens = Session(model, cache, text(900)).prefill(50).commit()
+    with onefold.PrefixCache(model, 8_000_000, disk=tmp_path) as cache, ThreadPoolExecutor(4) as pool:
+
+        def ask(i: int) -> int:
+            lease = cache.lease([*tokens, i])
+            lease.discard()
+            return lease.cached
+
+        assert list(pool.map(ask, range(4))) == [len(tokens)] * 4
+        stats = cache.stats()
+        assert stats.disk.restored_tokens == len(tokens) and stats.tokens_from_disk == len(tokens)
+
+
+def test_closing_beside_threads_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them hears that the cache is closed, and nothing is left of what they did."""
+    monkeypatch.setattr("onefold.cache.gate.STRETCH_SECONDS", 0.005)
+    model, heard = FakeModel(("full",) * 3), list[BaseException]()
+    for _ in range(3):
+        cache = onefold.PrefixCache(model, "64MB")
+
+        def decode(seed: int, cache: onefold.PrefixCache = cache) -> None:
+            try:
+                while True:
+                    lease = cache.lease(text(60 + seed, seed))
+                    mx.eval(model(mx.array(lease.rest)[None], cache=lease.layers))
+                    for _ in range(5):
+                        mx.eval(model(mx.array([[5]]), cache=lease.layers))
+                    lease.commit()
+            except (onefold.OnefoldError, TypeError, RuntimeError) as error:
+                heard.append(error)
+
+        threads = [threading.Thread(target=decode, args=(i,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.1)
+        cache.close()
+        for thread in threads:
+            thread.join(60)
+        assert not any(cache._ledger.by_purpose().values())
+    assert len(heard) == 18 and all(isinstance(e, (onefold.LeaseClosed, onefold.ConfigError)) for e in heard), heard
+
+
+def test_a_growth_that_only_its_own_thread_can_compute() -> None:
+    """It called a part of the model, so what it wrote is not scheduled: another request has a shorter hit, and neither
+    an error nor a hand in it."""
+    model = FakeModel(("full",) * LAYERS)
+    with onefold.PrefixCache(model, "64MB") as cache:
+        tokens = text(300)
+        lease = cache.lease(tokens)
+        mx.eval(model(mx.array(tokens)[None], cache=lease.layers))
+        lease.commit(tokens, close=False)
+
+        def part(fed: list[int]) -> list[mx.array]:
+            return [
+                layer(mx.array(fed)[None], c, lambda where: None)
+                for layer, c in zip(model.layers, lease.layers, strict=True)
+            ]
+
+        part([1] * 5)
+        hits: list[int] = []
+
+        def ask() -> None:
+            other = cache.lease([*tokens, 9])
+            hits.append(other.cached)
+            other.discard()
+
+        Intruder(ask).watch(cache)
+        mx.eval(part([1] * 600))
+        assert hits
+        lease.cancel()
+        cache.check()

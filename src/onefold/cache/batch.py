@@ -102,7 +102,7 @@ class Batch:
         for lease in self.leases:
             lease._usable()
         if not isinstance(tokens, mx.array):
-            tokens = mx.array(as_tokens(tokens))
+            tokens = mx.array(as_tokens(tokens)) if len(tokens) else mx.zeros((0,), mx.int32)
         tokens = tokens.reshape(-1, 1)
         if not self.leases or tokens.shape[0] != len(self.leases):
             given, seated = show_count(tokens.shape[0], "token"), show_count(len(self.leases), "row")

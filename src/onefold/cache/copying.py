@@ -1,7 +1,8 @@
 """A copy of a buffer that is made in steps, a layer at a time, and that every thread with the lock may go on with.
 
 Between two steps some layers are copied and others are not: nobody can read such a buffer. A thread that comes upon
-one and needs it does the rest itself (`finish`), rather than waiting for the thread that began.
+one and needs it does the rest itself (`finish`), rather than waiting for the thread that began. An error that it meets
+there is the other's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from typing import Generic, Protocol
 
 from onefold.cache.gate import Result, Work
+from onefold.errors import OnefoldError
 
 
 class Copied(Protocol):
@@ -26,6 +28,7 @@ class Copying(Generic[Result]):
         self._running = False
         self._done = False
         self._result: Result | None = None
+        self._error: Exception | None = None
         for buffer in buffers:
             buffer.copying = self
 
@@ -35,12 +38,25 @@ class Copying(Generic[Result]):
         return not self._done and not self._running
 
     def steps(self) -> Work[Result | None]:
-        """What is left to do. The result is None if another thread did the last step and it failed there."""
+        """What is left to do, for the thread that began. Raises what another met that went on with it."""
+        yield from self._rest()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self._result
+
+    def finishing(self) -> Work[None]:
+        """What is left to do, for another thread."""
+        try:
+            yield from self._rest()
+        except (RuntimeError, MemoryError, OnefoldError) as error:
+            self._error = error.with_traceback(None)  # which would keep arrays alive
+
+    def _rest(self) -> Work[None]:
         while self.is_suspended:
             pause = self._advance()
             if not self._done:
                 yield pause
-        return self._result
 
     def _advance(self) -> float:
         self._running, went_on = True, False

@@ -77,7 +77,9 @@ class Pool:
         self._set(max(0, self.bytes - n_bytes))
 
     def refill(self) -> None:
-        """Have the whole share again, as far as bytes are free."""
+        """Have the whole share again, as far as bytes are free. Nothing once it is closed."""
+        if self._account.closed:
+            return
         free = self._ledger.free_bytes - self._ledger.headroom()
         if self.bytes < self._share and free > 0:
             self._set(min(self._share, self.bytes + free))

@@ -195,6 +195,7 @@ class Lease:
             else:
                 found = _tokens_or_none(tokens)
                 self._check_fed(found)
+            settling.say_unfed(self._cache, self)
             if not all(b.uniform for b in self._beats):
                 offsets = sorted({leaf.offset for b in self._beats for leaf in b.leaves})
                 raise CommitError(f"the layers disagree: they hold from {offsets[0]} to {offsets[-1]} tokens")
@@ -430,6 +431,8 @@ class Lease:
             raise WrongThread("another thread is in the middle of a forward on this lease: wait until it has returned")
         usable = False
         try:
+            if self._cache.closed:
+                raise LeaseClosed("its cache is closed; nothing runs on this lease any more")
             self._usable()
             usable = True
         finally:

@@ -41,7 +41,7 @@ def begin(cache: PrefixCache, lease: Lease) -> None:
     tree = cache._shelf.tree(lease.namespace)
     path, lease.matched = tree.match(lease.tokens)
     for node in path:
-        if node.span is not None:
+        if node.span is not None and busy_writer(cache, node) is None:
             node.span.slab.finish_copy()
     usable = min(lease.matched, len(lease.tokens) - 1)
     readable, why = readable_length(cache, path, lease.matched)

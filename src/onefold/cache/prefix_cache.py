@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 import weakref
 from collections import Counter
@@ -142,12 +143,11 @@ class PrefixCache:
         ledger = ElasticLedger(budget_bytes, gate.inner) if elastic else Ledger(budget_bytes, gate.inner)
         digest = model_digest(*models)
         self._set_up(models, anatomies, ledger, (digest, adapter, form.bits, bound), gate)
-        if not elastic and self.most_tokens() < 1:
+        try:
+            self._refuse_tiny(budget_bytes)
+        except ConfigError:
             self.close()
-            raise ConfigError(
-                f"a budget of {show_size(budget_bytes)} has no room for a forward of this model: give at least "
-                f"{show_size(self._need(STEP))}, which is {STEP} tokens of KV and the scratch of a forward"
-            )
+            raise
         self.kv_bits = form.bits
         self.min_checkpoint_tokens = min_checkpoint_tokens
         self._water = (low_water, high_water)
@@ -203,7 +203,7 @@ class PrefixCache:
         self._totals: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
         self._said_rotation = False
-        self._closed = False
+        self._closed = self._closing = False
         self._endings: list[Callable[[], object]] = []
         """What `close` has begun, and has still to do."""
         self.uncached_reason = next((a.reason for a in self._anatomies if a.reason), "")
@@ -378,6 +378,9 @@ class PrefixCache:
         restores: list[Restore] = []
         while not restores or restores[-1].rejected:
             try:
+                with self._lock:
+                    tree = self._tree(namespace)
+                self._lock.run(restoring.awaiting_others(self, tree, tokens))
                 found = self.restore(tokens, namespace=namespace, reserve_tokens=reserve_tokens)
             except BudgetError:
                 self._reasons["no room to restore"] += 1
@@ -385,6 +388,7 @@ class PrefixCache:
             if found is None:
                 break
             restores.append(found)
+            found.driver = threading.current_thread()
             try:
                 while found.step():
                     pass
@@ -462,6 +466,7 @@ class PrefixCache:
     def set_budget(self, budget: int | float | str) -> None:
         """Change the budget while running. Frees what no longer fits; refuses what cannot be freed now."""
         n_bytes = parse_size(budget, total_bytes=device.memory_bytes())
+        self._refuse_tiny(n_bytes)
         ledger, share = self._ledger, 0 if self._ledger.elastic else device.pool_bytes(n_bytes)
         if n_bytes > 0:
             self.reclaim(lambda: ledger.used_bytes - ledger.spare() + share + ledger.headroom() - n_bytes)
@@ -479,11 +484,22 @@ class PrefixCache:
                 raise
             self._pool.set_share(device.pool_bytes(n_bytes))
 
+    def _refuse_tiny(self, budget_bytes: int) -> None:
+        """Raises ConfigError for a budget that no forward fits, where that is known beforehand."""
+        if self._ledger.elastic or self.uncached_reason or not self._store.specs:
+            return
+        if 0 < budget_bytes < self._need(1, states=1):
+            raise ConfigError(
+                f"a budget of {show_size(budget_bytes)} has no room for a forward of this model: give at least "
+                f"{show_size(self._need(STEP))}, which is {STEP} tokens of KV and the scratch of a forward"
+            )
+
     def close(self) -> None:
         """Let go of everything, leases included, and take the attention seam out again. In a child of the process that
         made it there is nothing to let go of: neither MLX nor the folder works there."""
         if self._lock.is_elsewhere:
             return
+        self._closing = True
         self._end_leases()
         with self._lock:
             if not self._closed:
@@ -512,11 +528,14 @@ class PrefixCache:
     def _end_leases(self) -> None:
         """Have leases that other threads are using settled by those threads, when their forwards have returned."""
         until = time.monotonic() + CLOSING_FORWARD_MOST
-        with self._lock:
-            leases = [x for x in self._leases if x.in_forward_elsewhere]
-        for lease in leases:
-            if not lease.end_now():
-                lease.await_turn(max(0.0, until - time.monotonic()))
+        while time.monotonic() < until:
+            with self._lock:
+                leases = [x for x in self._leases if x.in_forward_elsewhere]
+            if not leases:
+                return
+            for lease in leases:
+                if not lease.end_now():
+                    lease.await_turn(max(0.0, until - time.monotonic()))
 
     def _settle_all(self) -> None:
         for lease in [*self._leases, *self._dropped]:
@@ -588,7 +607,6 @@ class PrefixCache:
     def check(self) -> None:
         """Recount everything from nothing; raises IntegrityError with every finding."""
         with self._lock:
-            self._store.finish_copies()
             if found := counting.recount(self):
                 raise IntegrityError(found)
 
@@ -625,8 +643,13 @@ class PrefixCache:
         self._tree("")
 
     def _open_for_use(self) -> None:
-        if self._closed:
+        if self._closing:
             raise ConfigError("this cache is closed")
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed, or being closed."""
+        return self._closing
 
     def sweep(self) -> None:
         """Settle leases that were dropped without being closed. One whose state only another thread can compute waits
@@ -766,17 +789,21 @@ class PrefixCache:
             low, high = (middle, high) if self._need(middle) <= free else (low, middle - 1)
         return low
 
-    def _need(self, n_tokens: int) -> int:
+    def _need(self, n_tokens: int, *, states: int = 3) -> int:
         """What a lone conversation of so many tokens takes, with a forward of one token; and where it must lie in one
-        buffer, with a copy of one array, which growing takes."""
+        buffer, with a copy of one array, which growing takes. Of windows and recurrent layers so many states: one that
+        runs, one that is stored, and one that is being made."""
         copied = self._store.array_token_bytes if self._contiguous else 0
         slab = n_tokens * (self._store.token_bytes + copied)
         scratch = sum(a.scratch_bytes(1, n_tokens) for a in self._anatomies)
         points = sum(a.point_bytes(n_tokens, 1) for a in self._anatomies)
-        return slab + scratch + 3 * points
+        return slab + scratch + states * points
 
     def forget(self, tokens: Any, keep: int, *, namespace: Hashable = "") -> None:
-        """Give up what is known of `tokens` from position `keep` on, but for what others share or a lease holds."""
+        """Give up what is known of `tokens` from position `keep` on, but for what others share, and what a lease or a
+        pin holds."""
+        if not isinstance(keep, int) or keep < 0:
+            raise ConfigError(f"keep is the number of tokens that stay, from 0 on, got {keep!r}")
         self._lock.run(self._forgetting(as_tokens(tokens), keep, namespace))
 
     def _forgetting(self, tokens: Tokens, keep: int, namespace: Hashable) -> Work[None]:
@@ -800,18 +827,18 @@ class PrefixCache:
         """Evict until at most `n_bytes` are stored, or nothing more can be. Other threads get in meanwhile."""
         self.reclaim(lambda: min(self.stored_bytes - n_bytes, self._shelf.reclaimable_bytes()))
 
-    def reclaim(self, excess: Callable[[], int], *, patience: float = PATIENCE) -> None:
+    def reclaim(self, excess: Callable[[], int], *, patience: float = PATIENCE, before: float | None = None) -> None:
         """Free so many bytes, in stretches between which other threads get in; nothing if they cannot all be freed.
-        `patience` is `Shelf.making_room`'s."""
-        self._lock.run(self._reclaiming(excess, patience))
+        `patience` and `before` are `Shelf.making_room`'s."""
+        self._lock.run(self._reclaiming(excess, patience, before))
 
-    def _reclaiming(self, excess: Callable[[], int], patience: float) -> Work[None]:
-        before = math.inf
+    def _reclaiming(self, excess: Callable[[], int], patience: float, before: float | None) -> Work[None]:
+        last = math.inf
         if self._disk is not None:  # nothing can be freed where the writer is copying
             yield from self._disk.spiller.awaiting_copies(self._store.busy)
-        while not self._closed and before > (missing := excess()) > 0:
-            before = missing
-            yield from self._shelf.making_room(missing, patience=patience)
+        while not self._closed and last > (missing := excess()) > 0:
+            last = missing
+            yield from self._shelf.making_room(missing, patience=patience, before=before)
 
     def adopt(self, tokens: Any, layers: list[Any]) -> tuple[int, str]:
         """Take over what a list of mlx-lm's own caches holds: the KV of `tokens`. Returns how many of them could be

@@ -15,6 +15,7 @@ import concurrent.futures
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("onefold")
 
+LOOK_AGAIN = 0.05
+"""Seconds between two looks at what another thread reads."""
 AHEAD = 2
 """Records that are read while one is being looked at."""
 
@@ -156,17 +159,27 @@ def planning(cache: PrefixCache, disk: Disk, tree: Tree, tokens: Tokens, reserve
     room = max(0, len(tokens) + reserve_tokens - found.matched)
     if found.records:
         first, end = found.records[0].start, found.path[-1]
-        cache._shelf.hold(end)  # or what it goes on from might make way
+        for node in end.path():
+            node.pins += 1  # or what it goes on from might make way
         try:
             yield from cache._store.making_room_for(max(r.end for r in found.records) + room - first)
         finally:
-            cache._shelf.release(end)
+            for node in end.path():
+                node.pins = max(0, node.pins - 1)
         found = wanted(cache, tree, tokens)  # others had the lock meanwhile
         if found is None or not (found.records or found.point):
             return None
     restore = Restore(cache, disk, tree, found, max(0, len(tokens) + reserve_tokens - found.matched))
     restore.begin()
     return restore
+
+
+def awaiting_others(cache: PrefixCache, tree: Tree, tokens: Tokens) -> Work[None]:
+    """Wait while another thread, which does nothing else meanwhile, reads something that these tokens want."""
+    while (found := wanted(cache, tree, tokens)) is not None and any(
+        restore.is_read_elsewhere and restore.reads(found.records) for restore in cache._restores
+    ):
+        yield LOOK_AGAIN
 
 
 class Restore:
@@ -193,6 +206,8 @@ class Restore:
         self._loading: deque[concurrent.futures.Future[Loaded]] = deque()
         self._layouts: dict[int, tuple[Tensor, ...]] = {}
         self.done = False
+        self.driver: threading.Thread | None = None
+        """The thread that reads all of it, if one does."""
         self.rejected = False
         """A record was not what it should be: what is left may be worth another plan."""
         self.tokens = 0
@@ -204,6 +219,16 @@ class Restore:
         """Dropped before it was done: what it holds is let go at the cache's next call."""
         if not getattr(self, "done", True):
             self._cache.drop_restore(self)
+
+    @property
+    def is_read_elsewhere(self) -> bool:
+        """Whether another thread will read all of it."""
+        driver = self.driver
+        return not self.done and driver not in (None, threading.current_thread()) and driver.is_alive()  # type: ignore[union-attr]
+
+    def reads(self, records: list[Record]) -> bool:
+        """Whether some of these are among what it reads."""
+        return any(record in self._held for record in records)
 
     def holds(self, track: Track) -> bool:
         return track is self._holder

@@ -36,7 +36,7 @@ from onefold.cache.kinds.base import own_bytes
 from onefold.cache.ledger import Ledger, Purpose
 from onefold.cache.ranking import Ranking
 from onefold.cache.tree import Node
-from onefold.errors import BudgetError, DeviceError
+from onefold.errors import BudgetError, DeviceError, LeaseClosed
 from onefold.sizes import show_size
 
 Arrays = tuple[mx.array, ...]
@@ -131,10 +131,11 @@ class Store:
         if wanted:
             yield from self.ledger.granting(Purpose.LIVE, wanted[0] * self.token_bytes)
 
-    def finish_copies(self) -> None:
-        """Do the rest of all copies that other threads have begun."""
-        for slab in [s for s in self.busy if s.copying is not None]:
-            slab.finish_copy()
+    def finishing_copies(self) -> Work[None]:
+        """Do the rest of the copies that others have begun of buffers that no request uses: it frees bytes."""
+        for slab in [s for s in self.busy if s.copying is not None and not s.tracks]:
+            if slab.copying is not None and slab.copying.is_suspended:
+                yield from slab.copying.finishing()
 
     def slab_for(self, need: int, *, spare: int = 0) -> Slab:
         """A new slab for `need` tokens, with room if there is some. Raises BudgetError."""
@@ -293,7 +294,7 @@ class Slab:
     def finish_copy(self) -> None:
         """See that its arrays are whole, if another thread has begun to replace them."""
         if self.copying is not None and self.copying.is_suspended:
-            self.store.run(self.copying.steps())
+            self.store.run(self.copying.finishing())
 
     def discard(self, span: Span) -> None:
         """No node owns this range any more. Its arrays must be whole: see `finish_copy`."""
@@ -680,6 +681,7 @@ class Track:
     def _growing(self, n: int, spare: int) -> Work[None]:
         """Make room for `n` more tokens in place; where there is none for one array's copy, a fresh slab will do."""
         last = self.pieces[-1]
+        last.slab.finish_copy()
         yield from Copying(self._grown(last, n, spare), [last.slab]).steps()
 
     def _grown(self, last: Piece, n: int, spare: int) -> Work[None]:
@@ -720,6 +722,7 @@ class Track:
                 piece.slab.settle()
 
     def _drop_unread(self, slab: Slab) -> None:
+        slab.rewriting = False
         slab.leave(self)
         slab.settle()
 
@@ -778,6 +781,7 @@ class Track:
         end, store = self.end, self.store
         fresh = store.slab(capacity, reserved=0)
         fresh.enter(self)  # not idle: reclaiming must not think it empty
+        fresh.rewriting, pieces = True, self.pieces
         one_layer = store.layer_token_bytes * capacity if consume else 0
         slack = max(0, capacity - sum(s.capacity for s in consume)) * store.token_bytes
         with contextlib.ExitStack() as undo:
@@ -787,14 +791,22 @@ class Track:
             with contextlib.closing(transient):
                 fresh.account.resize(slack)
                 for index in range(len(store.specs)):
-                    fresh.layers[index] = self._copy(index, 0, end, capacity)
+                    try:
+                        fresh.layers[index] = self._copy(index, 0, end, capacity)
+                    except BudgetError as error:
+                        if index and consume:
+                            raise DeviceError(f"{index} layers were copied and given up, then: {error}") from None
+                        raise
                     for slab in consume:
                         slab.layers[index] = None
                     yield 0.0
+                    if self.pieces is not pieces:
+                        raise LeaseClosed("this lease was closed while its buffers were copied")
                 for slab in consume:
                     slab.account.resize(0)
                 fresh.account.resize(capacity * store.token_bytes, force=True)
             undo.pop_all()
+        fresh.rewriting = False
         floor, frozen = self.floor, self.frozen
         self.free()
         self._append(fresh, end)

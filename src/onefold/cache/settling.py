@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from onefold.cache.prefix_cache import PrefixCache
 
 
+log = logging.getLogger("onefold")
+
+
 def settle(cache: PrefixCache, lease: Lease, tokens: Tokens, *, close: bool) -> None:
     """Store `tokens` of what a lease holds, and with `close` let go of the rest. The device is waited for without the
     lock. It is not held throughout while buffers are cut to size, and while room is made for what comes next."""
@@ -39,7 +44,7 @@ def settle(cache: PrefixCache, lease: Lease, tokens: Tokens, *, close: bool) -> 
     node, slabs = None, set[Slab]()
     with cache._lock:
         try:
-            if not cache.uncached_reason and len(tokens):
+            if not cache.uncached_reason and len(tokens) and not cache.closed:
                 _store_work(cache, lease, tokens)
         finally:
             if close:
@@ -104,6 +109,21 @@ def _store_work(cache: PrefixCache, lease: Lease, tokens: Tokens) -> None:
     shelf.thin(node)
     if cache._disk is not None:
         cache._disk.spiller.committed(node)
+
+
+def say_unfed(cache: PrefixCache, lease: Lease) -> None:
+    """Count, and log once, that nothing is stored because one of two models stands at the beginning, if that is so."""
+    fed = [beat.position > 0 for beat in lease._beats]
+    if all(fed) or not any(fed):
+        return
+    which = "draft model" if fed[0] else "target"
+    if not cache._reasons["draft or target was fed nothing"]:
+        log.warning(
+            "a request that ran on one model alone is not stored: its %s was fed nothing. Feed both, or use a cache "
+            "that is made without draft_model=",
+            which,
+        )
+    cache._reasons["draft or target was fed nothing"] += 1
 
 
 def _kept(lease: Lease, tokens: Tokens) -> int:
@@ -238,26 +258,19 @@ def abandon(cache: PrefixCache, lease: Lease) -> bool:
 
 
 def _lower_water(cache: PrefixCache, node: Node | None) -> None:
-    """Reclaim down to the low mark if more than the high mark is used; never from the path that ends at `node`, which
-    was settled just now. MLX's pool, which gives way by itself, does not count, and gets what is free then."""
-    with cache._lock:
-        low, high = cache._water
-        ledger = cache._ledger
-        if ledger.used_bytes - ledger.spare() <= high * ledger.budget_bytes:
-            cache._pool.refill()
-            return
-        kept = node if node is not None and node.parent is not None else None
-        if kept is not None:
-            cache._shelf.hold(kept)
+    """Reclaim down to the low mark if more than the high mark is used; never from what was used as late as `node`,
+    which was settled just now. MLX's pool, which gives way by itself, does not count, and gets what is free then."""
+    low, high = cache._water
+    ledger = cache._ledger
 
     def excess() -> int:
         held = ledger.used_bytes - ledger.spare()
         return min(int(held - low * ledger.budget_bytes), cache._shelf.reclaimable_bytes())
 
-    try:
-        cache.reclaim(excess, patience=0)
-    finally:
-        with cache._lock:
-            if kept is not None:
-                cache._shelf.release(kept)
-            cache._pool.refill()
+    with cache._lock:
+        full = ledger.used_bytes - ledger.spare() > high * ledger.budget_bytes
+        before = None if node is None else math.nextafter(node.last_use, 0)
+    if full:
+        cache.reclaim(excess, patience=0, before=before)
+    with cache._lock:
+        cache._pool.refill()

@@ -256,51 +256,50 @@ class Shelf:
         """`making_room` in one go."""
         self._gate.run_held(self.making_room(missing))
 
-    def making_room(self, missing: int, *, patience: float = PATIENCE) -> Work[None]:
+    def making_room(self, missing: int, *, patience: float = PATIENCE, before: float | None = None) -> Work[None]:
         """Free at least `missing` bytes if that is possible, and as little more as can be. What is not on disk yet and
-        should be is written first, for so many seconds at most; with none to spare it stays in memory. What others use
-        while this lets go of the lock stays, so that it ends however busy they are."""
+        should be is written first, for so many seconds at most; with none to spare it stays in memory. Only what was
+        used last until `before` goes, or until now: so this ends however busy others are meanwhile."""
         if self._reclaiming:
             return
         self._reclaiming = True
         try:
-            for pause in self._making_room(missing, patience):
+            for pause in self._making_room(missing, patience, self.now() if before is None else before):
                 self._reclaiming = False  # others may do the same while this waits for the lock
                 yield pause
                 self._reclaiming = True
         finally:
             self._reclaiming = False  # with the lock held, also where this is broken off
 
-    def _making_room(self, missing: int, patience: float) -> Work[None]:
+    def _making_room(self, missing: int, patience: float, last: float) -> Work[None]:
         self.leaves.put_back()
         if self.disk is not None:
             yield from self.disk.spiller.awaiting_copies(self.store.busy)
-        if missing > self.reclaimable_bytes():
-            self.store.finish_copies()  # nothing can be freed where another thread has begun one
-        if missing > self.reclaimable_bytes():
-            return
-        began, until = self.now(), time.monotonic() + patience
         goal = self.ledger.used_bytes - missing
+        yield from self.store.finishing_copies()  # nothing can be freed where another thread has begun one
+        if self.ledger.used_bytes - goal > self.reclaimable_bytes():
+            return
+        until = time.monotonic() + patience
         # what room alone cannot make up for goes first, so that its buffers are not copied before
         before = math.inf
         while before > (used := self.ledger.used_bytes) > goal + self._room_bytes():
             before = used
-            yield from self._giving_up(goal + self._room_bytes(), patience, until, began)
+            yield from self._giving_up(goal + self._room_bytes(), patience, until, last)
         yield from self._squeezing(goal)
-        yield from self._giving_up(goal, patience, until, began)
+        yield from self._giving_up(goal, patience, until, last)
 
     def _room_bytes(self) -> int:
         """What compacting every idle slab would free."""
         room = self.store.capacity - self.store.owned
         return (room - sum(s.capacity - s.owned for s in self.store.busy)) * self.store.token_bytes
 
-    def _giving_up(self, goal: int, patience: float, until: float, began: float) -> Work[None]:
-        """Evict what was used last before `began`, until no more than `goal` bytes are used: what is on disk too first,
-        then the rest."""
+    def _giving_up(self, goal: int, patience: float, until: float, last: float) -> Work[None]:
+        """Evict what was used no later than `last`, until no more than `goal` bytes are used: what is on disk too
+        first, then the rest."""
         if self.disk is not None:
-            yield from self._evicting_down_to(goal, self.disk.spiller.is_clean, 0.0, began)
+            yield from self._evicting_down_to(goal, self.disk.spiller.is_clean, 0.0, last)
         if self.disk is None or patience:
-            yield from self._evicting_down_to(goal, lambda node: True, until, began)
+            yield from self._evicting_down_to(goal, lambda node: True, until, last)
 
     def _squeezing(self, goal: int) -> Work[None]:
         """Give back room that no node owns, until no more than `goal` bytes are used."""
@@ -314,12 +313,12 @@ class Shelf:
         finally:
             roomy.put_back()
 
-    def _evicting_down_to(self, goal: int, may: Callable[[Node], bool], until: float, began: float) -> Work[None]:
+    def _evicting_down_to(self, goal: int, may: Callable[[Node], bool], until: float, last: float) -> Work[None]:
         while (short := self.ledger.used_bytes - goal) > 0:
             touched, freed = dict[Slab, None](), 0
             try:
                 while freed < short and (node := self.leaves.pop()) is not None:
-                    if node.last_use > began:  # as are all that follow
+                    if node.last_use > last:  # as are all that follow
                         self.leaves.pass_over(node)
                         break
                     victim = eviction.consider(
@@ -469,7 +468,7 @@ class Shelf:
             fresh = yield from track.merging(track.end + room, slabs)
         except BudgetError:
             return False
-        except (RuntimeError, MemoryError, KeyboardInterrupt) as error:
+        except (DeviceError, RuntimeError, MemoryError, KeyboardInterrupt) as error:
             for slab in slabs:
                 self.lose(slab, DeviceError(f"its copy failed: {error!r}"))
             raise
@@ -564,6 +563,8 @@ def _check_node(node: Node) -> list[str]:
 
 
 def _check_slab(slab: Slab) -> list[str]:
+    if slab.rewriting:  # by a thread that has let go of the lock
+        return []
     found, where = [], f"slab of {slab.capacity}"
     if slab.bytes != slab.capacity * slab.store.token_bytes:
         found.append(f"{where} is counted {slab.bytes} bytes, not {slab.capacity * slab.store.token_bytes}")

@@ -46,6 +46,8 @@ def as_tokens(tokens: Any) -> Tokens:
             "tokens are integers, and these are messages: apply the tokenizer's chat template first "
             "(tokenizer.apply_chat_template)"
         )
+    if tokens is None:
+        raise TokenError("tokens are a sequence of integers, and this is None")
     if isinstance(tokens, Mapping):
         raise TokenError("tokens are integers, and this is a mapping: pass the ids in it, such as its input_ids")
     try:

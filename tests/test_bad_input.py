@@ -350,11 +350,14 @@ def test_a_device_that_fails_in_a_forward_costs_only_the_buffers_it_was_writing(
     assert lease.closed
 
 
-def test_a_budget_that_no_forward_fits_is_refused_later_too(model):
+def test_a_budget_that_no_forward_fits_may_be_set_for_a_while(model):
     with onefold.PrefixCache(model, "16MB") as cache:
-        with pytest.raises(onefold.ConfigError, match="has no room for a forward of this model: give at least"):
-            cache.set_budget("1KB")
-        assert cache.budget_bytes == 16_000_000
+        turn(cache, model, words(30))
+        cache.set_budget(cache.token_bytes * 20)
+        with pytest.raises(onefold.BudgetError, match="needed for"):
+            cache.lease(words(30))
+        cache.set_budget("16MB")
+        turn(cache, model, words(30))
 
 
 @pytest.mark.parametrize("keep", [-1, "x", 1.5])

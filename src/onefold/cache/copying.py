@@ -1,8 +1,8 @@
-"""A copy of a buffer that is made in steps, a layer at a time, and that every thread with the lock may go on with.
+"""A copy of a buffer that is made in steps, a layer at a time, and that any thread with the lock may continue.
 
-Between two steps some layers are copied and others are not: nobody can read such a buffer. A thread that comes upon
-one and needs it does the rest itself (`finish`), rather than waiting for the thread that began. An error that it meets
-there is the other's.
+Between two steps some layers are copied and others are not: nobody can read such a buffer. A thread that needs it
+does the remaining steps itself (`finishing`), instead of waiting for the thread that began the copy. If a step fails
+there, the thread that began gets the error.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ class Copying(Generic[Result]):
 
     @property
     def is_suspended(self) -> bool:
-        """Whether it is neither done nor being gone on with by the caller itself."""
+        """Whether steps are left, and none of them is running. (One that is running belongs to the caller itself.)"""
         return not self._done and not self._running
 
     def steps(self) -> Work[Result | None]:
-        """What is left to do, for the thread that began. Raises what another met that went on with it."""
+        """Does the remaining steps, on the thread that began; returns the result. Raises an error that another thread
+        met when it did them."""
         yield from self._rest()
         error, self._error = self._error, None
         if error is not None:
@@ -46,7 +47,7 @@ class Copying(Generic[Result]):
         return self._result
 
     def finishing(self) -> Work[None]:
-        """What is left to do, for another thread."""
+        """Does the remaining steps, on another thread. Errors are kept for the thread that began."""
         try:
             yield from self._rest()
         except (RuntimeError, MemoryError, OnefoldError) as error:

@@ -464,9 +464,9 @@ class PrefixCache:
             self._shelf.disk.clear()
 
     def set_budget(self, budget: int | float | str) -> None:
-        """Change the budget while running. Frees what no longer fits; refuses what cannot be freed now."""
+        """Change the budget while running. Frees what no longer fits; refuses what cannot be freed now. Below what a
+        forward needs, requests are refused until it is raised again."""
         n_bytes = parse_size(budget, total_bytes=device.memory_bytes())
-        self._refuse_tiny(n_bytes)
         ledger, share = self._ledger, 0 if self._ledger.elastic else device.pool_bytes(n_bytes)
         if n_bytes > 0:
             self.reclaim(lambda: ledger.used_bytes - ledger.spare() + share + ledger.headroom() - n_bytes)

@@ -258,8 +258,8 @@ class Shelf:
 
     def making_room(self, missing: int, *, patience: float = PATIENCE, before: float | None = None) -> Work[None]:
         """Free at least `missing` bytes if that is possible, and as little more as can be. What is not on disk yet and
-        should be is written first, for so many seconds at most; with none to spare it stays in memory. Only what was
-        used last until `before` goes, or until now: so this ends however busy others are meanwhile."""
+        should be is written first, for so many seconds at most; with none to spare it stays in memory. Only nodes go
+        that were last used no later than `before` (by default now), so that it ends while others keep adding."""
         if self._reclaiming:
             return
         self._reclaiming = True
@@ -338,14 +338,16 @@ class Shelf:
                 return
 
     def _evicting(self, victim: eviction.Victim, touched: dict[Slab, None], until: float) -> Work[int]:
-        """Give up a leaf that was taken out of the order; returns the bytes that it freed."""
+        """Give up a leaf that was taken out of the order; returns the bytes that it freed: 0 if it was used while it
+        was being written to disk, and stays."""
         node, tree = victim.node, self.tree_of(victim.node)
         if victim.keep_tokens:
             tree.split(node, node.start + victim.keep_tokens)
         if self.disk is not None and until:
             self.changed(node)  # the others see it while it is written
+            last_use = node.last_use
             saved = yield from self.disk.spiller.saving(node, until)
-            if not eviction.is_leaf(node):
+            if not eviction.is_leaf(node) or node.last_use > last_use:
                 return 0
             if not saved:
                 self.disk.spiller.count_lost(node)

@@ -276,7 +276,7 @@ def test_a_device_that_fails_while_compacting_costs_only_the_miss(model, monkeyp
 
         monkeypatch.setattr("onefold.cache.segment.mx.eval", second_fails)
         slab = max(cache._store.slabs, key=lambda s: s.capacity)
-        assert not cache._shelf.compact(slab)
+        assert not cache._lock.run(cache._shelf.compacting(slab))
         monkeypatch.undo()
         cache.check()
         assert cache.lease([*known, 1]).cached == 0

@@ -352,7 +352,7 @@ def test_12_a_contiguous_copy_is_counted_and_ends_with_the_sharing():
         cache.check()
         with cache._lock:
             for slab in list(cache._store.slabs):
-                cache._shelf.compact(slab)
+                cache._lock.run(cache._shelf.compacting(slab))
         assert cache.stats().bytes["stored"] <= 1.1 * alone
 
 

@@ -17,10 +17,11 @@ import mlx.nn as nn
 
 from onefold.cache.anatomy import Anatomy
 from onefold.cache.arena import Arena
+from onefold.cache.fingerprint import model_name
 from onefold.cache.gate import Gate
 from onefold.cache.lease import Lease
 from onefold.cache.rows import RowsLayer
-from onefold.cache.tree import as_tokens
+from onefold.cache.tree import as_tokens_or_none
 from onefold.errors import LeaseError
 from onefold.sizes import show_count
 
@@ -57,10 +58,8 @@ class Batch:
         return model
 
     def __repr__(self) -> str:
-        model = self._model()
-        name = "no model" if model is None else f"{type(model).__module__.rpartition('.')[2]}.{type(model).__name__}"
         how = "" if self.ragged else ", stepped row by row"
-        return f"<Batch of {show_count(len(self.leases), 'row')} of {name}{how}>"
+        return f"<Batch of {show_count(len(self.leases), 'row')} of {model_name(self._model())}{how}>"
 
     def add(self, lease: Lease) -> None:
         """One more row: a lease of this cache that is prefilled up to its last token."""
@@ -102,7 +101,7 @@ class Batch:
         for lease in self.leases:
             lease._usable()
         if not isinstance(tokens, mx.array):
-            tokens = mx.array(as_tokens(tokens)) if len(tokens) else mx.zeros((0,), mx.int32)
+            tokens = mx.array(as_tokens_or_none(tokens))
         tokens = tokens.reshape(-1, 1)
         if not self.leases or tokens.shape[0] != len(self.leases):
             given, seated = show_count(tokens.shape[0], "token"), show_count(len(self.leases), "row")

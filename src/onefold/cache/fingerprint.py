@@ -27,6 +27,11 @@ _SAMPLE = 64
 _COPIED_BYTES = 64 << 20
 
 
+def model_name(model: nn.Module | None) -> str:
+    """What to call a model in messages: its module and class, such as "llama.Model"."""
+    return "no model" if model is None else f"{type(model).__module__.rpartition('.')[2]}.{type(model).__name__}"
+
+
 def model_digest(*models: nn.Module | None) -> str:
     digest = xxhash.xxh3_128()
     for model in models:

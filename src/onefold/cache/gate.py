@@ -21,7 +21,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TypeVar
 
 from onefold.errors import ConfigError
@@ -33,6 +33,17 @@ STRETCH_SECONDS = 0.005
 """That work holds the lock for at a stretch; a step that takes longer is a stretch of its own."""
 GIVE_WAY_SECONDS = 0.0005
 """Enough for a thread that waits to be woken and to take the lock."""
+
+
+def run_through(work: Work[Result], wait: Callable[[float], object] = lambda seconds: None) -> Result:
+    """Runs all steps of some work and returns its result."""
+    while True:
+        try:
+            pause = next(work)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        if pause:
+            wait(pause)
 
 
 class Gate:
@@ -91,8 +102,8 @@ class Gate:
             self._waiting += n
 
     def run(self, work: Work[Result]) -> Result:
-        """Do all of it, in stretches between which threads that wait get the lock. Where this thread has the lock
-        already it is kept throughout."""
+        """Runs all steps of some work and returns its result. The lock is let go after each stretch, so that threads
+        that wait get it. A thread that has the lock already keeps it throughout."""
         if self.is_held_here:
             return self.run_held(work)
         try:
@@ -109,7 +120,7 @@ class Gate:
                 self.between(pause)
         finally:
             with self:
-                work.close()  # interrupted in between: what it has to put in order needs the lock
+                work.close()  # if it was interrupted in between: cleaning up needs the lock
 
     def between(self, pause: float) -> None:
         """Called without the lock, between two stretches of one piece of work."""
@@ -120,14 +131,8 @@ class Gate:
             time.sleep(GIVE_WAY_SECONDS)
 
     def run_held(self, work: Work[Result]) -> Result:
-        """Do all of it, with the lock held by the caller."""
-        while True:
-            try:
-                pause = next(work)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-            if pause:
-                self.wait(pause)
+        """Runs all steps while the caller holds the lock; only the disk writer gets in, where the work waits for it."""
+        return run_through(work, self.wait)
 
     @contextlib.contextmanager
     def released(self) -> Iterator[None]:

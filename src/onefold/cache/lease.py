@@ -27,7 +27,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import numpy as np
 
 from onefold.cache import exporting, settling, stock
 from onefold.cache.anatomy import Anatomy
@@ -39,7 +38,7 @@ from onefold.cache.ledger import Account, Purpose
 from onefold.cache.pace import Pace
 from onefold.cache.segment import LEAST_CHUNK, Track
 from onefold.cache.stock import SLICEABLE
-from onefold.cache.tree import Node, Tokens, as_tokens, common_length
+from onefold.cache.tree import Node, Tokens, as_tokens_or_none, common_length
 from onefold.cache.turn import Turn
 from onefold.cache.uncached import Uncached
 from onefold.errors import BudgetError, CommitError, ConfigError, DeviceError, LeaseClosed, LeaseError, WrongThread
@@ -193,7 +192,7 @@ class Lease:
             if tokens is None:
                 found = self._fed()
             else:
-                found = _tokens_or_none(tokens)
+                found = as_tokens_or_none(tokens)
                 self._check_fed(found)
             settling.say_unfed(self._cache, self)
             if not all(b.uniform for b in self._beats):
@@ -215,7 +214,7 @@ class Lease:
 
     def agreement(self, tokens: Any) -> int:
         """How many of `tokens`, from the first on, the layers were fed and hold now: as many as can be committed."""
-        found = _tokens_or_none(tokens)
+        found = as_tokens_or_none(tokens)
         held = [found[: b.position] for b in self._beats]
         return min(
             (b.fed.agreement(h) if b.is_watched else len(h) for b, h in zip(self._beats, held, strict=True)), default=0
@@ -401,6 +400,7 @@ class Lease:
     # -- the layers' side, through Beat ------------------------------------------------------
 
     def refuse_closed(self) -> None:
+        """Raises LeaseClosed if it is closed: by another thread, where the lock was let go in between."""
         if self.closed:
             raise LeaseClosed("this lease is closed; its layers hold nothing any more")
 
@@ -432,7 +432,7 @@ class Lease:
         usable = False
         try:
             if self._cache.closed:
-                raise LeaseClosed("its cache is closed; nothing runs on this lease any more")
+                raise LeaseClosed("the cache of this lease is closed: open a lease on one that is open")
             self._usable()
             usable = True
         finally:
@@ -649,8 +649,3 @@ class Lease:
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"at {self.offset}"
         return f"<Lease of {show_count(len(self.tokens), 'token')}, {self.cached} cached, {state}>"
-
-
-def _tokens_or_none(tokens: Any) -> Tokens:
-    """Like `as_tokens`, for a caller that may mean no tokens at all."""
-    return as_tokens(tokens) if len(tokens) else np.empty(0, np.int32)

@@ -131,8 +131,8 @@ class Ledger:
             return account
 
     def granting(self, purpose: Purpose, n_bytes: int) -> Work[None]:
-        """Make room for a reservation that is made afterwards, without holding the lock throughout. What comes in
-        between is for the reservation to deal with."""
+        """Makes room for a reservation that follows, without holding the lock throughout. If another thread takes that
+        room in between, the reservation makes room once more."""
         if n_bytes > 0 and (missing := self._missing(purpose, n_bytes)) > 0:
             yield from self.making_room(missing)
             if (missing := self._missing(purpose, n_bytes) - self.spare()) > 0:

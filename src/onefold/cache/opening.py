@@ -76,7 +76,6 @@ def giving_room(cache: PrefixCache, lease: Lease, reserve_tokens: int) -> Work[N
         lease.refuse_closed()
         _require_room(cache, lease, rest)
     writable = yield from _making_writable(cache, lease, rest)
-    lease.refuse_closed()
     if cache._ledger.elastic:
         lease._unreserved = max(0, rest)  # a request that waits holds nothing yet
     elif writable and rest > 0:
@@ -233,24 +232,24 @@ def _making_writable(cache: PrefixCache, lease: Lease, rest: int) -> Work[bool]:
         return True
     free = True
     if cache._disk is not None:
-        path = lease._node.path() if lease._node is not None else []
-        free = yield from cache._disk.spiller.making_way(path, {p.slab for p in track.pieces})
-    free = free or cache._contiguous  # going on elsewhere would be a copy of it all
-    room = round_up(max(rest, 1))
-    if free and not lease.closed:
-        path = lease._node.path() if lease._node is not None else []
-        united = yield from cache._shelf.uniting(track, path, room)
-        if lease.closed:
-            return False
+        free = yield from cache._disk.spiller.making_way(_path(lease), {p.slab for p in track.pieces})
+        lease.refuse_closed()
+    if free or cache._contiguous:  # there going on elsewhere would be a copy of it all
+        united = yield from cache._shelf.uniting(track, _path(lease), round_up(max(rest, 1)))
+        lease.refuse_closed()
         if not united and not track.take() and cache._shelf.clear_behind(track):
             track.take()
     # else the disk writer could not read it while this lease writes: it is left as it is
-    if lease.closed:
-        return False
     moved = track.writable(track.pieces[-1])
     cache._totals["moves" if moved else "borrows"] += 1
     if cache._contiguous and not (moved and track.whole):
         if cache._ledger.elastic:
             return False
         yield from track.copying_whole(track.end + rest)
+        lease.refuse_closed()
     return True
+
+
+def _path(lease: Lease) -> list[Node]:
+    """The nodes that it holds, as they are now."""
+    return lease._node.path() if lease._node is not None else []

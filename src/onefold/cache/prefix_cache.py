@@ -32,7 +32,7 @@ from onefold.cache.attention import attention
 from onefold.cache.batch import Batch
 from onefold.cache.counting import Stats
 from onefold.cache.disk import Disk, DiskSettings, DiskStats
-from onefold.cache.fingerprint import lasting_digest, model_digest
+from onefold.cache.fingerprint import lasting_digest, model_digest, model_name
 from onefold.cache.gate import Gate, Work
 from onefold.cache.kinds.full import Bound
 from onefold.cache.lease import Lease
@@ -588,11 +588,7 @@ class PrefixCache:
             return "<PrefixCache, closed>"
         held, budget = show_size(self._ledger.held_bytes), show_size(self.budget_bytes)  # settles nothing
         uncached = f", uncached: {self.uncached_reason}" if self.uncached_reason else ""
-        return f"<PrefixCache of {self._model_name()}, {held} of {budget} held{uncached}>"
-
-    def _model_name(self) -> str:
-        model = self.model
-        return "no model" if model is None else f"{type(model).__module__.rpartition('.')[2]}.{type(model).__name__}"
+        return f"<PrefixCache of {model_name(self.model)}, {held} of {budget} held{uncached}>"
 
     @property
     def nbytes(self) -> int:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("onefold")
 
-LOOK_AGAIN = 0.05
+READ_ELSEWHERE_SECONDS = 0.05
 """Seconds between two looks at what another thread reads."""
 AHEAD = 2
 """Records that are read while one is being looked at."""
@@ -179,7 +179,7 @@ def awaiting_others(cache: PrefixCache, tree: Tree, tokens: Tokens) -> Work[None
     while (found := wanted(cache, tree, tokens)) is not None and any(
         restore.is_read_elsewhere and restore.reads(found.records) for restore in cache._restores
     ):
-        yield LOOK_AGAIN
+        yield READ_ELSEWHERE_SECONDS
 
 
 class Restore:

@@ -25,13 +25,13 @@ import bisect
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from onefold.cache.attention import View
 from onefold.cache.copying import Copying
-from onefold.cache.gate import Result, Work
+from onefold.cache.gate import Work, run_through
 from onefold.cache.kinds.base import own_bytes
 from onefold.cache.ledger import Ledger, Purpose
 from onefold.cache.ranking import Ranking
@@ -40,7 +40,6 @@ from onefold.errors import BudgetError, DeviceError, LeaseClosed
 from onefold.sizes import show_size
 
 Arrays = tuple[mx.array, ...]
-Made = TypeVar("Made")
 
 STEP = 256
 """Capacities of new slabs are multiples of this while bytes are not short."""
@@ -104,8 +103,8 @@ class Store:
         """Slabs that are not busy, the largest first."""
         self._counted: dict[Slab, tuple[int, int]] = {}
         self.allocate: Callable[..., mx.array] = mx.zeros
-        self.run: Callable[[Work[Any]], Any] = _run
-        """Does all of some work with the lock held."""
+        self.run: Callable[[Work[Any]], Any] = run_through
+        """Runs all steps of some work while the caller holds the lock."""
         self.token_bytes = sum(s.token_bytes for s in self.specs)
         self.layer_token_bytes = max((s.token_bytes for s in self.specs), default=0)
         self.array_token_bytes = max((a.token_bytes for s in self.specs for a in s.arrays), default=0)
@@ -139,18 +138,10 @@ class Store:
 
     def slab_for(self, need: int, *, spare: int = 0) -> Slab:
         """A new slab for `need` tokens, with room if there is some. Raises BudgetError."""
-        return self.first_granted(self.slab, self.capacities(need, spare=spare))
-
-    @staticmethod
-    def first_granted(make: Callable[[int], Made], capacities: Iterable[int]) -> Made:
-        """What `make` returns for the first capacity that the budget has room for. Raises the last BudgetError."""
-        candidates = iter(capacities)
-        capacity = next(candidates)
-        while (following := next(candidates, None)) is not None:
-            with contextlib.suppress(BudgetError):  # not kept: its traceback refers to this frame, and to arrays
-                return make(capacity)
-            capacity = following
-        return make(capacity)
+        for capacity, refusal in _attempts(self.capacities(need, spare=spare)):
+            with refusal:
+                return self.slab(capacity)
+        raise AssertionError("the last refusal is raised")
 
     @property
     def largest(self) -> int:
@@ -393,14 +384,10 @@ class Slab:
                     del new
                     done += 1
                     yield 0.0
-        except KeyboardInterrupt:
+        except (BudgetError, MemoryError, RuntimeError, KeyboardInterrupt) as error:
             if capacity > self.capacity:
                 self._shrink_back()
-            raise
-        except (BudgetError, MemoryError, RuntimeError) as error:
-            if capacity > self.capacity:
-                self._shrink_back()
-            elif done:
+            elif done and not isinstance(error, KeyboardInterrupt):
                 raise DeviceError(f"{done} copies were made, then: {error}") from error
             raise
 
@@ -425,12 +412,15 @@ class Slab:
         self.account.resize(self.capacity * self.store.token_bytes)
 
 
-def _run(work: Work[Result]) -> Result:
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+def _attempts(capacities: Iterable[int]) -> Iterator[tuple[int, contextlib.AbstractContextManager[None]]]:
+    """Each capacity with a context that suppresses a BudgetError, but for the last, whose BudgetError is raised. None
+    is kept: its traceback would refer to frames, and so to arrays."""
+    candidates = iter(capacities)
+    capacity = next(candidates)
+    for following in candidates:
+        yield capacity, contextlib.suppress(BudgetError)
+        capacity = following
+    yield capacity, contextlib.nullcontext()
 
 
 def _join(parts: list[mx.array | None]) -> mx.array:
@@ -752,14 +742,10 @@ class Track:
     def copying_whole(self, need: int, spare: int = 0) -> Work[None]:
         """Copy everything to one slab with room for `need` tokens. Raises BudgetError before anything has changed."""
         yield from self.store.making_room_for(need)
-        candidates = self.store.capacities(need, spare=spare)
-        capacity = next(candidates)
-        while (following := next(candidates, None)) is not None:
-            with contextlib.suppress(BudgetError):
+        for capacity, refusal in _attempts(self.store.capacities(need, spare=spare)):
+            with refusal:
                 yield from self.merging(capacity)
                 return
-            capacity = following
-        yield from self.merging(capacity)
 
     def merge(self, capacity: int) -> Slab:
         """`merging` in one go."""

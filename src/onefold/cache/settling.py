@@ -140,7 +140,7 @@ def _takes_end(cache: PrefixCache, lease: Lease, keep: int) -> bool:
 
 
 def _take_end(cache: PrefixCache, lease: Lease, position: int) -> None:
-    """It is moved, not copied, where it lies right."""
+    """Makes the live state the checkpoint at the end. It is moved, not copied, where it lies right."""
     taken = take_checkpoint(cache, lease, position, gap=position - lease._last_checkpoint)
     if taken is not None:
         lease._taken.append(taken)
@@ -148,17 +148,26 @@ def _take_end(cache: PrefixCache, lease: Lease, position: int) -> None:
 
 def make_room_for_checkpoint(cache: PrefixCache, lease: Lease, *, gap: int) -> None:
     """Before `take_checkpoint`, and without the lock."""
-    if not (cache._recurrent and gap < cache.min_checkpoint_tokens):
-        size = sum(lease._point_bytes(b, 1) for b in lease._beats)
+    if not _too_short(cache, gap):
+        size = _checkpoint_bytes(lease)
         if cache._lock.run(cache._shelf.admitting_checkpoint(size)):
             cache._lock.run(cache._ledger.granting(Purpose.CHECKPOINT, size))
 
 
+def _too_short(cache: PrefixCache, gap: int) -> bool:
+    """Whether so few tokens since the last checkpoint are not worth another."""
+    return cache._recurrent and gap < cache.min_checkpoint_tokens
+
+
+def _checkpoint_bytes(lease: Lease) -> int:
+    return sum(lease._point_bytes(b, 1) for b in lease._beats)
+
+
 def take_checkpoint(cache: PrefixCache, lease: Lease, position: int, *, gap: int) -> Checkpoint | None:
-    if cache._recurrent and gap < cache.min_checkpoint_tokens:
+    if _too_short(cache, gap):
         cache._reasons["too short to keep"] += 1
         return None
-    size = sum(lease._point_bytes(b, 1) for b in lease._beats)
+    size = _checkpoint_bytes(lease)
     if not cache._shelf.admit_checkpoint(size):
         cache._reasons["checkpoint too large"] += 1
         return None

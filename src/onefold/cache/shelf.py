@@ -364,10 +364,6 @@ class Shelf:
 
     # -- where bytes lie -------------------------------------------------------------------
 
-    def compact(self, slab: Slab) -> bool:
-        """`compacting` in one go."""
-        return self._gate.run_held(self.compacting(slab))
-
     def compacting(self, slab: Slab, room: int = 0) -> Work[bool]:
         """Keep just what nodes own, and `room`. Refused (False) if a track reads the slab, or if there is no
         room even for one layer's copy."""

@@ -70,6 +70,11 @@ def as_tokens(tokens: Any) -> Tokens:
     return found
 
 
+def as_tokens_or_none(tokens: Any) -> Tokens:
+    """Like `as_tokens`, for a caller that may mean no tokens at all."""
+    return as_tokens(tokens) if len(tokens) else np.empty(0, np.int32)
+
+
 def common_length(a: Tokens, b: Tokens) -> int:
     """How many leading tokens agree."""
     n = min(len(a), len(b))

@@ -52,6 +52,13 @@ def _number(text: str, kind: type = float, least: float = 0, most: float = 1e15,
     return found
 
 
+def _share(text: str) -> float:
+    found: float = _number(text, most=1, above=True)
+    if found == 1:
+        raise argparse.ArgumentTypeError(f"a number above 0 and below 1 is needed, not {text!r}")
+    return found
+
+
 def size(text: str, total_bytes: int | None = 1 << 40) -> str:
     """Whether it is a size at all: what a share is of is known later. Without `total_bytes` it is no share."""
     from onefold.sizes import parse_size
@@ -166,6 +173,8 @@ FLAGS = (
     Flag("max-queue", "requests that may wait; more are refused with 503", positive, "128", "REQUESTS"),
     Flag("queue-timeout", "how long a request may wait", seconds, "600", "SECONDS"),
     Flag("prefill-chunk", "tokens of a prompt that are run at once", positive, "2048", "TOKENS"),
+    Flag("prefill-share", "of the time in which answers are streamed, what prompts get (0 to 1)", _share, "0.5",
+         "SHARE"),
     Flag("max-tokens", "of an answer, if a request does not say; by default until the model ends", positive, None,
          "TOKENS"),
     Flag("temperature", "if a request does not say; by default as the model recommends", partial(_number, most=2), None,
@@ -282,7 +291,10 @@ def _engine(given: argparse.Namespace) -> Engine:
     from onefold.engine.scheduler import Limits
 
     limits = Limits(
-        rows=given.max_batch, prefill_chunk=given.prefill_chunk, queue_timeout_seconds=given.queue_timeout
+        rows=given.max_batch,
+        prefill_chunk=given.prefill_chunk,
+        prefill_share=given.prefill_share,
+        queue_timeout_seconds=given.queue_timeout,
     )
     disk = _disk(given)
     if disk is not None:

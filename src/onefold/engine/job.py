@@ -59,6 +59,8 @@ class Job:
         self.over = False
         self.gave_way_at = -1
         """Where it stood when it last let go of its memory for want of more."""
+        self.passed_over = 0
+        """Chunks that other prompts got since its own last one."""
         self.last_resort = False
         """Everything that nobody holds was given up for it once."""
         self._deliver = deliver

@@ -119,6 +119,10 @@ class Chosen:
         extra = [a for given in self.logprobs.values() for a in given if a is not None]
         mx.async_eval(self.tokens, *extra)
 
+    def wait(self) -> None:
+        """Returns when the device has computed it."""
+        mx.eval(self.tokens)
+
     def read(self, seat: int) -> int:
         found = self._read
         if found is None:

@@ -3,7 +3,8 @@
 - Memory is given by the cache's ledger, oldest request first; nobody overtakes one that waits for memory.
 - A prompt that another request is prefilling at this moment waits for it, and borrows.
 - What a request has on disk is read before it is admitted, a record or so between two steps of the others.
-- Between two decode steps there is at most one chunk of prefill.
+- Between two decode steps there is at most one chunk of prefill, and prompts get their share of the time: `share.py`.
+- The prompt with the least left to do is next; one that was passed over a few times comes before it.
 - All rows of a step go through one forward. The next step is under way before the last one's tokens are read, so a
   row that ends has run one token too far: that token is its end, and is kept.
 - When memory runs out in mid-generation, the youngest request gives way and goes on later. The oldest always goes on.
@@ -28,7 +29,8 @@ from onefold.cache.tree import common_length
 from onefold.engine.job import Job
 from onefold.engine.request import Finish
 from onefold.engine.sampling import Chooser, Chosen
-from onefold.errors import BudgetError, Busy, DeviceError, OnefoldError, RequestError, TooLong
+from onefold.engine.share import Share
+from onefold.errors import BudgetError, Busy, ConfigError, DeviceError, OnefoldError, RequestError, TooLong
 from onefold.sizes import show_size
 
 log = logging.getLogger("onefold.engine")
@@ -37,6 +39,8 @@ WORTH_WAITING_FOR = 64
 """Tokens of another request's prefill."""
 SHORT_REST = 64
 """A rest of so many tokens is run whole, its last token included: one forward instead of two."""
+PASSED_OVER = 4
+"""Chunks of shorter prompts, after which a prompt gets one of its own."""
 TRY_AGAIN_SECONDS = 0.25
 """After which a request that waits for memory is tried again though nobody has let go of any."""
 READ_SECONDS = 0.01
@@ -58,8 +62,12 @@ class Limits:
     reserve_tokens: int = 256
     """Room for an answer that a request must find at admission."""
     queue_timeout_seconds: float = 600.0
-    stall_seconds: float = 0.5
-    """What a chunk of prefill may cost the streams that are running."""
+    prefill_share: float = 0.5
+    """Of the time in which streams run, what prompts get. Above 0 and below 1."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.prefill_share < 1:
+            raise ConfigError(f"prefill_share is {self.prefill_share}; it must lie between 0 and 1, 0.5 for instance")
 
 
 class Scheduler:
@@ -70,7 +78,9 @@ class Scheduler:
         self.most_tokens = cache.most_tokens()
         self._batch = cache.batch([])
         self._chooser = Chooser()
-        self._pace = Pace(limits)
+        self._share = Share(limits.prefill_share, limits.prefill_chunk)
+        self._prompt_seconds = 0.0
+        """What prompts took of this turn."""
         self.waiting: list[Job] = []
         self.prefilling: list[Job] = []
         self.decoding: list[Job] = []
@@ -78,7 +88,6 @@ class Scheduler:
         """Memory was short: nobody new until somebody is done."""
         self._no_room_until = 0.0
         """The first who waits found none, and nobody has let go of any since: it need not ask before then."""
-        self._odd = False
         self._lifetimes_seconds = 0.0
         self.counts: Counter[str] = Counter()
 
@@ -94,9 +103,13 @@ class Scheduler:
         """One turn: whoever can be admitted, some records from disk, one chunk of prefill, one decode step."""
         self._expire()
         self._admit()
+        streams, begun, self._prompt_seconds = bool(self.decoding), time.perf_counter(), 0.0
         self._read_disk()
         self._prefill()
         self._decode()
+        if streams:
+            self._share.prefilled(self._prompt_seconds)
+            self._share.streamed(time.perf_counter() - begun - self._prompt_seconds)
 
     # -- coming and going ----------------------------------------------------------------------
 
@@ -222,6 +235,13 @@ class Scheduler:
 
     def _read_disk(self) -> None:
         """Some of what waiting requests have on disk: one record, and more while nobody is held up by it."""
+        if self.decoding and not self._share.tolerates:
+            return
+        begun = time.perf_counter()
+        self._read_records()
+        self._prompt_seconds += time.perf_counter() - begun
+
+    def _read_records(self) -> None:
         until = time.monotonic() + (READ_SECONDS if self.live else READ_SECONDS_ALONE)
         for job in list(self.waiting):
             restore = job.restore
@@ -262,20 +282,25 @@ class Scheduler:
     # -- prefill -------------------------------------------------------------------------------
 
     def _prefill(self) -> None:
-        """One chunk; or several that are short, of as many requests, and together no longer than the shortest chunk."""
-        if not self.prefilling:
-            return
-        done = self._prefill_some(self._next_to_prefill())
-        while self.prefilling:
+        """One chunk, if prompts have that much time; or several that are short, of as many requests, and together no
+        longer than the shortest chunk."""
+        streams, done = bool(self.decoding), 0
+        if self.prefilling and (not streams or self._share.due):
+            done = max(1, self._prefill_some(self._next_to_prefill()))
+        while self.prefilling and (not streams or self._share.tolerates):
             job = self._least_to_do()
             if done + len(job.tokens) - job.position > SHORT_REST:
                 return
             done += max(1, self._prefill_some(job))
 
     def _prefill_some(self, job: Job) -> int:
+        """Runs the next chunk of a prompt. Returns the number of its tokens."""
+        if self.decoding:
+            self._await_step()
         begun, before = time.perf_counter(), job.position
-        if self._guarded([job], lambda: self._run_chunk(job)) and job.chosen is None and job.position - before > 1:
-            self._pace.note(job.position - before, time.perf_counter() - begun)
+        if self._guarded([job], lambda: self._run_chunk(job)) and job.chosen is None and job.position > before:
+            self._share.timed(before, job.position - before, time.perf_counter() - begun)
+        self._prompt_seconds += time.perf_counter() - begun
         if job in self.prefilling and job.position >= len(job.tokens) - 1:
             self.prefilling.remove(job)
             self.decoding.append(job)
@@ -284,11 +309,19 @@ class Scheduler:
         job.tell()
         return job.position - before
 
+    def _await_step(self) -> None:
+        """Waits for the decode step that is under way, or its time would count as the prompt's."""
+        under_way = {id(job.chosen): job.chosen for job in self.decoding if job.chosen is not None}
+        for chosen in under_way.values():
+            self._guarded([job for job in self.decoding if job.chosen is chosen], chosen.wait)
+
     def _next_to_prefill(self) -> Job:
-        """The one with the least to do, and every other time the oldest: short ones need not wait for a long one,
-        and the long one gets there."""
-        self._odd = not self._odd
-        return self._least_to_do() if self._odd else min(self.prefilling, key=lambda j: j.number)
+        """The one with the least to do; but one that was passed over too often comes first."""
+        oldest = max(self.prefilling, key=lambda j: j.passed_over)
+        chosen = oldest if oldest.passed_over >= PASSED_OVER else self._least_to_do()
+        for job in self.prefilling:
+            job.passed_over = 0 if job is chosen else job.passed_over + 1
+        return chosen
 
     def _least_to_do(self) -> Job:
         return min(self.prefilling, key=lambda j: len(j.tokens) - j.position)
@@ -305,7 +338,7 @@ class Scheduler:
             job.seated(chosen, 0)
             self.counts["prefilled_tokens"] += rest
             return
-        chunk = lease.next_chunk(job.position, self._pace.chunk(bool(self.decoding)))
+        chunk = lease.next_chunk(job.position, self._share.chunk(job.position, streams=bool(self.decoding)))
         if len(chunk):
             self._forward(job, chunk.tolist())
             mx.eval([layer.state for layer in lease.layers])
@@ -398,24 +431,6 @@ class Scheduler:
             self._finish(job, "length")
         else:
             self._fail(job, too_long(len(job.tokens), min(self.most_tokens, reached), self._cache))
-
-
-class Pace:
-    """How many prompt tokens to do at a time: many when nobody waits, else what takes about `stall_seconds`."""
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._rate = 0.0
-
-    def note(self, n_tokens: int, seconds: float) -> None:
-        rate = n_tokens / max(seconds, 1e-6)
-        self._rate = rate if not self._rate else 0.7 * self._rate + 0.3 * rate
-
-    def chunk(self, streams: bool) -> int:
-        most = self._limits.prefill_chunk
-        if not streams:
-            return most
-        return min(most, max(64, int(self._rate * self._limits.stall_seconds) // 64 * 64))
 
 
 def _inputs(rows: list[Job]) -> mx.array:

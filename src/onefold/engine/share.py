@@ -1,0 +1,105 @@
+"""Shares the device's time between prompts and the streams that are running.
+
+- While streams run, prompts get `share` of the time. Streams earn time for prompts as they run, a chunk spends it, and
+  the next one waits until there is enough again. So the share comes out whatever a single chunk took.
+- A chunk is worth a few decode steps: long enough to be efficient, short enough to be no more than a hitch.
+- While no stream runs, nothing is accounted, and a chunk is as long as it may be.
+
+Knows nothing of MLX, of requests or of memory.
+"""
+
+from __future__ import annotations
+
+CHUNK_STEPS = 2.3
+"""Decode steps that a chunk may cost, if the share is not larger than that. At a share of a half fewer than half of the
+tokens then wait for a chunk."""
+LEAST_TOKENS = 16
+"""Of a chunk, however slow it is."""
+FIRST_TOKENS = 64
+"""Of a chunk beside streams while no speed is known."""
+ALONE_SECONDS = 1.0
+"""What a chunk may take when no stream runs: a newcomer has to wait for it."""
+LEAST_TOKENS_ALONE = 512
+DEBT_CHUNKS = 2.0
+"""Chunks that short prompts may be ahead of their share."""
+WEIGHT = 0.3
+"""Of the newest figure in a mean."""
+
+
+class Speed:
+    """Prompt tokens a second, of late, by how far into a conversation they are: attention makes later ones slower."""
+
+    def __init__(self) -> None:
+        self._rates: dict[int, float] = {}
+
+    def note(self, position: int, n_tokens: int, seconds: float) -> None:
+        depth = _depth(position)
+        self._rates[depth] = _mean(self._rates.get(depth, 0.0), n_tokens / max(seconds, 1e-6))
+
+    def at(self, position: int) -> float:
+        """0 if nothing is known. Where only earlier tokens were timed, each doubling of the position is taken to halve
+        the speed; where only later ones were, theirs is taken."""
+        depth = _depth(position)
+        earlier = max((d for d in self._rates if d <= depth), default=None)
+        if earlier is not None:
+            return self._rates[earlier] / (1 << (depth - earlier))
+        return self._rates[min(self._rates)] if self._rates else 0.0
+
+
+class Share:
+    def __init__(self, share: float, most_tokens: int) -> None:
+        """`most_tokens`: of any chunk."""
+        self._earned_per_second = share / (1 - share)
+        self._most_tokens = most_tokens
+        self._speed = Speed()
+        self._step_seconds = 0.0
+        self._credit_seconds = 0.0
+
+    @property
+    def chunk_seconds(self) -> float:
+        """What a chunk should take beside streams."""
+        return self._step_seconds * max(CHUNK_STEPS, self._earned_per_second)
+
+    @property
+    def due(self) -> bool:
+        """Whether streams have earned a chunk by now."""
+        return self._credit_seconds >= self.chunk_seconds
+
+    @property
+    def tolerates(self) -> bool:
+        """Whether a prompt that is about as short as a step may be done before there is time for it."""
+        return self._credit_seconds > -DEBT_CHUNKS * self.chunk_seconds
+
+    def streamed(self, seconds: float) -> None:
+        """Streams ran for so long: one decode step."""
+        self._step_seconds = _mean(self._step_seconds, seconds)
+        earned = self._credit_seconds + seconds * self._earned_per_second
+        self._credit_seconds = min(earned, 2 * self.chunk_seconds)
+
+    def prefilled(self, seconds: float) -> None:
+        """Streams were held up for so long by prompts."""
+        self._credit_seconds -= seconds
+
+    def timed(self, position: int, n_tokens: int, seconds: float) -> None:
+        """A chunk that began at `position` took so long."""
+        self._speed.note(position, n_tokens, seconds)
+
+    def chunk(self, position: int, *, streams: bool) -> int:
+        """How many tokens of a prompt to do at once, from `position` on."""
+        rate = self._speed.at(position)
+        if streams:
+            wanted = int(rate * self.chunk_seconds) if rate else FIRST_TOKENS
+            least = LEAST_TOKENS
+        else:
+            wanted = int(rate * ALONE_SECONDS) if rate else self._most_tokens
+            least = LEAST_TOKENS_ALONE
+        step = 64 if wanted >= 512 else 8
+        return min(self._most_tokens, max(least, wanted // step * step))
+
+
+def _depth(position: int) -> int:
+    return (position // 512).bit_length()
+
+
+def _mean(before: float, now: float) -> float:
+    return now if not before else (1 - WEIGHT) * before + WEIGHT * now

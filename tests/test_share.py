@@ -1,0 +1,130 @@
+"""How prompts and streams share the device: the whole rule on a clock that is made up."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+
+from onefold.engine.scheduler import Limits
+from onefold.engine.share import LEAST_TOKENS, LEAST_TOKENS_ALONE, Share, Speed
+from onefold.errors import ConfigError
+
+STEP = 0.02
+"""Seconds of a decode step."""
+
+
+class Device:
+    """Streams beside one long prompt. A token costs more the further it is, and each chunk costs something."""
+
+    def __init__(self, share: float, *, noise: float = 0.0, token_seconds: float = 1e-4, seed: int = 0) -> None:
+        self.share = Share(share, 2048)
+        self.chance, self.noise, self.token_seconds = random.Random(seed), noise, token_seconds
+        self.gaps: list[float] = []
+        self.prompt_seconds = 0.0
+
+    def run(self, prompt_tokens: int) -> None:
+        position = 0
+        while position < prompt_tokens:
+            spent = 0.0
+            if self.share.due:
+                n = min(self.share.chunk(position, streams=True), prompt_tokens - position)
+                spent = self.noisy((n + 5) * self.token_seconds * (1 + position / 5000))
+                self.share.timed(position, n, spent)
+                position += n
+            step = self.noisy(STEP)
+            self.share.prefilled(spent)
+            self.share.streamed(step)
+            self.prompt_seconds += spent
+            self.gaps.append(step + spent)
+
+    def noisy(self, seconds: float) -> float:
+        return seconds * self.chance.uniform(1 - self.noise, 1 + self.noise)
+
+    def times(self, quantile: float) -> float:
+        """Of a gap alone."""
+        return sorted(self.gaps)[int(quantile * (len(self.gaps) - 1))] / STEP
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.8, 0.95])
+def test_prompts_get_their_share_of_the_time(share: float, noise: float) -> None:
+    device = Device(share, noise=noise)
+    device.run(30_000)
+    assert device.prompt_seconds / sum(device.gaps) == pytest.approx(share, abs=0.03)
+
+
+@pytest.mark.parametrize("token_seconds", [3e-5, 1e-4, 2e-4])
+def test_streams_at_half_are_not_held_up_for_long(token_seconds: float) -> None:
+    device = Device(0.5, noise=0.1, token_seconds=token_seconds)
+    device.run(30_000)
+    assert statistics.median(device.gaps) <= 2 * STEP
+    assert device.times(0.99) <= 4
+    assert device.times(1) <= 8
+
+
+def test_a_chunk_that_took_too_long_is_made_up_for() -> None:
+    share = Share(0.5, 2048)
+    for _ in range(20):
+        share.streamed(STEP)
+    assert share.due
+    share.prefilled(10 * STEP)
+    steps = 0
+    while not share.due:
+        share.streamed(STEP)
+        steps += 1
+    assert 7 <= steps <= 10
+
+
+def test_streams_that_ran_alone_for_long_owe_two_chunks_and_no_more() -> None:
+    share = Share(0.5, 2048)
+    for _ in range(10_000):
+        share.streamed(STEP)
+    chunks = 0
+    while share.due:
+        share.prefilled(share.chunk_seconds)
+        chunks += 1
+    assert chunks == 2
+
+
+def test_short_prompts_go_ahead_of_their_share_but_not_for_ever() -> None:
+    share = Share(0.5, 2048)
+    share.streamed(STEP)
+    done = 0
+    while share.tolerates:
+        share.prefilled(STEP)
+        done += 1
+    assert 3 <= done <= 8
+
+
+def test_a_chunk_alone_is_as_long_as_it_may_be_and_takes_about_a_second() -> None:
+    share, slow = Share(0.5, 2048), Share(0.5, 2048)
+    assert share.chunk(0, streams=False) == 2048
+    share.timed(0, 2048, 0.2)
+    slow.timed(0, 100, 1.0)
+    assert share.chunk(0, streams=False) == 2048
+    assert slow.chunk(0, streams=False) == LEAST_TOKENS_ALONE
+    slow.streamed(STEP)
+    assert slow.chunk(0, streams=True) == LEAST_TOKENS
+    assert Share(0.5, 100).chunk(0, streams=False) == 100
+
+
+def test_speed_goes_by_how_far_into_a_conversation_a_chunk_is() -> None:
+    speed = Speed()
+    assert speed.at(0) == 0
+    speed.note(0, 1000, 1.0)
+    assert (speed.at(100), speed.at(600), speed.at(20_000)) == (1000, 500, 1000 / 64)
+    speed.note(20_000, 50, 1.0)
+    for _ in range(30):
+        speed.note(0, 2000, 1.0)
+    assert speed.at(17_000) == 50 and speed.at(0) == pytest.approx(2000, rel=0.01)
+    deep = Speed()
+    deep.note(20_000, 50, 1.0)
+    assert deep.at(0) == 50
+
+
+@pytest.mark.parametrize("share", [0, 1, -0.5, 2, float("nan")])
+def test_a_share_that_is_none_is_refused(share: float) -> None:
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        Limits(prefill_share=share)

@@ -45,7 +45,7 @@ class Counting:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.seen = tokenizer, 0
 
-    def encode(self, text: str, add_special_tokens: bool) -> Any:
+    def encode(self, text: str, add_special_tokens: bool = True) -> Any:
         self.seen += len(text)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 

@@ -4,7 +4,7 @@
 - A later request branches off where the template stops agreeing: found by rendering the next turn with a
   placeholder for the answer, not by knowing any template.
 
-Knows nothing of MLX or of the cache. One thread at a time: tokenizers are not safe for several.
+Any number of threads may ask. Knows nothing of MLX or of the cache.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class PromptMaker:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
+        most_tokens: int | None = None,
     ) -> Prompt:
+        """Returns the prompt for a conversation. Raises PromptError, and TooLong beyond `most_tokens`."""
         if not messages:
             raise PromptError("messages are empty; a conversation has at least one", where="messages")
         if not self._tokenizer.has_chat_template:
@@ -56,14 +58,14 @@ class PromptMaker:
             text = self._render(messages, settings)
         if tools and not self._takes_tools:
             self._look_for_tools(messages, settings, text)
-        tokens = self._encode(text)
+        tokens = self._encode(text, most_tokens)
         marks = self._marks(messages, settings, text, tokens) if self._checkpoints else ()
         return Prompt(tokens, marks, self._state(tokens), tuple(_parts(text, messages)))
 
-    def text(self, prompt: str | Sequence[int]) -> Prompt:
+    def text(self, prompt: str | Sequence[int], *, most_tokens: int | None = None) -> Prompt:
         if isinstance(prompt, str):
             with _refusals("the prompt cannot be tokenised"):
-                tokens = np.array(self._tokenizer.encode(prompt), np.int32)
+                tokens = self._tokeniser.encode(prompt, special=True, most_tokens=most_tokens)
         else:
             tokens = np.array(prompt, np.int64)
             if tokens.size and not (tokens.min() >= 0 and tokens.max() < self._vocab):
@@ -80,9 +82,9 @@ class PromptMaker:
         rendered: str = self._tokenizer.apply_chat_template(copies, tokenize=False, **{**settings, **how})
         return rendered
 
-    def _encode(self, text: str) -> np.ndarray:
+    def _encode(self, text: str, most_tokens: int | None = None) -> np.ndarray:
         with _refusals("the conversation cannot be tokenised"):
-            return self._tokeniser.encode(text)
+            return self._tokeniser.encode(text, most_tokens=most_tokens)
 
     def _look_for_tools(self, messages: Sequence[Message], settings: Mapping[str, Any], text: str) -> None:
         self._takes_tools = True

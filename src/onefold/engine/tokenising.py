@@ -4,7 +4,11 @@ A long conversation is tokenised again on every turn, at some milliseconds per t
 special token never changes the tokens behind it, so a text that begins like an earlier one needs only its own end
 tokenised, from the last special token that both have.
 
+Of a long text, one short piece at a time is tokenised: no call keeps the interpreter to itself for long, a short text
+need not wait for a long one, and all of them together take one core at most.
+
 - The result is that of tokenising the whole text. Where that is not certain, the whole text is tokenised.
+- Any number of threads may ask.
 
 Knows nothing of templates, of MLX, or of the cache.
 """
@@ -13,10 +17,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from onefold.engine.cutting import Cuts
+from onefold.engine.turnstile import Turnstile, Visitor
+from onefold.errors import TooLong
 
 KEPT_TEXTS = 64
 KEPT_CHARACTERS = 8_000_000
@@ -34,23 +44,49 @@ class Tokeniser:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._markers = _markers(tokenizer)
+        self._cuts = Cuts(tokenizer)
+        self._turnstile = Turnstile()
+        self._around = _around(tokenizer)
+        self._knowing = threading.Lock()
         self._known: OrderedDict[str, np.ndarray] = OrderedDict()
         """Texts, the one used last at the end."""
 
-    def encode(self, text: str) -> np.ndarray:
-        """Raises what the tokenizer raises."""
-        if len(text) < LEAST or not self._markers:
-            return self._whole(text)
-        head, tokens = self._head(text)
-        tokens = np.concatenate([tokens, self._whole(text[head:])]) if head else self._whole(text)
-        self._known[text] = tokens
-        self._known.move_to_end(text)
-        while len(self._known) > KEPT_TEXTS or sum(map(len, self._known)) > KEPT_CHARACTERS:
-            self._known.popitem(last=False)
+    def encode(self, text: str, *, special: bool = False, most_tokens: int | None = None) -> np.ndarray:
+        """Returns the tokens of a text. `special`: with those that the tokenizer puts around a text. Raises what the
+        tokenizer raises, and TooLong as soon as there are more than `most_tokens`."""
+        if special:
+            if self._around is None:
+                return _array(self._tokenizer.encode(text))
+            before, after = self._around
+            return np.concatenate([before, self.encode(text, most_tokens=most_tokens), after])
+        if len(text) < LEAST:
+            return _array(self._tokenizer.encode(text, add_special_tokens=False))
+        with self._knowing:
+            head, tokens = self._head(text) if self._markers else (0, _array([]))
+        tokens = self._encode_rest(text, head, tokens, most_tokens)
+        if self._markers:
+            self._remember(text, tokens)
         return tokens
 
-    def _whole(self, text: str) -> np.ndarray:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+    def _encode_rest(self, text: str, head: int, tokens: np.ndarray, most_tokens: int | None) -> np.ndarray:
+        parts, count = [tokens], len(tokens)
+        visitor, done = Visitor(), head
+        for piece in self._cuts.pieces(text[head:]):
+            if most_tokens is not None and count > most_tokens:
+                message = f"this prompt has more than {most_tokens} tokens"
+                raise TooLong(message, tokens=count, most=most_tokens)
+            with self._turnstile.turn(visitor, len(text) - done):
+                parts.append(_array(self._tokenizer.encode(piece, add_special_tokens=False)))
+            count += len(parts[-1])
+            done += len(piece)
+        return np.concatenate(parts)
+
+    def _remember(self, text: str, tokens: np.ndarray) -> None:
+        with self._knowing:
+            self._known[text] = tokens
+            self._known.move_to_end(text)
+            while len(self._known) > KEPT_TEXTS or sum(map(len, self._known)) > KEPT_CHARACTERS:
+                self._known.popitem(last=False)
 
     def _head(self, text: str) -> tuple[int, np.ndarray]:
         """How much of the text is known from an earlier one, up to a special token, and its tokens."""
@@ -61,12 +97,32 @@ class Tokeniser:
                 best, source = common, known
         at, marker = max(((text.rfind(m, 0, best), m) for m in self._markers), default=(-1, ""))
         if at <= 0:
-            return 0, np.empty(0, np.int32)
+            return 0, _array([])
         tokens = self._known[source]
         places = np.flatnonzero(tokens == self._markers[marker])
         if len(places) != source.count(marker):  # it is also part of something else
-            return 0, np.empty(0, np.int32)
+            return 0, _array([])
         return at, tokens[: places[text.count(marker, 0, at)]]
+
+
+def _array(tokens: Sequence[int]) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def _around(tokenizer: Any) -> tuple[np.ndarray, np.ndarray] | None:
+    """The tokens that a tokenizer puts before and after a text; None if it does something else with it."""
+    found = set()
+    for text in ("a", "Some words, 12 "):
+        whole = tuple(tokenizer.encode(text))
+        bare = tuple(tokenizer.encode(text, add_special_tokens=False))
+        at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), None)
+        if not bare or at is None:
+            return None
+        found.add((whole[:at], whole[at + len(bare) :]))
+    if len(found) != 1:
+        return None
+    ((before, after),) = found
+    return _array(before), _array(after)
 
 
 def _common(a: str, b: str, more_than: int) -> int:

@@ -122,6 +122,41 @@ def test_openai_tools_streamed_by_the_clients_own_helper(talker):
     assert final.choices[0].finish_reason == "tool_calls"
 
 
+def test_openai_custom_tools_there_and_back(talker):
+    """The model calls a function; the client hears of a custom tool, and gives its result as one's."""
+    ask = talker.openai.chat.completions.create
+    tool: Any = {"type": "custom", "custom": {"name": "get_weather", "description": "Tells the weather."}}
+    first = ask(model=talker.name, messages=[QUESTION], tools=[tool])
+    (call,) = first.choices[0].message.tool_calls
+    assert call.type == "custom" and call.custom.name == CALL["name"]
+    assert json.loads(call.custom.input) == CALL["arguments"]  # it wrote no input, so this is what it wrote
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    messages = [QUESTION, first.choices[0].message.model_dump(exclude_none=True), result]
+    assert ask(model=talker.name, messages=messages, tools=[tool]).choices[0].message.content == SAID
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_openai_functions_as_before_there_were_tools(talker, stream):
+    ask = talker.openai.chat.completions.create
+    asked: dict[str, Any] = {"model": talker.name, "functions": [OPENAI_TOOL["function"]], "function_call": "auto"}
+    if stream:
+        deltas = [chunk.choices[0] for chunk in ask(messages=[QUESTION], stream=True, **asked)]
+        called = [d.delta.function_call for d in deltas if d.delta.function_call]
+        name, arguments = called[0].name, "".join(c.arguments or "" for c in called)
+        assert deltas[-1].finish_reason == "function_call" and len(called) == 2
+    else:
+        (choice,) = ask(messages=[QUESTION], **asked).choices
+        assert choice.finish_reason == "function_call" and choice.message.tool_calls is None
+        name, arguments = choice.message.function_call.name, choice.message.function_call.arguments
+    assert name == CALL["name"] and json.loads(arguments) == CALL["arguments"]
+    call: Any = {"role": "assistant", "content": None, "function_call": {"name": name, "arguments": arguments}}
+    result: Any = {"role": "function", "name": name, "content": "sunny"}
+    second = ask(messages=[QUESTION, call, result], **asked)
+    assert second.choices[0].message.content == SAID
+    none = ask(messages=[QUESTION], **{**asked, "function_call": "none"})
+    assert none.choices[0].message.content == SAID
+
+
 def test_openai_without_the_tools_that_it_may_not_use(talker):
     ask = talker.openai.chat.completions.create
     answer = ask(model=talker.name, messages=[QUESTION], tools=[OPENAI_TOOL], tool_choice="none")
@@ -290,6 +325,42 @@ def test_anthropic_tools_there_and_back(talker, stream):
     second = ask([QUESTION, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}])
     assert second.content[0].text == SAID and second.stop_reason == "end_turn"
     assert second.usage.cache_read_input_tokens > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropics_tool_runner_goes_on_with_the_whole_conversation(talker, stream):
+    """It asks the server to hold the conversation as a thread; told that there are none, it sends all of it."""
+
+    @anthropic.beta_tool
+    def get_weather(city: str, days: int) -> str:
+        """Tells the weather."""
+        return f"sunny in {city} for {days} days"
+
+    long: Any = {"role": "user", "content": "What is the weather in Paris? " * 10}
+    asked: dict[str, Any] = {"model": talker.name, "max_tokens": 50, "messages": [long], "tools": [get_weather]}
+    runner = talker.anthropic.beta.messages.tool_runner(stream=stream, **asked)
+    turns = [turn.get_final_message() if stream else turn for turn in runner]
+    assert [turn.stop_reason for turn in turns] == ["tool_use", "end_turn"]
+    assert turns[1].content[0].text == SAID
+    first, second = (turn.usage.input_tokens + turn.usage.cache_read_input_tokens for turn in turns)
+    assert second > first > len(long["content"])
+
+
+def test_anthropic_a_thread_is_refused_with_the_code_that_its_client_looks_for(talker):
+    with pytest.raises(anthropic.BadRequestError, match="all of its messages") as refused:
+        talker.anthropic.beta.messages.create(
+            model=talker.name,
+            max_tokens=5,
+            messages=[QUESTION],
+            thread={"type": "continue", "previous_message_id": "msg_1"},
+        )
+    assert refused.value.error_code == "thread_unsupported_request"
+
+
+def test_anthropic_a_schema_for_the_answer_is_refused(talker):
+    wanted: Any = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format"):
+        talker.anthropic.messages.create(model=talker.name, max_tokens=5, messages=[QUESTION], output_config=wanted)
 
 
 def test_anthropic_stops(talker):

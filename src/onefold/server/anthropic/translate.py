@@ -12,7 +12,7 @@ from typing import Any
 from onefold.errors import BadRequest
 from onefold.server import normalise
 from onefold.server.anthropic.schemas import Block, Conversation, Message, Tool
-from onefold.server.options import TEXT_ONLY, for_the_template
+from onefold.server.options import for_the_template
 
 
 def messages(asked: Conversation) -> list[dict[str, Any]]:
@@ -21,9 +21,15 @@ def messages(asked: Conversation) -> list[dict[str, Any]]:
     if system:
         made.append({"role": "system", "content": system})
     names: dict[str, str] = {}
+    last_user = max((i for i, message in enumerate(asked.messages) if message.role == "user"), default=-1)
     for i, message in enumerate(asked.messages):
         where = f"messages.{i}.content"
-        if isinstance(message.content, str):
+        if message.role == "system" and message.clear_at == "next_user_message" and i < last_user:
+            continue
+        if message.content is None:
+            if message.role != "system":
+                raise BadRequest("This field is required.", where=where)
+        elif isinstance(message.content, str):
             made.append({"role": message.role, "content": message.content})
         elif message.role == "assistant":
             made.append(_assistant(message.content, where, names))
@@ -49,7 +55,7 @@ def _assistant(blocks: Sequence[Block], where: str, names: dict[str, str]) -> di
             call = {"id": _needed(block.id, f"{here}.id"), "type": "function"}
             calls.append(call | {"function": {"name": name, "arguments": block.input or {}}})
             names[call["id"]] = name
-        elif block.type != "redacted_thinking":  # nobody here could read that
+        elif block.type not in ("redacted_thinking", "fallback"):  # nobody here could read them
             text += _text(block, here)
     made: dict[str, Any] = {"role": "assistant", "content": text}
     if any(thought):
@@ -68,7 +74,7 @@ def _user(message: Message, where: str, names: dict[str, str]) -> list[dict[str,
             made.append({"role": message.role, "content": "\n".join(lines)})
             lines.clear()
 
-    for i, block in enumerate(message.content):
+    for i, block in enumerate(message.content or ()):
         assert isinstance(block, Block)
         here = f"{where}.{i}"
         if block.type == "tool_result" and message.role == "user":
@@ -90,7 +96,7 @@ def _result(block: Block, where: str, names: dict[str, str]) -> dict[str, Any]:
 
 def _text(block: Block, where: str) -> str:
     if block.type != "text":
-        raise BadRequest(TEXT_ONLY.format(f"a block of the type {block.type[:40]!r}"), where=f"{where}.type")
+        raise BadRequest(f"A block of the type {block.type!r} has no place here.", where=f"{where}.type")
     return _needed(block.text, f"{where}.text")
 
 
@@ -111,11 +117,9 @@ def tools(asked: Conversation) -> list[dict[str, Any]] | None:
 
 
 def _tool(tool: Tool, where: str) -> dict[str, Any]:
-    if tool.type not in (None, "custom"):
-        said = "Tools that Anthropic's servers run are not here; give one with an input_schema, and run it yourself."
-        raise BadRequest(said, where=f"{where}.type")
-    if tool.input_schema is None:
-        raise BadRequest("This field is required.", where=f"{where}.input_schema")
+    for name in ("name", "input_schema"):
+        if getattr(tool, name) is None:
+            raise BadRequest("This field is required.", where=f"{where}.{name}")
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     return normalise.tool({"type": "function", "function": function})
 

@@ -56,7 +56,7 @@ def raw_request(url: str, path: str, body: dict[str, Any]) -> socket.socket:
     at = urlsplit(url)
     sent = json.dumps(body).encode()
     sock = socket.create_connection((at.hostname, at.port), timeout=30)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(sent)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(sent)}\r\n\r\n"
     sock.sendall(head.encode() + sent)
     return sock
 
@@ -365,6 +365,54 @@ def test_namespaces(engine, apart):
     assert "one" not in str(a)
 
 
+HOSTS_OF_LOOPBACK = ["localhost", "LOCALHOST.:1", "127.0.0.1", "127.0.0.1:99", "127.8.9.1", "[::1]", "[::1]:8080"]
+READABLE = ["/", "/health", "/metrics", "/openapi.json", "/v1/models", "/v1/models/default", "/v1/cache", "/nothing"]
+
+
+@pytest.mark.parametrize("path", READABLE)
+def test_a_page_whose_name_points_here_can_read_nothing(client, path):
+    for host in ("evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil.example", "192.168.1.5"):
+        response = client.get(path, headers={"host": host})
+        assert response.status_code == 403 and "--allowed-host" in response.text
+        assert error_of(response)["code"] == "host_not_allowed"
+    for host in HOSTS_OF_LOOPBACK:
+        assert client.get(path, headers={"host": host}).status_code != 403
+
+
+@EACH
+def test_a_page_whose_name_points_here_can_ask_for_nothing(client, engine, path, body):
+    response = client.post(path, json=body, headers={"host": "evil.example"})
+    assert response.status_code == 403 and error_of(response)["message"] and engine.requests == []
+    preflight = client.options(path, headers={"host": "evil.example", "access-control-request-method": "POST"})
+    assert preflight.status_code == 403
+
+
+@pytest.mark.parametrize(
+    "bound, allowed, ours, foreign",
+    [
+        ("127.0.0.1", (), HOSTS_OF_LOOPBACK, ["box.lan", "10.0.0.1", "[2001:db8::1]"]),
+        ("127.0.0.1", ("Box.lan", "proxy:443"), ["box.lan", "box.lan:80", "proxy"], ["other.lan"]),
+        ("127.0.0.1", ("*",), ["anything.example"], []),
+        ("0.0.0.0", (), ["10.0.0.1:8080", "[2001:db8::1]:1", *HOSTS_OF_LOOPBACK], ["box.lan", "10.0.0.1.evil.example"]),
+        ("::", (), ["10.0.0.1", "[2001:db8::1]"], ["box.lan"]),
+        ("10.0.0.1", (), ["10.0.0.1", "localhost"], ["10.0.0.2", "box.lan"]),
+        ("box.lan", (), ["box.lan:8080"], ["box.lan.evil.example"]),
+    ],
+)
+def test_names_that_a_server_goes_by(engine, bound, allowed, ours, foreign):
+    with listening(engine, Settings(host=bound, allowed_hosts=allowed)) as url:
+        assert [httpx.get(f"{url}/health", headers={"host": host}).status_code for host in ours] == [200] * len(ours)
+        found = [httpx.get(f"{url}/health", headers={"host": host}).status_code for host in foreign]
+        assert found == [403] * len(foreign)
+
+
+def test_http_1_0_has_no_host(shared):
+    at = urlsplit(shared[0])
+    with socket.create_connection((at.hostname, at.port), timeout=30) as sock:
+        sock.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert sock.recv(4096).startswith(b"HTTP/1.1 200")
+
+
 def test_pages_of_other_origins_are_refused(client, engine):
     for origin in ("https://evil.example", "null"):
         response = client.post(CHAT[0], json=CHAT[1], headers={"origin": origin})
@@ -426,7 +474,7 @@ def test_a_body_that_says_it_is_larger_is_not_waited_for_if_the_client_asks_firs
     with listening(engine, Settings(body_limit=1000)) as url:
         at = urlsplit(url)
         with socket.create_connection((at.hostname, at.port), timeout=10) as sock:
-            sock.sendall(b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n")
+            sock.sendall(b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n")
             sock.sendall(b"Expect: 100-continue\r\n\r\n")
             assert sock.recv(1000).startswith(b"HTTP/1.1 413")
 
@@ -435,7 +483,7 @@ def test_a_body_that_does_not_come(engine):
     with listening(engine, Settings(send_timeout_seconds=0.2)) as url:
         at = urlsplit(url)
         with socket.create_connection((at.hostname, at.port), timeout=10) as sock:
-            sock.sendall(b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n{")
+            sock.sendall(b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999\r\n\r\n{")
             assert sock.recv(1000).startswith(b"HTTP/1.1 408")
 
 

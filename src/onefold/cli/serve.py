@@ -140,6 +140,8 @@ class Flag:
 API_KEY = Flag("api-key", "a key that clients must send; may be given again", metavar="KEY", many=True)
 ALIAS = Flag("alias", "a name that requests may use, * for any; may be given again", metavar="NAME", many=True)
 CORS_ORIGIN = Flag("cors-origin", "a web page that may ask, * for any; may be given again", metavar="ORIGIN", many=True)
+ALLOWED_HOST = Flag("allowed-host", "a name that clients reach the server by, beside localhost and its addresses, "
+                    "* for any; may be given again", metavar="NAME", many=True)  # fmt: skip
 
 FLAGS = (
     Flag("host", "address to listen on", default="127.0.0.1", metavar="ADDRESS"),
@@ -147,6 +149,7 @@ FLAGS = (
     API_KEY,
     ALIAS,
     CORS_ORIGIN,
+    ALLOWED_HOST,
     Flag("namespace-per-key", "share KV only among requests with the same API key", bool),
     Flag("budget", "memory for KV and what it takes to compute: 8GB, 24GiB, 60%%; by default four fifths of the "
          "device's memory less the weights", size, None, "SIZE"),
@@ -268,6 +271,7 @@ def _settings(given: argparse.Namespace) -> Settings:
         api_keys=API_KEY.listed(given),
         aliases=ALIAS.listed(given),
         cors_origins=CORS_ORIGIN.listed(given),
+        allowed_hosts=ALLOWED_HOST.listed(given),
         namespace_per_key=given.namespace_per_key,
         body_limit=parse_size(given.body_limit),
         keep_alive_seconds=given.keep_alive,

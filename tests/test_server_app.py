@@ -56,8 +56,8 @@ def raw_request(url: str, path: str, body: dict[str, Any]) -> socket.socket:
     at = urlsplit(url)
     sent = json.dumps(body).encode()
     sock = socket.create_connection((at.hostname, at.port), timeout=30)
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(sent)}\r\n\r\n"
-    sock.sendall(head.encode() + sent)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    sock.sendall(f"{head}Content-Length: {len(sent)}\r\n\r\n".encode() + sent)
     return sock
 
 
@@ -371,7 +371,7 @@ READABLE = ["/", "/health", "/metrics", "/openapi.json", "/v1/models", "/v1/mode
 
 @pytest.mark.parametrize("path", READABLE)
 def test_a_page_whose_name_points_here_can_read_nothing(client, path):
-    for host in ("evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil.example", "192.168.1.5"):
+    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil.example", "192.168.1.5"):
         response = client.get(path, headers={"host": host})
         assert response.status_code == 403 and "--allowed-host" in response.text
         assert error_of(response)["code"] == "host_not_allowed"

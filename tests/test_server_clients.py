@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 from listening import listening, wait_until
+from local_model import write_model
 from talking_model import ANSWER, CALL, THOUGHT, write_talking_model
 
 import onefold
@@ -382,6 +383,72 @@ def test_anthropic_headers_that_change_are_not_part_of_the_prompt(babbler):
         answer = babbler.anthropic.messages.create(model="default", max_tokens=1, system=blocks, messages=[QUESTION])
         read.append(answer.usage.input_tokens)
     assert read[1:] == [1, 1]
+
+
+STRICT = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}
+{{ raise_exception('System message must be at the beginning.') }}{% endif %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+HOISTS = """{{ '<|im_start|>system\\n' }}{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}
+{%- for m in messages if m.role != 'system' %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+@pytest.fixture(scope="module", params=["in place", "strict", "hoists"])
+def claude_codes(request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Models whose templates put system messages in their place, refuse them in the middle, or move them."""
+    folder = write_model(tmp_path_factory.mktemp("templates"))
+    if request.param != "in place":
+        config = folder / "tokenizer_config.json"
+        template = {"strict": STRICT, "hoists": HOISTS}[request.param]
+        config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": template}))
+    yield from served(folder, budget="64MB")
+
+
+def test_anthropic_turns_of_claude_code_go_on_from_what_is_known(claude_codes):
+    """It counts tokens down in its system prompt and behind each turn, and sends system messages in the middle."""
+    ask = claude_codes.anthropic.messages.with_raw_response.create
+    messages: list[Any] = []
+    known = 0
+    for turn in range(5):
+        left = 15_000_000 - 1234 * turn
+        countdown = {"type": "text", "text": f"<total_tokens>{left} tokens left</total_tokens>"}
+        system = [
+            {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.280.{turn}; cch={turn}f;"},
+            {"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}},
+            countdown,
+        ]
+        question = [{"type": "text", "text": f"Turn {turn}: and then?"}]
+        messages.append({"role": "user", "content": [*question, countdown] if turn % 2 else question})
+        messages.append({"role": "system", "content": [countdown]})
+        if turn in (1, 3):
+            note = f"The task tools haven't been used recently ({turn})."
+            messages.append({"role": "system", "content": [{"type": "text", "text": note}]})
+        raw = ask(model="default", max_tokens=12, system=system, messages=messages)
+        answer = raw.parse()
+        prompt = answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+        assert answer.usage.cache_read_input_tokens >= known - 1 and "x-onefold-diverged" not in raw.headers
+        known = prompt + answer.usage.output_tokens
+        messages.append({"role": "assistant", "content": answer.content[0].text})
+        for message in messages:  # as it may come back: the numbers of earlier turns are not all kept
+            if isinstance(message["content"], list):
+                message["content"] = [b for b in message["content"] if b is not countdown] or message["content"]
+    assert known > 5 * 12
+
+
+def test_openai_system_messages_in_the_middle_keep_what_is_before_them(claude_codes):
+    ask = claude_codes.openai.chat.completions.create
+    messages: list[Any] = [{"role": "system", "content": SYSTEM + "OpenAI."}]
+    known = 0
+    for turn in range(4):
+        messages.append({"role": "user", "content": f"Turn {turn}"})
+        if turn % 2:
+            messages.append({"role": "developer", "content": f"Note {turn}"})
+        messages.append({"role": "system", "content": f"<total_tokens>{900 - turn} tokens left</total_tokens>"})
+        usage = ask(model="default", max_tokens=8, messages=messages)
+        assert usage.usage.prompt_tokens_details.cached_tokens >= known - 1
+        known = usage.usage.total_tokens
+        messages[-1] = {"role": "assistant", "content": usage.choices[0].message.content}
 
 
 def test_anthropic_an_answer_that_is_begun_goes_on(babbler):

@@ -30,7 +30,7 @@ def messages(asked: Conversation) -> list[dict[str, Any]]:
             if message.role != "system":
                 raise BadRequest("This field is required.", where=where)
         elif isinstance(message.content, str):
-            made.append({"role": message.role, "content": message.content})
+            made += _said(message.role, [message.content])
         elif message.role == "assistant":
             made.append(_assistant(message.content, where, names))
         else:
@@ -40,7 +40,14 @@ def messages(asked: Conversation) -> list[dict[str, Any]]:
 
 def _system(given: str | Sequence[Block] | None) -> str:
     texts = [given] if isinstance(given, str) else [_text(block, f"system.{i}") for i, block in enumerate(given or ())]
-    return "\n".join(kept for text in texts if (kept := normalise.without_billing(text)))
+    return "\n".join(kept for text in texts if (kept := normalise.system_text(text)))
+
+
+def _said(role: str, texts: Sequence[str]) -> list[dict[str, Any]]:
+    """One message of these lines, or none if a client's countdown was all that they were."""
+    clean = {"system": normalise.system_text, "user": normalise.user_text}.get(role, str)
+    kept = [left for text in texts if (left := clean(text)) or not text]
+    return [{"role": role, "content": "\n".join(kept)}] if kept else []
 
 
 def _assistant(blocks: Sequence[Block], where: str, names: dict[str, str]) -> dict[str, Any]:
@@ -66,29 +73,26 @@ def _assistant(blocks: Sequence[Block], where: str, names: dict[str, str]) -> di
 
 
 def _user(message: Message, where: str, names: dict[str, str]) -> list[dict[str, Any]]:
+    """Of the user, or a system message."""
     made: list[dict[str, Any]] = []
     lines: list[str] = []
-
-    def end_text() -> None:
-        if lines:
-            made.append({"role": message.role, "content": "\n".join(lines)})
-            lines.clear()
-
     for i, block in enumerate(message.content or ()):
         assert isinstance(block, Block)
         here = f"{where}.{i}"
         if block.type == "tool_result" and message.role == "user":
-            end_text()
+            made += _said(message.role, lines)
+            lines.clear()
             made.append(_result(block, here, names))
         else:
             lines.append(_text(block, here))
-    end_text()
-    return made or [{"role": message.role, "content": ""}]
+    made += _said(message.role, lines)
+    return made if message.content else [{"role": message.role, "content": ""}]
 
 
 def _result(block: Block, where: str, names: dict[str, str]) -> dict[str, Any]:
     given = block.content or ""
-    text = given if isinstance(given, str) else "\n".join(_text(b, f"{where}.content.{i}") for i, b in enumerate(given))
+    parts = [given] if isinstance(given, str) else [_text(b, f"{where}.content.{i}") for i, b in enumerate(given)]
+    text = "\n".join(kept for part in parts if (kept := normalise.user_text(part)) or not part)
     of = _needed(block.tool_use_id, f"{where}.tool_use_id")
     made = {"role": "tool", "tool_call_id": of, "content": text or ("error" if block.is_error else "")}
     return made | ({"name": names[of]} if of in names else {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from onefold.errors import BadRequest
@@ -20,22 +20,26 @@ def messages(given: Sequence[Message]) -> list[dict[str, Any]]:
     names: dict[str, str] = {}
     made = []
     for i, message in enumerate(given):
-        made.append(_message(message, names, f"messages.{i}"))
-        calls = made[-1].get("tool_calls", ())
+        said = _message(message, names, f"messages.{i}")
+        if said["role"] == "system" and message.content and not said["content"]:
+            continue  # a client's countdown was all that it said
+        made.append(said)
+        calls = said.get("tool_calls", ())
         names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
     return made
 
 
 def _message(message: Message, names: Mapping[str, str], where: str) -> dict[str, Any]:
     role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
-    content = text(message.content, f"{where}.content")
+    clean = normalise.user_text if role in ("user", "tool") else str
+    content = text(message.content, f"{where}.content", clean)
     if content is None and role in ("system", "user"):
         raise BadRequest(f"A message of the role {message.role} needs content.", where=f"{where}.content")
     if message.role == "function" and not message.name:
         raise BadRequest("A message of the role function says which function it is of.", where=f"{where}.name")
     made: dict[str, Any] = {"role": role, "content": content or ""}
     if role == "system":
-        made["content"] = normalise.without_billing(made["content"])
+        made["content"] = normalise.system_text(made["content"])
     if role == "assistant":
         made |= _answer(message, made["content"], where)
     if message.name:
@@ -59,16 +63,17 @@ def _answer(message: Message, content: str, where: str) -> dict[str, Any]:
     return made | ({"tool_calls": calls} if calls else {})
 
 
-def text(content: str | Sequence[Part] | None, where: str) -> str | None:
-    """Parts become lines."""
+def text(content: str | Sequence[Part] | None, where: str, clean: Callable[[str], str] = str) -> str | None:
+    """Parts become lines, each as `clean` leaves it."""
     if content is None or isinstance(content, str):
-        return content
+        return content and clean(content)
     lines = []
     for i, part in enumerate(content):
         said = part.refusal if part.type == "refusal" else part.text
         if said is None:
             raise BadRequest("This field is required.", where=f"{where}.{i}.{part.type}")
-        lines.append(said)
+        if (kept := clean(said)) or not said:
+            lines.append(kept)
     return "\n".join(lines)
 
 

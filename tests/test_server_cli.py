@@ -190,14 +190,14 @@ def test_a_server_that_is_open_to_all_is_warned_about(capsys, host, keys, warns)
     stats = SimpleNamespace(disk=DiskStats(mode="back", folder="/f", used_bytes=5 * 10**9, budget_bytes=10**11))
     cache = SimpleNamespace(budget_bytes=8 * 10**9, token_bytes=131_072, kv_bits=16, max_kv_size=None)
     cache.stats = lambda: stats
-    engine: Any = SimpleNamespace(model_id="a/model", cache=cache, most_tokens=50_000)
+    engine: Any = SimpleNamespace(model_id="a/model", cache=cache, most_tokens=50_000, context_length=40960)
     settings = serve._settings(given("m", "--host", host, *(a for key in keys for a in ("--api-key", key))))
     port = greet(engine, settings)
     said = capsys.readouterr()
     assert "bits" not in said.out and "bound" not in said.out
     assert ("--api-key" in said.err) == warns
     disk = "/f: 5.0 GB of 100.0 GB, mode back"
-    for part in ("a/model", f":{port}/v1", "8.0 GB", disk, "131.1 kB", "50,000 of them in one conversation"):
+    for part in ("a/model", f":{port}/v1", "8.0 GB", disk, "131.1 kB", "50,000 of them in one conversation", "40,960"):
         assert part in said.out
 
 
@@ -211,7 +211,8 @@ def greet(engine: Any, settings: Any) -> int:
 
 def test_the_banner_names_the_format_and_the_bound_and_has_no_trailing_spaces(capsys):
     with onefold.PrefixCache(tiny("llama"), "16MB", kv="8", max_kv_size=4096, keep=8) as cache:
-        greet(SimpleNamespace(model_id="m", cache=cache, most_tokens=sys.maxsize), serve._settings(given("m")))
+        engine = SimpleNamespace(model_id="m", cache=cache, most_tokens=sys.maxsize, context_length=None)
+        greet(engine, serve._settings(given("m")))
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("one token") and line.endswith("of KV, in 8 bits") for line in lines)
     assert "bound      4,096 tokens a conversation, its first 8 kept" in lines

@@ -26,7 +26,7 @@ NAME = "onefold chat"
 OF_SERVE = {flag.name: flag for flag in serve.FLAGS}
 """The same names, kinds and variables here as there."""
 
-ENGINE = tuple(OF_SERVE[name] for name in ("budget", "kv", "max-kv-size", "keep"))
+ENGINE = tuple(OF_SERVE[name] for name in ("budget", "kv", "max-kv-size", "keep", "ignore-context-length"))
 ANSWER = (
     replace(OF_SERVE["max-tokens"], help="that an answer may have", default="4096"),
     replace(OF_SERVE["temperature"], help="0 is always the likeliest token; by default as the model recommends"),

@@ -165,6 +165,7 @@ FLAGS = (
          f"by default {MAX_KV_SIZE}", count, None, "TOKENS"),
     Flag("keep", f"tokens that such a conversation begins with and never forgets; by default {KEEP}, or half of "
          "--max-kv-size if that is less", count, None, "TOKENS"),
+    Flag("ignore-context-length", "run prompts and answers that are longer than the model was made for", bool),
     Flag("max-batch", "requests that run at a time", positive, "32", "REQUESTS"),
     Flag("max-queue", "requests that may wait; more are refused with 503", positive, "128", "REQUESTS"),
     Flag("queue-timeout", "how long a request may wait", seconds, "600", "SECONDS"),
@@ -327,7 +328,7 @@ def make_engine(given: argparse.Namespace, **more: Any) -> Engine:
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of prompts that it thinks too long
     model, tokenizer = onefold.load(given.model)
     options = more | {"model_id": given.model, "budget": given.budget, "kv": given.kv}
-    options["defaults"] = recommended(tokenizer)
+    options |= {"defaults": recommended(tokenizer), "ignore_context_length": given.ignore_context_length}
     try:
         return Engine(model, tokenizer, max_kv_size=max_kv_size or None, keep=keep, **options)
     except Unbounded as error:
@@ -367,6 +368,8 @@ def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
         ("one token", f"{show_size(engine.cache.token_bytes)} of KV{_format(engine)}"),
         ("room for", _room(engine)),
     ]
+    if engine.context_length is not None:
+        rows.append(("context", f"{engine.context_length:,} tokens, prompt and answer together"))
     if (most := engine.cache.max_kv_size) is not None:
         rows.append(("bound", f"{most:,} tokens a conversation, its first {engine.cache.keep:,} kept"))
     console = Console(highlight=False)

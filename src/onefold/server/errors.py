@@ -96,7 +96,8 @@ def openai_shape(problem: Problem) -> dict[str, Any]:
     message = problem.sentence
     if problem.too_long:
         tokens, most = problem.too_long
-        message = f"This model's maximum context length is {most} tokens, but the request has {tokens}: {message}."
+        said = f"This model's maximum context length is {most} tokens."
+        message = f"{said} However, your messages resulted in {tokens} tokens: {message}."
     kind = "invalid_request_error" if problem.status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": problem.param, "code": problem.code}}
 

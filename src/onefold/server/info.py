@@ -22,13 +22,13 @@ def routes(service: Service) -> APIRouter:
     @router.get("/v1/models", responses=errors(OPENAI_ERROR))
     async def models() -> dict[str, Any]:
         """The one model, in OpenAI's words and in Anthropic's at once."""
-        found = model_shape(service.model, since)
+        found = model_shape(service, since)
         return {"object": "list", "data": [found], "has_more": False, "first_id": found["id"], "last_id": found["id"]}
 
     @router.get("/v1/models/{name:path}", responses=errors(OPENAI_ERROR, 404))
     async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
-        return model_shape(service.model, since)
+        return model_shape(service, since)
 
     @router.head("/health", include_in_schema=False)
     @router.get("/health", responses={503: {"description": "The engine has stopped."}})
@@ -54,7 +54,13 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
-def model_shape(name: str, since: int) -> dict[str, Any]:
+def model_shape(service: Service, since: int) -> dict[str, Any]:
+    """The model's own length by the name that most clients look for; by the others', what a prompt may have here."""
+    name, engine = service.model, service.engine
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(since))
     openai = {"id": name, "object": "model", "created": since, "owned_by": "onefold"}
-    return openai | {"type": "model", "display_name": name, "created_at": at}
+    made = openai | {"type": "model", "display_name": name, "created_at": at}
+    if engine.context_length is not None:
+        fits = min(engine.context_length, engine.most_tokens)
+        made |= {"context_length": engine.context_length, "max_model_len": fits, "max_input_tokens": fits}
+    return made

@@ -19,7 +19,7 @@ from listening import listening, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_engine import HIT, ScriptedEngine, says
 
-from onefold.engine.request import Done, Failed, Progress, Started, Text
+from onefold.engine.request import Done, Failed, Generated, Progress, Started, Text
 from onefold.errors import BudgetError, Busy, ConfigError, DeviceError, EngineStopped, PromptError, TooLong
 from onefold.server.settings import Settings
 
@@ -292,7 +292,7 @@ def test_when_one_of_several_choices_is_refused_the_others_are_cancelled(client,
     assert sorted(engine.cancelled) == [1, 2]
 
 
-@pytest.mark.parametrize("path", ["/nothing", "/v1/messages/nothing", "/v1/chat", "/", "/docs"])
+@pytest.mark.parametrize("path", ["/nothing", "/v1/messages/nothing", "/v1/chat", "/chat", "/docs"])
 def test_paths_that_are_not_there(client, path):
     for response in (client.get(path), client.post(path, json={})):
         assert response.status_code == 404
@@ -363,6 +363,50 @@ def test_namespaces(engine, apart):
     a, b, c = [r.namespace for r in engine.requests]
     assert a == c and (a != b) == apart and (a == "") != apart
     assert "one" not in str(a)
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/models/default", "/v1/cache", "/metrics", "/models"])
+def test_what_can_be_read_can_be_asked_for_without_its_body(client, path):
+    head, whole = client.head(path), client.get(path)
+    assert head.status_code == whole.status_code == 200 and head.content == b"" and whole.content
+    assert head.headers["content-type"] == whole.headers["content-type"]
+
+
+def test_a_client_that_looks_whether_somebody_is_there_needs_no_key(engine):
+    with listening(engine, Settings(api_keys=("one",))) as url:
+        assert httpx.head(url).status_code == 200 and httpx.get(url).json() == {"server": "onefold"}
+        assert httpx.head(f"{url}/models").status_code == 401
+
+
+@EACH
+def test_paths_with_and_without_their_version(client, caplog, path, body):
+    bare = path.removeprefix("/v1")
+    with caplog.at_level("INFO", "onefold.server"):
+        for name in (bare, path, f"/v1{path}"):
+            assert client.post(name, json=body).status_code == 200
+    wait_until(lambda: caplog.text.count(f"POST {path} 200") == 3, "they are not one endpoint")
+    refused = client.post(bare, json={})
+    assert refused.status_code == 400 and refused.json().keys() == client.post(path, json={}).json().keys()
+    assert client.get("/models/default").json() == client.get("/v1/models/default").json()
+    assert client.post("/messages/count_tokens", json={"messages": [USER]}).json() == {"input_tokens": 10}
+    for nothing in ("/v2/models", "/chat", "/v1", "/v1/health"):
+        assert client.get(nothing).status_code == 404
+
+
+@EACH
+def test_what_was_generated_is_logged_of_answers_that_never_ended(client, engine, caplog, path, body):
+    begun = [Started(HIT), Text("a"), Generated(4)]
+    never = threading.Event()
+    with caplog.at_level("INFO", "onefold.server"):
+        engine.script = lambda request: [*begun, 0.1, Failed(EngineStopped("it stopped"))]
+        client.post(path, json={**body, "stream": True})
+        wait_until(lambda: "generated=4 finish=failed" in caplog.text, "the failed one is not counted")
+        engine.script = lambda request: [*begun, never]
+        with client.stream("POST", path, json={**body, "stream": True}) as stream:
+            next(stream.iter_bytes())
+            time.sleep(0.1)
+        wait_until(lambda: "generated=4 finish=cancelled" in caplog.text, "the one that was hung up on is not counted")
+    never.set()
 
 
 HOSTS_OF_LOOPBACK = ["localhost", "LOCALHOST.:1", "127.0.0.1", "127.0.0.1:99", "127.8.9.1", "[::1]", "[::1]:8080"]

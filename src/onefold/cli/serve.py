@@ -21,6 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from onefold.cli.command_line import Parser, complain
+from onefold.cli.key_file import read_keys
 from onefold.errors import ConfigError, Unbounded
 from onefold.sizes import show_size
 
@@ -137,7 +138,9 @@ class Flag:
         return tuple(part.strip() for part in there if part.strip())
 
 
-API_KEY = Flag("api-key", "a key that clients must send; may be given again", metavar="KEY", many=True)
+API_KEY = Flag("api-key", "a key that clients must send; may be given again. The list of processes shows what is on a "
+               "command line: rather use --api-key-file or the variable", metavar="KEY", many=True)  # fmt: skip
+API_KEY_FILE = Flag("api-key-file", "a file with such keys, one a line", metavar="FILE")
 ALIAS = Flag("alias", "a name that requests may use, * for any; may be given again", metavar="NAME", many=True)
 CORS_ORIGIN = Flag("cors-origin", "a web page that may ask, * for any; may be given again", metavar="ORIGIN", many=True)
 ALLOWED_HOST = Flag("allowed-host", "a name that clients reach the server by, beside localhost and its addresses, "
@@ -147,6 +150,7 @@ FLAGS = (
     Flag("host", "address to listen on", default="127.0.0.1", metavar="ADDRESS"),
     Flag("port", "port to listen on; 0 is any that is free", partial(count, most=65535), "8080", "PORT"),
     API_KEY,
+    API_KEY_FILE,
     ALIAS,
     CORS_ORIGIN,
     ALLOWED_HOST,
@@ -263,13 +267,15 @@ def _farewell(after: Stats, before: int, seconds: float, why: str) -> str:
 
 
 def _settings(given: argparse.Namespace) -> Settings:
+    """Raises ConfigError."""
     from onefold.server.settings import SAMPLING, Settings
     from onefold.sizes import parse_size
 
+    keys = read_keys(given.api_key_file) if given.api_key_file else ()
     return Settings(
         host=given.host,
         port=given.port,
-        api_keys=API_KEY.listed(given),
+        api_keys=tuple(dict.fromkeys(API_KEY.listed(given) + keys)),
         aliases=ALIAS.listed(given),
         cors_origins=CORS_ORIGIN.listed(given),
         allowed_hosts=ALLOWED_HOST.listed(given),
@@ -345,9 +351,9 @@ def _listen(engine: Engine, settings: Settings, sock: socket.socket) -> int:
     # uvicorn raises the signal that ended it once more, for those who were there before: they have nothing to add
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    _greet(engine, settings, sock)
+    ready = partial(_greet, engine, settings, sock)
     try:
-        Server(make_app(engine, settings), engine, settings).run([sock])
+        Server(make_app(engine, settings), engine, settings, ready).run([sock])
     except OSError as error:  # two servers took the address before one of them listened
         return _complain(f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}")
     return 0
@@ -376,7 +382,7 @@ def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
     for name, value in rows:
         console.print(Text(f"{name:<11}{value}"), soft_wrap=True)
     if not _loopback(settings.host) and not settings.api_keys:
-        warning = f"Warning: whoever can reach {host} may use this server; give it an --api-key."
+        warning = f"Warning: whoever can reach {host} may use this server; give it an --api-key-file."
         Console(stderr=True).print(Text(warning, "bold"), soft_wrap=True)
 
 

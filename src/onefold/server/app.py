@@ -1,6 +1,6 @@
 """The server: `make_app(engine, settings)` gives an ASGI application for one engine, which it does not stop.
 
-    Accounting ── Hosts ── CORS ── Origins ── Keys ── BodyLimit ── HangUp ── routes
+    Paths ── Accounting ── Hosts ── CORS ── Origins ── Keys ── BodyLimit ── HangUp ── routes
 
 Whatever goes wrong in there leaves in the shape of the API that the client speaks.
 """
@@ -31,6 +31,7 @@ from onefold.server.limits import BodyLimit, Keys, Origins
 from onefold.server.openai import chat, completions
 from onefold.server.openai.schemas import ChatRequest, CompletionRequest
 from onefold.server.openapi import ANTHROPIC_ERROR, OPENAI_ERROR, described, document, errors
+from onefold.server.paths import Paths
 from onefold.server.reply import Plan, Reply
 from onefold.server.service import Service
 from onefold.server.settings import Settings
@@ -60,7 +61,7 @@ def make_app(engine: Engine, settings: Settings = Settings()) -> ASGIApp:  # noq
         anything = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["*"]}
         wrapped = CORSMiddleware(wrapped, allow_origins=list(settings.cors_origins), **anything)  # type: ignore[arg-type]
     wrapped = Hosts(wrapped, settings.host, settings.allowed_hosts)
-    return Accounting(wrapped, service.metrics)
+    return Paths(Accounting(wrapped, service.metrics))
 
 
 def generation(service: Service) -> APIRouter:

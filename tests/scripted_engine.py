@@ -35,6 +35,8 @@ def says(*pieces: str, finish: Any = "stop") -> list[Event]:
 class ScriptedEngine:
     def __init__(self, script: Callable[[Request], Script] = lambda request: says("hello")) -> None:
         self.model_id = "some/folder/scripted"
+        self.context_length: int | None = 4096
+        self.most_tokens = 1000
         self.defaults = Sampling(temperature=0.6, top_p=0.95, top_k=20)
         self.script = script
         self.chats: list[dict[str, Any]] = []

@@ -217,12 +217,16 @@ def test_what_cannot_be_used_is_one_line(
     assert line.startswith("onefold chat: ") and told in line
 
 
-def test_a_server_that_wants_a_key(chat: Chatting, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_wants_a_key(
+    chat: Chatting, engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     with listening(engine, Settings(api_keys=("good",), grace_seconds=1.0)) as url:
         for key in ((), ("--api-key", "bad")):
             said = chat("--url", url, *key)
             assert said.code == 1 and len(said.told) == 1 and "(401)" in said.told[0]
         assert chat("--url", url, "--api-key", "good", *GREEDY).code == 0
+        (tmp_path / "key").write_text("good\n")
+        assert chat("--url", url, "--api-key-file", str(tmp_path / "key"), *GREEDY).code == 0
         monkeypatch.setenv("ONEFOLD_API_KEY", "good, another")
         assert chat("--url", url, *GREEDY).code == 0
         wrong = chat("--url", url, "another-model", *GREEDY)

@@ -19,7 +19,7 @@ from listening import listening, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_engine import HIT, ScriptedEngine, says
 
-from onefold.engine.request import Done, Failed, Progress, Started, Text
+from onefold.engine.request import Done, Failed, Generated, Progress, Started, Text
 from onefold.errors import BudgetError, Busy, ConfigError, DeviceError, EngineStopped, PromptError, TooLong
 from onefold.server.settings import Settings
 
@@ -56,8 +56,8 @@ def raw_request(url: str, path: str, body: dict[str, Any]) -> socket.socket:
     at = urlsplit(url)
     sent = json.dumps(body).encode()
     sock = socket.create_connection((at.hostname, at.port), timeout=30)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(sent)}\r\n\r\n"
-    sock.sendall(head.encode() + sent)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    sock.sendall(f"{head}Content-Length: {len(sent)}\r\n\r\n".encode() + sent)
     return sock
 
 
@@ -292,7 +292,7 @@ def test_when_one_of_several_choices_is_refused_the_others_are_cancelled(client,
     assert sorted(engine.cancelled) == [1, 2]
 
 
-@pytest.mark.parametrize("path", ["/nothing", "/v1/messages/nothing", "/v1/chat", "/", "/docs"])
+@pytest.mark.parametrize("path", ["/nothing", "/v1/messages/nothing", "/v1/chat", "/chat", "/docs"])
 def test_paths_that_are_not_there(client, path):
     for response in (client.get(path), client.post(path, json={})):
         assert response.status_code == 404
@@ -365,6 +365,98 @@ def test_namespaces(engine, apart):
     assert "one" not in str(a)
 
 
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/models/default", "/v1/cache", "/metrics", "/models"])
+def test_what_can_be_read_can_be_asked_for_without_its_body(client, path):
+    head, whole = client.head(path), client.get(path)
+    assert head.status_code == whole.status_code == 200 and head.content == b"" and whole.content
+    assert head.headers["content-type"] == whole.headers["content-type"]
+
+
+def test_a_client_that_looks_whether_somebody_is_there_needs_no_key(engine):
+    with listening(engine, Settings(api_keys=("one",))) as url:
+        assert httpx.head(url).status_code == 200 and httpx.get(url).json() == {"server": "onefold"}
+        assert httpx.head(f"{url}/models").status_code == 401
+
+
+@EACH
+def test_paths_with_and_without_their_version(client, caplog, path, body):
+    bare = path.removeprefix("/v1")
+    with caplog.at_level("INFO", "onefold.server"):
+        for name in (bare, path, f"/v1{path}"):
+            assert client.post(name, json=body).status_code == 200
+    wait_until(lambda: caplog.text.count(f"POST {path} 200") == 3, "they are not one endpoint")
+    refused = client.post(bare, json={})
+    assert refused.status_code == 400 and refused.json().keys() == client.post(path, json={}).json().keys()
+    assert client.get("/models/default").json() == client.get("/v1/models/default").json()
+    assert client.post("/messages/count_tokens", json={"messages": [USER]}).json() == {"input_tokens": 10}
+    for nothing in ("/v2/models", "/chat", "/v1", "/v1/health"):
+        assert client.get(nothing).status_code == 404
+
+
+@EACH
+def test_what_was_generated_is_logged_of_answers_that_never_ended(client, engine, caplog, path, body):
+    begun = [Started(HIT), Text("a"), Generated(4)]
+    never = threading.Event()
+    with caplog.at_level("INFO", "onefold.server"):
+        engine.script = lambda request: [*begun, 0.1, Failed(EngineStopped("it stopped"))]
+        client.post(path, json={**body, "stream": True})
+        wait_until(lambda: "generated=4 finish=failed" in caplog.text, "the failed one is not counted")
+        engine.script = lambda request: [*begun, never]
+        with client.stream("POST", path, json={**body, "stream": True}) as stream:
+            next(stream.iter_bytes())
+            time.sleep(0.1)
+        wait_until(lambda: "generated=4 finish=cancelled" in caplog.text, "the one that was hung up on is not counted")
+    never.set()
+
+
+HOSTS_OF_LOOPBACK = ["localhost", "LOCALHOST.:1", "127.0.0.1", "127.0.0.1:99", "127.8.9.1", "[::1]", "[::1]:8080"]
+READABLE = ["/", "/health", "/metrics", "/openapi.json", "/v1/models", "/v1/models/default", "/v1/cache", "/nothing"]
+
+
+@pytest.mark.parametrize("path", READABLE)
+def test_a_page_whose_name_points_here_can_read_nothing(client, path):
+    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil.example", "192.168.1.5"):
+        response = client.get(path, headers={"host": host})
+        assert response.status_code == 403 and "--allowed-host" in response.text
+        assert error_of(response)["code"] == "host_not_allowed"
+    for host in HOSTS_OF_LOOPBACK:
+        assert client.get(path, headers={"host": host}).status_code != 403
+
+
+@EACH
+def test_a_page_whose_name_points_here_can_ask_for_nothing(client, engine, path, body):
+    response = client.post(path, json=body, headers={"host": "evil.example"})
+    assert response.status_code == 403 and error_of(response)["message"] and engine.requests == []
+    preflight = client.options(path, headers={"host": "evil.example", "access-control-request-method": "POST"})
+    assert preflight.status_code == 403
+
+
+@pytest.mark.parametrize(
+    "bound, allowed, ours, foreign",
+    [
+        ("127.0.0.1", (), HOSTS_OF_LOOPBACK, ["box.lan", "10.0.0.1", "[2001:db8::1]"]),
+        ("127.0.0.1", ("Box.lan", "proxy:443"), ["box.lan", "box.lan:80", "proxy"], ["other.lan"]),
+        ("127.0.0.1", ("*",), ["anything.example"], []),
+        ("0.0.0.0", (), ["10.0.0.1:8080", "[2001:db8::1]:1", *HOSTS_OF_LOOPBACK], ["box.lan", "10.0.0.1.evil.example"]),
+        ("::", (), ["10.0.0.1", "[2001:db8::1]"], ["box.lan"]),
+        ("10.0.0.1", (), ["10.0.0.1", "localhost"], ["10.0.0.2", "box.lan"]),
+        ("box.lan", (), ["box.lan:8080"], ["box.lan.evil.example"]),
+    ],
+)
+def test_names_that_a_server_goes_by(engine, bound, allowed, ours, foreign):
+    with listening(engine, Settings(host=bound, allowed_hosts=allowed)) as url:
+        assert [httpx.get(f"{url}/health", headers={"host": host}).status_code for host in ours] == [200] * len(ours)
+        found = [httpx.get(f"{url}/health", headers={"host": host}).status_code for host in foreign]
+        assert found == [403] * len(foreign)
+
+
+def test_http_1_0_has_no_host(shared):
+    at = urlsplit(shared[0])
+    with socket.create_connection((at.hostname, at.port), timeout=30) as sock:
+        sock.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert sock.recv(4096).startswith(b"HTTP/1.1 200")
+
+
 def test_pages_of_other_origins_are_refused(client, engine):
     for origin in ("https://evil.example", "null"):
         response = client.post(CHAT[0], json=CHAT[1], headers={"origin": origin})
@@ -426,7 +518,7 @@ def test_a_body_that_says_it_is_larger_is_not_waited_for_if_the_client_asks_firs
     with listening(engine, Settings(body_limit=1000)) as url:
         at = urlsplit(url)
         with socket.create_connection((at.hostname, at.port), timeout=10) as sock:
-            sock.sendall(b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n")
+            sock.sendall(b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n")
             sock.sendall(b"Expect: 100-continue\r\n\r\n")
             assert sock.recv(1000).startswith(b"HTTP/1.1 413")
 
@@ -435,7 +527,7 @@ def test_a_body_that_does_not_come(engine):
     with listening(engine, Settings(send_timeout_seconds=0.2)) as url:
         at = urlsplit(url)
         with socket.create_connection((at.hostname, at.port), timeout=10) as sock:
-            sock.sendall(b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n{")
+            sock.sendall(b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999\r\n\r\n{")
             assert sock.recv(1000).startswith(b"HTTP/1.1 408")
 
 

@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 from listening import listening, wait_until
+from local_model import write_model
 from talking_model import ANSWER, CALL, THOUGHT, write_talking_model
 
 import onefold
@@ -120,6 +121,41 @@ def test_openai_tools_streamed_by_the_clients_own_helper(talker):
     (call,) = final.choices[0].message.tool_calls
     assert json.loads(call.function.arguments) == CALL["arguments"]
     assert final.choices[0].finish_reason == "tool_calls"
+
+
+def test_openai_custom_tools_there_and_back(talker):
+    """The model calls a function; the client hears of a custom tool, and gives its result as one's."""
+    ask = talker.openai.chat.completions.create
+    tool: Any = {"type": "custom", "custom": {"name": "get_weather", "description": "Tells the weather."}}
+    first = ask(model=talker.name, messages=[QUESTION], tools=[tool])
+    (call,) = first.choices[0].message.tool_calls
+    assert call.type == "custom" and call.custom.name == CALL["name"]
+    assert json.loads(call.custom.input) == CALL["arguments"]  # it wrote no input, so this is what it wrote
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    messages = [QUESTION, first.choices[0].message.model_dump(exclude_none=True), result]
+    assert ask(model=talker.name, messages=messages, tools=[tool]).choices[0].message.content == SAID
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_openai_functions_as_before_there_were_tools(talker, stream):
+    ask = talker.openai.chat.completions.create
+    asked: dict[str, Any] = {"model": talker.name, "functions": [OPENAI_TOOL["function"]], "function_call": "auto"}
+    if stream:
+        deltas = [chunk.choices[0] for chunk in ask(messages=[QUESTION], stream=True, **asked)]
+        called = [d.delta.function_call for d in deltas if d.delta.function_call]
+        name, arguments = called[0].name, "".join(c.arguments or "" for c in called)
+        assert deltas[-1].finish_reason == "function_call" and len(called) == 2
+    else:
+        (choice,) = ask(messages=[QUESTION], **asked).choices
+        assert choice.finish_reason == "function_call" and choice.message.tool_calls is None
+        name, arguments = choice.message.function_call.name, choice.message.function_call.arguments
+    assert name == CALL["name"] and json.loads(arguments) == CALL["arguments"]
+    call: Any = {"role": "assistant", "content": None, "function_call": {"name": name, "arguments": arguments}}
+    result: Any = {"role": "function", "name": name, "content": "sunny"}
+    second = ask(messages=[QUESTION, call, result], **asked)
+    assert second.choices[0].message.content == SAID
+    none = ask(messages=[QUESTION], **{**asked, "function_call": "none"})
+    assert none.choices[0].message.content == SAID
 
 
 def test_openai_without_the_tools_that_it_may_not_use(talker):
@@ -292,6 +328,42 @@ def test_anthropic_tools_there_and_back(talker, stream):
     assert second.usage.cache_read_input_tokens > 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropics_tool_runner_goes_on_with_the_whole_conversation(talker, stream):
+    """It asks the server to hold the conversation as a thread; told that there are none, it sends all of it."""
+
+    @anthropic.beta_tool
+    def get_weather(city: str, days: int) -> str:
+        """Tells the weather."""
+        return f"sunny in {city} for {days} days"
+
+    long: Any = {"role": "user", "content": "What is the weather in Paris? " * 10}
+    asked: dict[str, Any] = {"model": talker.name, "max_tokens": 50, "messages": [long], "tools": [get_weather]}
+    runner = talker.anthropic.beta.messages.tool_runner(stream=stream, **asked)
+    turns = [turn.get_final_message() if stream else turn for turn in runner]
+    assert [turn.stop_reason for turn in turns] == ["tool_use", "end_turn"]
+    assert turns[1].content[0].text == SAID
+    first, second = (turn.usage.input_tokens + turn.usage.cache_read_input_tokens for turn in turns)
+    assert second > first > len(long["content"])
+
+
+def test_anthropic_a_thread_is_refused_with_the_code_that_its_client_looks_for(talker):
+    with pytest.raises(anthropic.BadRequestError, match="all of its messages") as refused:
+        talker.anthropic.beta.messages.create(
+            model=talker.name,
+            max_tokens=5,
+            messages=[QUESTION],
+            thread={"type": "continue", "previous_message_id": "msg_1"},
+        )
+    assert refused.value.error_code == "thread_unsupported_request"
+
+
+def test_anthropic_a_schema_for_the_answer_is_refused(talker):
+    wanted: Any = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format"):
+        talker.anthropic.messages.create(model=talker.name, max_tokens=5, messages=[QUESTION], output_config=wanted)
+
+
 def test_anthropic_stops(talker):
     ask = talker.anthropic.messages.create
     answer = ask(model=talker.name, max_tokens=50, messages=[QUESTION], stop_sequences=[" in"])
@@ -311,6 +383,72 @@ def test_anthropic_headers_that_change_are_not_part_of_the_prompt(babbler):
         answer = babbler.anthropic.messages.create(model="default", max_tokens=1, system=blocks, messages=[QUESTION])
         read.append(answer.usage.input_tokens)
     assert read[1:] == [1, 1]
+
+
+STRICT = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}
+{{ raise_exception('System message must be at the beginning.') }}{% endif %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+HOISTS = """{{ '<|im_start|>system\\n' }}{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}
+{%- for m in messages if m.role != 'system' %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+@pytest.fixture(scope="module", params=["in place", "strict", "hoists"])
+def claude_codes(request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Models whose templates put system messages in their place, refuse them in the middle, or move them."""
+    folder = write_model(tmp_path_factory.mktemp("templates"))
+    if request.param != "in place":
+        config = folder / "tokenizer_config.json"
+        template = {"strict": STRICT, "hoists": HOISTS}[request.param]
+        config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": template}))
+    yield from served(folder, budget="64MB")
+
+
+def test_anthropic_turns_of_claude_code_go_on_from_what_is_known(claude_codes):
+    """It counts tokens down in its system prompt and behind each turn, and sends system messages in the middle."""
+    ask = claude_codes.anthropic.messages.with_raw_response.create
+    messages: list[Any] = []
+    known = 0
+    for turn in range(5):
+        left = 15_000_000 - 1234 * turn
+        countdown = {"type": "text", "text": f"<total_tokens>{left} tokens left</total_tokens>"}
+        system = [
+            {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.280.{turn}; cch={turn}f;"},
+            {"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}},
+            countdown,
+        ]
+        question = [{"type": "text", "text": f"Turn {turn}: and then?"}]
+        messages.append({"role": "user", "content": [*question, countdown] if turn % 2 else question})
+        messages.append({"role": "system", "content": [countdown]})
+        if turn in (1, 3):
+            note = f"The task tools haven't been used recently ({turn})."
+            messages.append({"role": "system", "content": [{"type": "text", "text": note}]})
+        raw = ask(model="default", max_tokens=12, system=system, messages=messages)
+        answer = raw.parse()
+        prompt = answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+        assert answer.usage.cache_read_input_tokens >= known - 1 and "x-onefold-diverged" not in raw.headers
+        known = prompt + answer.usage.output_tokens
+        messages.append({"role": "assistant", "content": answer.content[0].text})
+        for message in messages:  # as it may come back: the numbers of earlier turns are not all kept
+            if isinstance(message["content"], list):
+                message["content"] = [b for b in message["content"] if b is not countdown] or message["content"]
+    assert known > 5 * 12
+
+
+def test_openai_system_messages_in_the_middle_keep_what_is_before_them(claude_codes):
+    ask = claude_codes.openai.chat.completions.create
+    messages: list[Any] = [{"role": "system", "content": SYSTEM + "OpenAI."}]
+    known = 0
+    for turn in range(4):
+        messages.append({"role": "user", "content": f"Turn {turn}"})
+        if turn % 2:
+            messages.append({"role": "developer", "content": f"Note {turn}"})
+        messages.append({"role": "system", "content": f"<total_tokens>{900 - turn} tokens left</total_tokens>"})
+        usage = ask(model="default", max_tokens=8, messages=messages)
+        assert usage.usage.prompt_tokens_details.cached_tokens >= known - 1
+        known = usage.usage.total_tokens
+        messages[-1] = {"role": "assistant", "content": usage.choices[0].message.content}
 
 
 def test_anthropic_an_answer_that_is_begun_goes_on(babbler):

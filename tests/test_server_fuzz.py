@@ -20,10 +20,11 @@ from scripted_engine import ScriptedEngine
 from starlette.testclient import TestClient
 
 from onefold.server.app import make_app
+from onefold.server.settings import Settings
 
 CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance, response_headers_conformance]
 
-app = make_app(ScriptedEngine())  # type: ignore[arg-type]
+app = make_app(ScriptedEngine(), Settings(allowed_hosts=("*",)))  # type: ignore[arg-type]
 schema = schemathesis.openapi.from_asgi("/openapi.json", app)
 schema.config.generation.update(modes=[schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 from hypothesis import given
@@ -35,6 +36,36 @@ def test_a_billing_header_goes_wherever_the_prompt_begins_with_it():
         assert normalise.without_billing(f"{header}\nYou are") == "You are"
         assert normalise.without_billing(f"{header}\n\nYou are") == "You are"
         assert normalise.without_billing(f"{header}\n{header}\nYou are") == "You are"
+
+
+COUNTDOWN = "<total_tokens>{} tokens left</total_tokens>"
+
+
+def test_a_countdown_goes_from_system_text_wherever_it_is_a_line():
+    for left in ("15000000", "14,812,333", "7"):
+        line = COUNTDOWN.format(left)
+        assert normalise.system_text(line) == normalise.system_text(f"{line}\n") == ""
+        assert normalise.system_text(f"Be brief.\n\n{line}") == "Be brief."
+        assert normalise.system_text(f"{line}\nBe brief.") == "Be brief."
+        assert normalise.system_text(f"a\n{line}\n\nb\n{line}\n") == "a\nb"
+        assert normalise.system_text(f"{HEADER.format('a', 'b')}\n{line}\nBe brief.") == "Be brief."
+        assert normalise.system_text(f"a\n<system-reminder>\n{line}\n</system-reminder>\nb") == "a\nb"
+
+
+def test_a_countdown_of_the_clients_own_goes_from_user_text_and_one_that_is_quoted_stays():
+    line = COUNTDOWN.format(200)
+    reminder = f"<system-reminder>\n{line}\n</system-reminder>"
+    assert normalise.user_text(line) == normalise.user_text(f"\n{line}\n") == normalise.user_text(reminder) == ""
+    assert normalise.user_text(f"hi\n{reminder}") == "hi"
+    for text in (f"What is {line}?", f"It says\n{line}", f"```\n{line}\n```", "<total_tokens>x</total_tokens>", "a\n"):
+        assert normalise.user_text(text) == text
+
+
+def test_long_text_takes_no_longer_than_it_is_long():
+    for text in ("\n" * 1_000_000, "<system-reminder>" + " " * 1_000_000, "<total_tokens>1\n" * 100_000):
+        began = time.monotonic()
+        normalise.system_text(text), normalise.user_text(text)
+        assert time.monotonic() - began < 2
 
 
 def test_other_text_is_left_as_it_is():

@@ -107,6 +107,58 @@ def test_tools_and_their_choice():
     assert refusal(from_openai.tools, other)[0] == "tool_choice"
 
 
+def test_a_custom_tool_is_a_function_of_one_text():
+    grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: WORD"}}
+    custom = {"name": "patch", "description": "Edits a file.", "format": grammar}
+    (made,) = from_openai.tools(chat(tools=[{"type": "custom", "custom": custom}])) or []
+    function = made["function"]
+    assert made["type"] == "function" and (function["name"], function["description"]) == ("patch", "Edits a file.")
+    assert function["parameters"]["required"] == ["input"]
+    assert "start: WORD" in function["parameters"]["properties"]["input"]["description"]
+    call = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": "*** Begin"}}
+    said, result = openai_messages(
+        {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": "done"}
+    )
+    assert said["tool_calls"][0]["function"] == {"name": "patch", "arguments": {"input": "*** Begin"}}
+    assert result["name"] == "patch"
+
+
+def test_functions_and_their_results_are_tools_and_theirs():
+    function = {"name": "f", "parameters": {"type": "object"}}
+    as_tools = from_openai.tools(chat(tools=[{"type": "function", "function": function}]))
+    for choice in (None, "auto", {"name": "f"}):
+        assert from_openai.tools(chat(functions=[function], function_call=choice)) == as_tools
+    assert from_openai.tools(chat(functions=[function], function_call="none")) is None
+    wrong = chat(functions=[function], function_call={"name": "g"})
+    assert refusal(from_openai.tools, wrong)[0] == "function_call"
+    call, result = openai_messages(
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+        {"role": "function", "name": "f", "content": "r"},
+    )
+    assert call["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+    assert result == {"role": "tool", "name": "f", "content": "r"}
+    assert refusal(openai_messages, {"role": "function", "content": "r"})[0] == "messages.0.name"
+
+
+def test_allowed_tools_are_the_only_ones_that_are_offered():
+    tools = [{"type": "function", "function": {"name": name}} for name in "abc"]
+
+    def allowed(*names: str) -> dict[str, Any]:
+        chosen = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": chosen}}
+
+    made = from_openai.tools(chat(tools=tools, tool_choice=allowed("c", "a"))) or []
+    assert [tool["function"]["name"] for tool in made] == ["a", "c"]
+    assert refusal(from_openai.tools, chat(tools=tools, tool_choice=allowed("d")))[0] == "tool_choice"
+    half = chat(tools=tools, tool_choice={"type": "custom"})
+    assert refusal(from_openai.tools, half)[0] == "tool_choice.custom"
+
+
+def test_a_refusal_that_was_said_is_part_of_the_conversation():
+    (made,) = openai_messages({"role": "assistant", "content": None, "refusal": "I will not."})
+    assert made == {"role": "assistant", "content": "I will not."}
+
+
 def test_template_options():
     assert from_openai.template_options(chat()) == {}
     assert from_openai.template_options(chat(reasoning_effort="high")) == {"reasoning_effort": "high"}
@@ -195,6 +247,17 @@ def test_thinking_calls_and_results():
     ]
 
 
+def test_a_system_message_is_shown_for_as_long_as_it_says():
+    note = {"role": "system", "content": "Now."}
+    for clear_at in (None, "never"):
+        assert anthropic_messages(USER, {**note, "clear_at": clear_at}, USER) == [USER, note, USER]
+    brief = {**note, "clear_at": "next_user_message"}
+    assert anthropic_messages(USER, brief, USER) == [USER, USER]
+    assert anthropic_messages(USER, brief) == [USER, note]
+    assert anthropic_messages(USER, {"role": "system", "output_config": {"effort": "low"}}) == [USER]
+    assert refusal(anthropic_messages, {"role": "user"})[0] == "messages.0.content"
+
+
 def test_a_result_without_words_and_one_that_failed():
     def result(**fields: Any) -> str:
         block = {"type": "tool_result", "tool_use_id": "t", **fields}
@@ -234,8 +297,8 @@ def test_choice_of_tools_and_tools_of_their_servers():
     assert from_anthropic.tools(talk(tools=[tool], tool_choice={"type": "none"})) is None
     wrong = talk(tools=[tool], tool_choice={"type": "tool", "name": "g"})
     assert refusal(from_anthropic.tools, wrong)[0] == "tool_choice.name"
-    server = talk(tools=[tool, {"type": "web_search_20250305", "name": "web_search"}])
-    assert refusal(from_anthropic.tools, server)[0] == "tools.1.type"
+    where, said = refusal(talk, tools=[tool, {"type": "web_search_20250305", "name": "web_search"}])
+    assert where == "tools.1.type" and "'web_search_20250305'" in said
     assert refusal(from_anthropic.tools, talk(tools=[{"name": "f"}]))[0] == "tools.0.input_schema"
 
 
@@ -316,7 +379,8 @@ def test_max_tokens():
         ({"messages": "hi"}, "messages"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"logit_bias": {"1": 200}}, "logit_bias.1"),
-        ({"tools": [{"type": "custom", "custom": {}}]}, "tools.0.type"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools.0.custom.name"),
+        ({"tools": [{"type": "magic"}]}, "tools.0.type"),
         ({"tool_choice": "maybe"}, "tool_choice"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ],

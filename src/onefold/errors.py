@@ -27,6 +27,9 @@ A miss is a value, not an exception: see `Lease.reason` and `Stats.reasons`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class OnefoldError(Exception):
     """The root: `except OnefoldError` catches everything that is ours."""
@@ -92,11 +95,13 @@ class RequestError(OnefoldError):
 
 
 class BadRequest(RequestError, ValueError):
-    """`where` is the field that is wrong, such as "messages.0.role", if it is one."""
+    """`where` is the field that is wrong, such as "messages.0.role", if it is one. `details` is for a program that
+    wants to know more."""
 
-    def __init__(self, message: str, *, where: str = "") -> None:
+    def __init__(self, message: str, *, where: str = "", details: Mapping[str, Any] | None = None) -> None:
         super().__init__(message)
         self.where = where
+        self.details = dict(details or {})
 
 
 class UnknownModel(RequestError):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from onefold.cli import serve
 from onefold.cli.command_line import INTERRUPTED, Parser, complain
+from onefold.cli.key_file import read_keys
 
 if TYPE_CHECKING:
     from onefold.cli.answering import Source
@@ -26,13 +27,14 @@ NAME = "onefold chat"
 OF_SERVE = {flag.name: flag for flag in serve.FLAGS}
 """The same names, kinds and variables here as there."""
 
-ENGINE = tuple(OF_SERVE[name] for name in ("budget", "kv", "max-kv-size", "keep"))
+ENGINE = tuple(OF_SERVE[name] for name in ("budget", "kv", "max-kv-size", "keep", "ignore-context-length"))
 ANSWER = (
     replace(OF_SERVE["max-tokens"], help="that an answer may have", default="4096"),
     replace(OF_SERVE["temperature"], help="0 is always the likeliest token; by default as the model recommends"),
     OF_SERVE["top-p"],
 )
 API_KEY = serve.Flag("api-key", "for a server that wants one", metavar="KEY")
+API_KEY_FILE = serve.Flag("api-key-file", "the same in a file; its first line counts", metavar="FILE")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     told = 'a folder, a Hugging Face id, or "demo", which is the default; with --url what that server calls it '
     made.add_argument("model", metavar="MODEL", nargs="?", help=told + "[ONEFOLD_MODEL, without --url]")
     made.add_argument("--url", metavar="URL", help="talk with the server there, such as http://127.0.0.1:8080")
-    for flag in (API_KEY, *ENGINE, *ANSWER):
+    for flag in (API_KEY, API_KEY_FILE, *ENGINE, *ANSWER):
         flag.add_to(made)
     made.add_argument("--seed", type=serve.count, metavar="N", help="with the same one, the same is answered again")
     made.add_argument("--system", metavar="TEXT", default="", help="what the model is told before everything else")
@@ -93,6 +95,8 @@ def _source(given: argparse.Namespace, note: Callable[[str], None]) -> Source:
     wishes = Wishes(max_tokens=given.max_tokens, temperature=given.temperature, top_p=given.top_p, seed=given.seed)
     if given.url is not None:
         key = (given.api_key or "").split(",")[0].strip()  # for a server the variable may list several
+        if not key and given.api_key_file:
+            key = read_keys(given.api_key_file)[0]
         return There(Client(given.url, api_key=key), wishes, given.model or "")
     given.model = given.model or os.environ.get("ONEFOLD_MODEL", "").strip() or "demo"
     note(f"loading {given.model}")

@@ -21,6 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from onefold.cli.command_line import Parser, complain
+from onefold.cli.key_file import read_keys
 from onefold.errors import ConfigError, Unbounded
 from onefold.sizes import show_size
 
@@ -144,16 +145,22 @@ class Flag:
         return tuple(part.strip() for part in there if part.strip())
 
 
-API_KEY = Flag("api-key", "a key that clients must send; may be given again", metavar="KEY", many=True)
+API_KEY = Flag("api-key", "a key that clients must send; may be given again. The list of processes shows what is on a "
+               "command line: rather use --api-key-file or the variable", metavar="KEY", many=True)  # fmt: skip
+API_KEY_FILE = Flag("api-key-file", "a file with such keys, one a line", metavar="FILE")
 ALIAS = Flag("alias", "a name that requests may use, * for any; may be given again", metavar="NAME", many=True)
 CORS_ORIGIN = Flag("cors-origin", "a web page that may ask, * for any; may be given again", metavar="ORIGIN", many=True)
+ALLOWED_HOST = Flag("allowed-host", "a name that clients reach the server by, beside localhost and its addresses, "
+                    "* for any; may be given again", metavar="NAME", many=True)  # fmt: skip
 
 FLAGS = (
     Flag("host", "address to listen on", default="127.0.0.1", metavar="ADDRESS"),
     Flag("port", "port to listen on; 0 is any that is free", partial(count, most=65535), "8080", "PORT"),
     API_KEY,
+    API_KEY_FILE,
     ALIAS,
     CORS_ORIGIN,
+    ALLOWED_HOST,
     Flag("namespace-per-key", "share KV only among requests with the same API key", bool),
     Flag("budget", "memory for KV and what it takes to compute: 8GB, 24GiB, 60%%; by default four fifths of the "
          "device's memory less the weights", size, None, "SIZE"),
@@ -169,6 +176,7 @@ FLAGS = (
          f"by default {MAX_KV_SIZE}", count, None, "TOKENS"),
     Flag("keep", f"tokens that such a conversation begins with and never forgets; by default {KEEP}, or half of "
          "--max-kv-size if that is less", count, None, "TOKENS"),
+    Flag("ignore-context-length", "run prompts and answers that are longer than the model was made for", bool),
     Flag("max-batch", "requests that run at a time", positive, "32", "REQUESTS"),
     Flag("max-queue", "requests that may wait; more are refused with 503", positive, "128", "REQUESTS"),
     Flag("queue-timeout", "how long a request may wait", seconds, "600", "SECONDS"),
@@ -268,15 +276,18 @@ def _farewell(after: Stats, before: int, seconds: float, why: str) -> str:
 
 
 def _settings(given: argparse.Namespace) -> Settings:
+    """Raises ConfigError."""
     from onefold.server.settings import SAMPLING, Settings
     from onefold.sizes import parse_size
 
+    keys = read_keys(given.api_key_file) if given.api_key_file else ()
     return Settings(
         host=given.host,
         port=given.port,
-        api_keys=API_KEY.listed(given),
+        api_keys=tuple(dict.fromkeys(API_KEY.listed(given) + keys)),
         aliases=ALIAS.listed(given),
         cors_origins=CORS_ORIGIN.listed(given),
+        allowed_hosts=ALLOWED_HOST.listed(given),
         namespace_per_key=given.namespace_per_key,
         body_limit=parse_size(given.body_limit),
         keep_alive_seconds=given.keep_alive,
@@ -335,7 +346,7 @@ def make_engine(given: argparse.Namespace, **more: Any) -> Engine:
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of prompts that it thinks too long
     model, tokenizer = onefold.load(given.model)
     options = more | {"model_id": given.model, "budget": given.budget, "kv": given.kv}
-    options["defaults"] = recommended(tokenizer)
+    options |= {"defaults": recommended(tokenizer), "ignore_context_length": given.ignore_context_length}
     try:
         return Engine(model, tokenizer, max_kv_size=max_kv_size or None, keep=keep, **options)
     except Unbounded as error:
@@ -352,9 +363,9 @@ def _listen(engine: Engine, settings: Settings, sock: socket.socket) -> int:
     # uvicorn raises the signal that ended it once more, for those who were there before: they have nothing to add
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    _greet(engine, settings, sock)
+    ready = partial(_greet, engine, settings, sock)
     try:
-        Server(make_app(engine, settings), engine, settings).run([sock])
+        Server(make_app(engine, settings), engine, settings, ready).run([sock])
     except OSError as error:  # two servers took the address before one of them listened
         return _complain(f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}")
     return 0
@@ -375,13 +386,15 @@ def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
         ("one token", f"{show_size(engine.cache.token_bytes)} of KV{_format(engine)}"),
         ("room for", _room(engine)),
     ]
+    if engine.context_length is not None:
+        rows.append(("context", f"{engine.context_length:,} tokens, prompt and answer together"))
     if (most := engine.cache.max_kv_size) is not None:
         rows.append(("bound", f"{most:,} tokens a conversation, its first {engine.cache.keep:,} kept"))
     console = Console(highlight=False)
     for name, value in rows:
         console.print(Text(f"{name:<11}{value}"), soft_wrap=True)
     if not _loopback(settings.host) and not settings.api_keys:
-        warning = f"Warning: whoever can reach {host} may use this server; give it an --api-key."
+        warning = f"Warning: whoever can reach {host} may use this server; give it an --api-key-file."
         Console(stderr=True).print(Text(warning, "bold"), soft_wrap=True)
 
 

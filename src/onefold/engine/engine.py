@@ -13,7 +13,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -24,12 +24,13 @@ from onefold.cache.counting import Stats
 from onefold.cache.disk import DiskSettings
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.worker import Worker
+from onefold.engine.context_length import context_length
 from onefold.engine.job import Deliver, Job
 from onefold.engine.prompt import PromptMaker
 from onefold.engine.request import Done, Event, Failed, Prompt, Request, Sampling
 from onefold.engine.scheduler import SHORT_REST, UNEXPECTED, Limits, Scheduler, too_long
 from onefold.engine.tokenising import tokenizer_digest
-from onefold.errors import Busy, ConfigError, EngineStopped, OnefoldError, PromptError
+from onefold.errors import Busy, ConfigError, EngineStopped, OnefoldError, PromptError, TooLong
 from onefold.sizes import show_size
 
 
@@ -85,12 +86,16 @@ class Engine:
         max_queue: int = 128,
         limits: Limits | None = None,
         disk: DiskSettings | None = None,
+        ignore_context_length: bool = False,
     ) -> None:
+        """`ignore_context_length`: prompts and answers may go beyond what the model was made for."""
         self.model_id = model_id
         self.tokenizer = tokenizer
         self.defaults = defaults or Sampling()
         """How tokens are chosen if a request does not say."""
         self.max_queue = max_queue
+        self.context_length = None if ignore_context_length else context_length(model, tokenizer)
+        """Tokens of prompt and answer together; None: the model names no length, or it is to be ignored."""
         self.vocab = _vocab(model, tokenizer)
         self._numbers = itertools.count(1)
         self._mailbox: queue.SimpleQueue[Callable[[Scheduler], None] | None] = queue.SimpleQueue()
@@ -158,6 +163,7 @@ class Engine:
         """Queue a request; the number names it for `cancel`. Raises Busy, TooLong, PromptError or EngineStopped."""
         if len(request.prompt) == 0:
             raise PromptError("the prompt is empty; it needs at least one token")
+        request = self._within_context(request)
         if len(request.prompt) > self.most_tokens:
             raise too_long(len(request.prompt), self.most_tokens, self.cache)
         for token in request.sampling.logit_bias:
@@ -174,6 +180,18 @@ class Engine:
             self._posted += 1
             self._mailbox.put(lambda scheduler: self._add(scheduler, job))
         return job.number
+
+    def _within_context(self, request: Request) -> Request:
+        """The same with an answer that ends where the model's context does; one token it may always have. Raises
+        TooLong."""
+        most, tokens = self.context_length, len(request.prompt)
+        if most is None:
+            return request
+        if tokens > most:
+            message = f"this prompt has {tokens} tokens, and the model was made for {most}; shorten it"
+            raise TooLong(message, tokens=tokens, most=most)
+        room = max(1, most - tokens)
+        return replace(request, max_tokens=room if request.max_tokens is None else min(room, request.max_tokens))
 
     def _add(self, scheduler: Scheduler, job: Job) -> None:
         self._posted -= 1

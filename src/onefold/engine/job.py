@@ -27,7 +27,7 @@ from onefold.cache.restoring import Restore
 from onefold.cache.tree import Tokens
 from onefold.engine.answer import Answer
 from onefold.engine.prompt import describe_divergence
-from onefold.engine.request import Done, Event, Failed, Finish, Hit, Logprob, Progress, Request, Started
+from onefold.engine.request import Done, Event, Failed, Finish, Generated, Hit, Logprob, Progress, Request, Started
 from onefold.engine.sampling import Chosen, Row, Turn
 from onefold.errors import DeviceError, OnefoldError
 
@@ -197,4 +197,6 @@ class Job:
     def tell(self) -> None:
         if self._events:
             events, self._events = self._events, []
+            if self.n_read and not self.over:
+                events.append(Generated(self.n_read))
             self._deliver(events)

@@ -19,6 +19,7 @@ from jinja2 import TemplateError
 
 from onefold.cache.tree import common_length
 from onefold.engine.request import Prompt
+from onefold.engine.system_messages import SystemMessages
 from onefold.engine.tokenising import Tokeniser
 from onefold.errors import PromptError
 
@@ -37,6 +38,7 @@ class PromptMaker:
         self._tokeniser = Tokeniser(tokenizer)
         self._vocab = vocab
         self._checkpoints = checkpoints
+        self._system_messages = SystemMessages(lambda messages: self._render(messages, {}), _REFUSED)
         self._takes_tools = False
         """Whether the template is known to do something with tools; or it was said that it does not."""
 
@@ -53,6 +55,7 @@ class PromptMaker:
             raise PromptError("messages are empty; a conversation has at least one", where="messages")
         if not self._tokenizer.has_chat_template:
             raise PromptError("this model has no chat template: send it a prompt at /v1/completions", where="messages")
+        messages = self._system_messages.place(messages)
         settings = {**(options or {}), "tools": list(tools) if tools else None}
         with _refusals("the chat template refuses this conversation"):
             text = self._render(messages, settings)

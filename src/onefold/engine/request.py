@@ -1,7 +1,7 @@
 """What the engine is asked, and what it answers: tokens in, events out.
 
-    Started ── (Text | Reasoning | ToolCall)* ── Done
-       └────────────── or, at any point ──────── Failed
+    Started ── (Text | Reasoning | ToolCall | Generated)* ── Done
+       └────────────── or, at any point ──────────────────── Failed
 
 Knows nothing of MLX, of HTTP, or of any API's shapes.
 """
@@ -110,6 +110,13 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Generated:
+    """Tokens of the answer so far: of one that never comes to its end, too."""
+
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Text:
     text: str
     logprobs: tuple[Logprob, ...] = ()
@@ -145,4 +152,4 @@ class Failed:
     error: OnefoldError
 
 
-Event = Started | Progress | Text | Reasoning | ToolCall | Done | Failed
+Event = Started | Progress | Generated | Text | Reasoning | ToolCall | Done | Failed

@@ -1,4 +1,4 @@
-"""One record, one log line and one count for every request, however it ends. The outermost middleware."""
+"""One record, one log line and one count for every request, however it ends. Around all that may refuse it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,9 @@ import logging
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onefold.server.metrics import Metrics
+from onefold.server.paths import endpoint_of
 from onefold.server.record import Record
 
-ENDPOINTS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/v1/models",
-    "/v1/cache",
-    "/health",
-    "/metrics",
-    "/openapi.json",
-)
 QUIET = frozenset({"/health", "/metrics"})
 """Asked every few seconds, by machines."""
 
@@ -50,10 +40,3 @@ class Accounting:
         finally:
             self._metrics.ended(record, endpoint)
             record.write(logging.DEBUG if endpoint in QUIET and record.status == 200 else logging.INFO)
-
-
-def endpoint_of(path: str) -> str:
-    """One of a few names: a path is a client's own text, which neither a log nor a metric is to be filled with."""
-    if path in ENDPOINTS:
-        return path
-    return "/v1/models" if path.startswith("/v1/models/") else "other"

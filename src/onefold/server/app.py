@@ -1,6 +1,6 @@
 """The server: `make_app(engine, settings)` gives an ASGI application for one engine, which it does not stop.
 
-    Accounting ── CORS ── Origins ── Keys ── BodyLimit ── HangUp ── routes
+    Paths ── Accounting ── Hosts ── CORS ── Origins ── Keys ── BodyLimit ── HangUp ── routes
 
 Whatever goes wrong in there leaves in the shape of the API that the client speaks.
 """
@@ -26,10 +26,12 @@ from onefold.server.anthropic import messages
 from onefold.server.anthropic.schemas import Conversation, MessagesRequest
 from onefold.server.errors import BROKEN, Problem, problem_of, respond
 from onefold.server.hang_up import HangUp
+from onefold.server.hosts import Hosts
 from onefold.server.limits import BodyLimit, Keys, Origins
 from onefold.server.openai import chat, completions
 from onefold.server.openai.schemas import ChatRequest, CompletionRequest
 from onefold.server.openapi import ANTHROPIC_ERROR, OPENAI_ERROR, described, document, errors
+from onefold.server.paths import Paths
 from onefold.server.reply import Plan, Reply
 from onefold.server.service import Service
 from onefold.server.settings import Settings
@@ -58,7 +60,8 @@ def make_app(engine: Engine, settings: Settings = Settings()) -> ASGIApp:  # noq
     if settings.cors_origins:
         anything = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["*"]}
         wrapped = CORSMiddleware(wrapped, allow_origins=list(settings.cors_origins), **anything)  # type: ignore[arg-type]
-    return Accounting(wrapped, service.metrics)
+    wrapped = Hosts(wrapped, settings.host, settings.allowed_hosts)
+    return Paths(Accounting(wrapped, service.metrics))
 
 
 def generation(service: Service) -> APIRouter:

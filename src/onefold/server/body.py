@@ -6,8 +6,10 @@ Takes JSON as its standard has it: no NaN, no half of a surrogate pair, no more 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, from_json
@@ -17,10 +19,40 @@ from onefold.errors import BadRequest
 log = logging.getLogger("onefold.server")
 
 
+def _never(_: Any) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a field is not taken: to leave it out would change what the request means."""
+
+    message: str
+    unless: Callable[[Any], bool] = _never
+    """Of the values that ask for nothing, beyond null."""
+    details: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """What a program is told of it, for an API that has a place for that."""
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Which values of an object's `type` are taken; `otherwise` is said of any other, which "{}" stands for."""
+
+    taken: frozenset[str]
+    otherwise: str
+
+
 class Fields(BaseModel):
-    """A JSON object. Types are taken as written (a "1" is no number); fields that are not known are let pass."""
+    """A JSON object. Types are taken as written (a "1" is no number).
+
+    The fields of the API that it is from are honoured (those of the class), known and harmless to ignore (`ignored`),
+    or refused (`refused`, and `kinds` for its `type`). Fields that the API does not have are let pass."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
+
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[Mapping[str, Refusal]] = MappingProxyType({})
+    kinds: ClassVar[Kinds | None] = None
 
 
 Schema = TypeVar("Schema", bound=Fields)
@@ -35,9 +67,34 @@ def parse(body: bytes, schema: type[Schema]) -> Schema:
         found = schema.model_validate(given)
     except ValidationError as error:
         raise explain(error, given) from None
-    if found.model_extra:
-        log.debug("fields that are not known were ignored: %s", ", ".join(sorted(found.model_extra)))
+    refuse(found)
+    if unknown := set(found.model_extra or ()) - found.ignored:
+        log.debug("fields that are not known were ignored: %s", ", ".join(sorted(unknown)))
     return found
+
+
+def refuse(found: Fields) -> None:
+    """Raises BadRequest for the first field, here or further in, that the schema refuses."""
+    for where, inside in _objects(found, ()):
+        if inside.kinds is not None:
+            kind = getattr(inside, "type", None)
+            if kind is not None and kind not in inside.kinds.taken:
+                said = inside.kinds.otherwise.format(repr(kind[:40]))
+                raise BadRequest(said, where=".".join((*where, "type")))
+        for name, value in (inside.model_extra or {}).items():
+            refusal = inside.refused.get(name)
+            if refusal is not None and value is not None and not refusal.unless(value):
+                raise BadRequest(refusal.message, where=".".join((*where, name)), details=refusal.details)
+
+
+def _objects(found: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Fields]]:
+    if isinstance(found, Fields):
+        yield where, found
+        for name in type(found).model_fields:
+            yield from _objects(getattr(found, name), (*where, name))
+    elif isinstance(found, list):
+        for i, item in enumerate(found):
+            yield from _objects(item, (*where, str(i)))
 
 
 def parse_json(text: bytes | str) -> Any:

@@ -7,6 +7,7 @@ what was sent, and an error that is a bug of ours says nothing about its inside.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,8 @@ class Problem:
     """The methods that there are, for 405."""
     too_long: tuple[int, int] | None = None
     """Tokens that there are, and that there may be: each API has a sentence for it that clients look for."""
+    details: Mapping[str, Any] | None = None
+    """For a program; Anthropic's errors have a place for it."""
 
     @property
     def sentence(self) -> str:
@@ -64,7 +67,9 @@ def problem_of(error: OnefoldError) -> Problem:
     match error:
         case TooLong():
             return Problem(400, str(error), "context_length_exceeded", too_long=(error.tokens, error.most))
-        case BadRequest() | PromptError():
+        case BadRequest():
+            return Problem(400, str(error), param=error.where or None, details=error.details or None)
+        case PromptError():
             return Problem(400, str(error), param=error.where or None)
         case TokenError():
             return Problem(400, str(error))
@@ -91,7 +96,8 @@ def openai_shape(problem: Problem) -> dict[str, Any]:
     message = problem.sentence
     if problem.too_long:
         tokens, most = problem.too_long
-        message = f"This model's maximum context length is {most} tokens, but the request has {tokens}: {message}."
+        said = f"This model's maximum context length is {most} tokens."
+        message = f"{said} However, your messages resulted in {tokens} tokens: {message}."
     kind = "invalid_request_error" if problem.status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": problem.param, "code": problem.code}}
 
@@ -102,7 +108,8 @@ def anthropic_shape(problem: Problem) -> dict[str, Any]:
         tokens, most = problem.too_long
         message = f"prompt is too long: {tokens} tokens > {most} maximum"  # Claude Code looks for these words
     kind = ANTHROPIC_TYPES.get(problem.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = {"details": dict(problem.details)} if problem.details else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 
 def respond(scope: Any, problem: Problem) -> Response:

@@ -19,16 +19,24 @@ def routes(service: Service) -> APIRouter:
     router = APIRouter()
     since = int(time.time())
 
+    @router.head("/", include_in_schema=False)
+    @router.get("/", include_in_schema=False)
+    async def root() -> dict[str, str]:
+        """For clients that look whether somebody is there."""
+        return {"server": "onefold"}
+
+    @router.head("/v1/models", include_in_schema=False)
     @router.get("/v1/models", responses=errors(OPENAI_ERROR))
     async def models() -> dict[str, Any]:
         """The one model, in OpenAI's words and in Anthropic's at once."""
-        found = model_shape(service.model, since)
+        found = model_shape(service, since)
         return {"object": "list", "data": [found], "has_more": False, "first_id": found["id"], "last_id": found["id"]}
 
+    @router.head("/v1/models/{name:path}", include_in_schema=False)
     @router.get("/v1/models/{name:path}", responses=errors(OPENAI_ERROR, 404))
     async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
-        return model_shape(service.model, since)
+        return model_shape(service, since)
 
     @router.head("/health", include_in_schema=False)
     @router.get("/health", responses={503: {"description": "The engine has stopped."}})
@@ -36,10 +44,12 @@ def routes(service: Service) -> APIRouter:
         alive = service.engine.alive
         return JSONResponse({"status": "ok" if alive else "stopped", "model": service.model}, 200 if alive else 503)
 
+    @router.head("/metrics", include_in_schema=False)
     @router.get("/metrics", response_class=Response, responses=errors(OPENAI_ERROR))
     def metrics() -> Response:
         return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
+    @router.head("/v1/cache", include_in_schema=False)
     @router.get("/v1/cache", responses=errors(OPENAI_ERROR))
     def cache() -> dict[str, Any]:
         """What the engine and its cache have done, and hold."""
@@ -54,7 +64,13 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
-def model_shape(name: str, since: int) -> dict[str, Any]:
+def model_shape(service: Service, since: int) -> dict[str, Any]:
+    """The model's own length by the name that most clients look for; by the others', what a prompt may have here."""
+    name, engine = service.model, service.engine
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(since))
     openai = {"id": name, "object": "model", "created": since, "owned_by": "onefold"}
-    return openai | {"type": "model", "display_name": name, "created_at": at}
+    made = openai | {"type": "model", "display_name": name, "created_at": at}
+    if engine.context_length is not None:
+        fits = min(engine.context_length, engine.most_tokens)
+        made |= {"context_length": engine.context_length, "max_model_len": fits, "max_input_tokens": fits}
+    return made

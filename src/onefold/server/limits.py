@@ -1,7 +1,7 @@
 """Who may ask, and how much they may send. Pure ASGI middleware: what is refused here never reaches an endpoint.
 
     Origins     a web page that was not named may not ask, whether or not it could read the answer
-    Keys        an API key, if the settings have any; /health is open
+    Keys        an API key, if the settings have any; / and /health are open
     BodyLimit   a body is counted as it comes, whatever its headers say, and never held beyond the limit
 """
 
@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onefold.server.errors import Problem, respond
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/", "/health"})
 
 
 class Origins:

@@ -27,7 +27,7 @@ class Metrics:
         self._requests = Counter("onefold_requests", "HTTP requests", ["endpoint", "status"], registry=here)
         self._prompt = Counter("onefold_prompt_tokens", "Tokens of prompts", registry=here)
         self._cached = Counter("onefold_cached_tokens", "Tokens of prompts whose KV was there already", registry=here)
-        self._generated = Counter("onefold_generated_tokens", "Tokens of answers that came to an end", registry=here)
+        self._generated = Counter("onefold_generated_tokens", "Tokens of answers, as far as they got", registry=here)
         self._first = Histogram(
             "onefold_time_to_first_token_seconds", "From the request on", buckets=FIRST_TOKEN_BUCKETS, registry=here
         )

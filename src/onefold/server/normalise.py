@@ -12,6 +12,12 @@ from typing import Any
 BILLING = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*(?:\n+|\Z))+")
 """Claude Code begins its system prompt with such a line, which differs from request to request."""
 
+_COUNTDOWN = r"<total_tokens>\s*[\d,._]+ tokens left\s*</total_tokens>"
+COUNTDOWN = re.compile(rf"(?:\A|(?<=\n))[ \t]*{_COUNTDOWN}[ \t]*(?:\n+|\Z)")
+"""Claude Code says so in system text, with another number in each request: lines that are nothing else."""
+REMINDER = re.compile(rf"(?:\A|(?<=\n))[ \t]*<system-reminder>\s*{_COUNTDOWN}\s*</system-reminder>[ \t]*(?:\n+|\Z)")
+"""The same as it may be in a message of the user."""
+
 # fmt: off
 USUAL = (
     "type", "function", "name", "description", "parameters",
@@ -31,6 +37,23 @@ NOT_FOR_THE_MODEL = frozenset({"cache_control", "strict"})
 def without_billing(text: str) -> str:
     """A system prompt without the billing header that it may begin with."""
     return BILLING.sub("", text)
+
+
+def system_text(text: str) -> str:
+    """What a system message says, without the lines that count requests and tokens."""
+    return _without(COUNTDOWN, _without(REMINDER, without_billing(text)))
+
+
+def user_text(text: str) -> str:
+    """A text or block of the user's without a countdown that the client added: one that is all there is, or a reminder
+    of nothing else. One that is quoted stays."""
+    return "" if COUNTDOWN.fullmatch(text.strip()) else _without(REMINDER, text)
+
+
+def _without(pattern: re.Pattern[str], text: str) -> str:
+    """If something was cut out, what is left does not end in the line breaks that led to it."""
+    left = pattern.sub("", text) if "<total_tokens>" in text else text
+    return text if left == text else left.rstrip("\n")
 
 
 def tool(given: Mapping[str, Any]) -> dict[str, Any]:

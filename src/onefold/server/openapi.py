@@ -48,7 +48,7 @@ EVENT = {
 STATUSES = {
     400: "The request is not one that can be run; the message says which field is wrong.",
     401: "An API key is needed.",
-    403: "Web pages of this origin may not ask.",
+    403: "Web pages of this origin may not ask, or the server was asked by a name that is not its own.",
     404: "There is no such model here.",
     408: "The body did not come.",
     413: "The body is too large.",

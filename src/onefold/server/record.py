@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
-from onefold.engine.request import Done, Event, Hit, Progress, Started
+from onefold.engine.request import Done, Event, Generated, Hit, Progress, Started
 
 log = logging.getLogger("onefold.server")
 
@@ -38,7 +38,8 @@ class Record:
     """By prompt, as the first of its choices found it."""
     finish: dict[int, str] = field(default_factory=dict)
     """By choice."""
-    generated: int = 0
+    tokens: dict[int, int] = field(default_factory=dict)
+    """Of each choice's answer, as far as it got."""
     first_token_at: float | None = None
     last_token_at: dict[int, float] = field(default_factory=dict)
     error: str = ""
@@ -54,7 +55,9 @@ class Record:
                 self.hits.setdefault(choice // self.choices_per_prompt, hit)
             case Done():
                 self.finish[choice] = event.finish
-                self.generated += event.completion_tokens
+                self.tokens[choice] = event.completion_tokens
+            case Generated():
+                self.tokens[choice] = event.tokens
             case Progress():
                 pass
             case _:
@@ -64,6 +67,11 @@ class Record:
                     self.first_token_at = at
                 return None if before is None else at - before
         return None
+
+    @property
+    def generated(self) -> int:
+        """Tokens of all answers."""
+        return sum(self.tokens.values())
 
     @property
     def time_to_first_token(self) -> float | None:

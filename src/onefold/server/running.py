@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -29,10 +30,13 @@ LOOK_SECONDS = 0.05
 
 class Server(uvicorn.Server):
     """Stops the engine when it ends. Logging is the caller's: requests have a line of ours, and uvicorn's own loggers
-    are left as they are."""
+    are left as they are. Calls `ready` when it listens."""
 
-    def __init__(self, app: ASGIApp, engine: Engine, settings: Settings) -> None:
+    def __init__(
+        self, app: ASGIApp, engine: Engine, settings: Settings, ready: Callable[[], None] = lambda: None
+    ) -> None:
         self._engine = engine
+        self._ready = ready
         self._grace_seconds = settings.grace_seconds
         self._hurried = False
         config = uvicorn.Config(
@@ -49,6 +53,11 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=round(settings.grace_seconds) + LAST_SECONDS,
         )
         super().__init__(config)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         stopping = asyncio.create_task(self._stop_engine())

@@ -23,6 +23,8 @@ class Settings:
     """Other names that a request may call the model by; "*" is any."""
     cors_origins: tuple[str, ...] = ()
     """Web pages that may ask; "*" is any. Requests from others are refused."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that the server may be asked by, beside localhost, its addresses and `host`; "*" is any."""
     namespace_per_key: bool = False
     """KV is shared only among requests with the same API key."""
     body_limit: int = 32 << 20

@@ -37,7 +37,7 @@ def plan(service: Service, body: bytes, namespace: str) -> Plan:
         tools=tools,
         namespace=namespace,
     )
-    return Plan((request,), MessageWriter(service.model), bool(asked.stream))
+    return Plan((request,), MessageWriter(service.model, request.max_tokens), bool(asked.stream))
 
 
 def count_tokens(service: Service, body: bytes) -> int:
@@ -51,7 +51,8 @@ def count_tokens(service: Service, body: bytes) -> int:
 class MessageWriter:
     keep_alive = sse({"type": "ping"}, "ping")
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, max_tokens: int | None = None) -> None:
+        self._max_tokens = max_tokens
         self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
         self._tally = Tally()
         self._index = -1
@@ -72,7 +73,7 @@ class MessageWriter:
                 written = json.dumps(arguments_object(event.arguments), ensure_ascii=False)
                 return self._begin(event) + self._delta({"type": "input_json_delta", "partial_json": written})
             case Done():
-                delta = {"stop_reason": stop_reason(event), "stop_sequence": event.stop_sequence}
+                delta = {"stop_reason": stop_reason(event, self._max_tokens), "stop_sequence": event.stop_sequence}
                 usage = usage_shape(self._tally.usage)
                 return self._end_block() + _event("message_delta", delta=delta, usage=usage) + _event("message_stop")
             case _:
@@ -96,7 +97,7 @@ class MessageWriter:
                 case ToolCall():
                     content.append(_tool_use(piece) | {"input": arguments_object(piece.arguments)})
         done = outcome.done
-        ends = {"stop_reason": stop_reason(done), "stop_sequence": done.stop_sequence} if done else {}
+        ends = {"stop_reason": stop_reason(done, self._max_tokens), "stop_sequence": done.stop_sequence} if done else {}
         return {**self._head, "content": content, **ends, "usage": usage_shape(usage)}
 
     def _begin(self, event: Text | Reasoning | ToolCall) -> bytes:
@@ -128,8 +129,13 @@ class MessageWriter:
         return said + _event("content_block_stop", index=self._index)
 
 
-def stop_reason(done: Done) -> str:
-    return "stop_sequence" if done.stop_sequence is not None else STOP_REASONS[done.finish]
+def stop_reason(done: Done, max_tokens: int | None = None) -> str:
+    """An answer that was cut off before the client's own limit reached the end of the context, or of the memory."""
+    if done.stop_sequence is not None:
+        return "stop_sequence"
+    if done.finish == "length" and max_tokens is not None and done.completion_tokens < max_tokens:
+        return "model_context_window_exceeded"
+    return STOP_REASONS[done.finish]
 
 
 def usage_shape(usage: Usage) -> dict[str, Any]:

@@ -1,18 +1,34 @@
-"""Anthropic's requests, as far as they are understood. What may be there and means nothing here is let pass."""
+"""Anthropic's requests: each field of theirs, of the beta API too, is honoured, ignored or refused. Others' fields are
+let pass."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from onefold.server.body import Fields
-from onefold.server.options import MaxTokens, SamplingFields
+from onefold.server.body import Fields, Kinds, Refusal
+from onefold.server.options import TEXT_ONLY, MaxTokens, SamplingFields
+
+FORMAT = Refusal("Nothing here makes a model keep to JSON or to a schema: leave this out, and ask for it in words.")
+
+
+def _empty(value: Any) -> bool:
+    return not value
 
 
 class Block(Fields):
-    """Of a message's content: text, thinking, redacted_thinking, tool_use or tool_result. Which fields are needed
-    depends on the type."""
+    """Of a message's content. Which fields are needed depends on the type. What redacted_thinking has nobody here can
+    read, and fallback only says that another model went on."""
+
+    kinds = Kinds(
+        frozenset({"text", "thinking", "redacted_thinking", "tool_use", "tool_result", "fallback"}),
+        TEXT_ONLY.format("a block of the type {}"),
+    )
+    ignored = frozenset(
+        {"cache_control", "citations", "signature", "data", "caller", "toolset_name", "from", "to", "trigger"}
+    )
 
     type: str
     text: str | None = None
@@ -26,29 +42,82 @@ class Block(Fields):
 
 
 class Message(Fields):
+    ignored = frozenset({"output_config"})
+
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[Block] | None = None
+    """Only a system message may be without, if it is about something else."""
+    clear_at: Literal["next_user_message", "never"] | None = None
+    """When the model is to see a system message no more."""
 
 
 class Tool(Fields):
-    name: Annotated[str, Field(min_length=1)]
+    kinds = Kinds(
+        frozenset({"custom"}),
+        "Tools of the type {} are not here: give one with a name and an input_schema, and run it yourself.",
+    )
+    ignored = frozenset({"cache_control", "strict", "defer_loading", "eager_input_streaming", "input_examples"})
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "allowed_callers": Refusal(
+            "Tools are called by the model alone here: name 'direct' among the callers, or leave this out.",
+            lambda value: isinstance(value, list) and "direct" in value,
+        )
+    }
+
+    name: Annotated[str, Field(min_length=1)] | None = None
+    """Needed; tools of Anthropic's own, which are refused, may have none."""
     type: str | None = None
-    """"custom", if anything: others are tools that Anthropic's own servers run."""
     description: str | None = None
     input_schema: dict[str, Any] | None = None
 
 
 class ToolChoice(Fields):
+    ignored = frozenset({"disable_parallel_tool_use"})
+
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
 
 
 class Thinking(Fields):
+    ignored = frozenset({"budget_tokens", "display", "block_binding"})
+
     type: Literal["enabled", "disabled", "adaptive"]
+
+
+class OutputConfig(Fields):
+    ignored = frozenset({"effort", "task_budget"})
+    refused: ClassVar[Mapping[str, Refusal]] = {"format": FORMAT}
 
 
 class Conversation(Fields):
     """What is rendered, and what count_tokens takes."""
+
+    ignored = frozenset(
+        {
+            "betas",  # it is sent as a header
+            "cache_control",
+            "context_management",
+            "diagnostics",
+            "fallback_credit_token",
+            "fallbacks",
+            "inference_geo",
+            "metadata",
+            "service_tier",
+            "speed",
+            "user_profile_id",
+            "workspace_id",
+        }
+    )
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "thread": Refusal(
+            "Conversations are not held here between requests: send all of its messages each time, without thread.",
+            details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+        ),
+        "compaction": Refusal("This server does not sum conversations up: ask the model for a summary in a message."),
+        "container": Refusal("There are no containers and no skills here: leave this out."),
+        "mcp_servers": Refusal("This server asks no MCP servers: offer the model their tools, and run them.", _empty),
+        "output_format": FORMAT,
+    }
 
     model: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -56,6 +125,7 @@ class Conversation(Fields):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

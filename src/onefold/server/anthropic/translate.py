@@ -12,7 +12,7 @@ from typing import Any
 from onefold.errors import BadRequest
 from onefold.server import normalise
 from onefold.server.anthropic.schemas import Block, Conversation, Message, Tool
-from onefold.server.options import TEXT_ONLY, for_the_template
+from onefold.server.options import for_the_template
 
 
 def messages(asked: Conversation) -> list[dict[str, Any]]:
@@ -21,10 +21,16 @@ def messages(asked: Conversation) -> list[dict[str, Any]]:
     if system:
         made.append({"role": "system", "content": system})
     names: dict[str, str] = {}
+    last_user = max((i for i, message in enumerate(asked.messages) if message.role == "user"), default=-1)
     for i, message in enumerate(asked.messages):
         where = f"messages.{i}.content"
-        if isinstance(message.content, str):
-            made.append({"role": message.role, "content": message.content})
+        if message.role == "system" and message.clear_at == "next_user_message" and i < last_user:
+            continue
+        if message.content is None:
+            if message.role != "system":
+                raise BadRequest("This field is required.", where=where)
+        elif isinstance(message.content, str):
+            made += _said(message.role, [message.content])
         elif message.role == "assistant":
             made.append(_assistant(message.content, where, names))
         else:
@@ -34,7 +40,14 @@ def messages(asked: Conversation) -> list[dict[str, Any]]:
 
 def _system(given: str | Sequence[Block] | None) -> str:
     texts = [given] if isinstance(given, str) else [_text(block, f"system.{i}") for i, block in enumerate(given or ())]
-    return "\n".join(kept for text in texts if (kept := normalise.without_billing(text)))
+    return "\n".join(kept for text in texts if (kept := normalise.system_text(text)))
+
+
+def _said(role: str, texts: Sequence[str]) -> list[dict[str, Any]]:
+    """One message of these lines, or none if a client's countdown was all that they were."""
+    clean = {"system": normalise.system_text, "user": normalise.user_text}.get(role, str)
+    kept = [left for text in texts if (left := clean(text)) or not text]
+    return [{"role": role, "content": "\n".join(kept)}] if kept else []
 
 
 def _assistant(blocks: Sequence[Block], where: str, names: dict[str, str]) -> dict[str, Any]:
@@ -49,7 +62,7 @@ def _assistant(blocks: Sequence[Block], where: str, names: dict[str, str]) -> di
             call = {"id": _needed(block.id, f"{here}.id"), "type": "function"}
             calls.append(call | {"function": {"name": name, "arguments": block.input or {}}})
             names[call["id"]] = name
-        elif block.type != "redacted_thinking":  # nobody here could read that
+        elif block.type not in ("redacted_thinking", "fallback"):  # nobody here could read them
             text += _text(block, here)
     made: dict[str, Any] = {"role": "assistant", "content": text}
     if any(thought):
@@ -60,29 +73,26 @@ def _assistant(blocks: Sequence[Block], where: str, names: dict[str, str]) -> di
 
 
 def _user(message: Message, where: str, names: dict[str, str]) -> list[dict[str, Any]]:
+    """Of the user, or a system message."""
     made: list[dict[str, Any]] = []
     lines: list[str] = []
-
-    def end_text() -> None:
-        if lines:
-            made.append({"role": message.role, "content": "\n".join(lines)})
-            lines.clear()
-
-    for i, block in enumerate(message.content):
+    for i, block in enumerate(message.content or ()):
         assert isinstance(block, Block)
         here = f"{where}.{i}"
         if block.type == "tool_result" and message.role == "user":
-            end_text()
+            made += _said(message.role, lines)
+            lines.clear()
             made.append(_result(block, here, names))
         else:
             lines.append(_text(block, here))
-    end_text()
-    return made or [{"role": message.role, "content": ""}]
+    made += _said(message.role, lines)
+    return made if message.content else [{"role": message.role, "content": ""}]
 
 
 def _result(block: Block, where: str, names: dict[str, str]) -> dict[str, Any]:
     given = block.content or ""
-    text = given if isinstance(given, str) else "\n".join(_text(b, f"{where}.content.{i}") for i, b in enumerate(given))
+    parts = [given] if isinstance(given, str) else [_text(b, f"{where}.content.{i}") for i, b in enumerate(given)]
+    text = "\n".join(kept for part in parts if (kept := normalise.user_text(part)) or not part)
     of = _needed(block.tool_use_id, f"{where}.tool_use_id")
     made = {"role": "tool", "tool_call_id": of, "content": text or ("error" if block.is_error else "")}
     return made | ({"name": names[of]} if of in names else {})
@@ -90,7 +100,7 @@ def _result(block: Block, where: str, names: dict[str, str]) -> dict[str, Any]:
 
 def _text(block: Block, where: str) -> str:
     if block.type != "text":
-        raise BadRequest(TEXT_ONLY.format(f"a block of the type {block.type[:40]!r}"), where=f"{where}.type")
+        raise BadRequest(f"A block of the type {block.type!r} has no place here.", where=f"{where}.type")
     return _needed(block.text, f"{where}.text")
 
 
@@ -111,11 +121,9 @@ def tools(asked: Conversation) -> list[dict[str, Any]] | None:
 
 
 def _tool(tool: Tool, where: str) -> dict[str, Any]:
-    if tool.type not in (None, "custom"):
-        said = "Tools that Anthropic's servers run are not here; give one with an input_schema, and run it yourself."
-        raise BadRequest(said, where=f"{where}.type")
-    if tool.input_schema is None:
-        raise BadRequest("This field is required.", where=f"{where}.input_schema")
+    for name in ("name", "input_schema"):
+        if getattr(tool, name) is None:
+            raise BadRequest("This field is required.", where=f"{where}.{name}")
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     return normalise.tool({"type": "function", "function": function})
 

@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from onefold.engine.request import Done, Event, Reasoning, Request, Started, Text, ToolCall
-from onefold.errors import BadRequest
-from onefold.server.body import parse
+from onefold.server.body import parse, parse_arguments
 from onefold.server.errors import Problem
 from onefold.server.openai import chunks, translate
-from onefold.server.openai.schemas import ChatRequest, ResponseFormat
+from onefold.server.openai.schemas import ChatRequest
 from onefold.server.options import most_tokens, stop_strings
 from onefold.server.outcome import Outcome, Tally, Usage
 from onefold.server.reply import Plan, sse
@@ -23,7 +22,6 @@ def plan(service: Service, body: bytes, namespace: str) -> Plan:
     """Blocks while the prompt is made. Raises RequestError."""
     asked = parse(body, ChatRequest)
     service.check_model(asked.model)
-    check_format(asked.response_format)
     sampling = asked.sampling(service.defaults())
     messages, tools = translate.messages(asked.messages), translate.tools(asked)
     request = Request(
@@ -37,7 +35,14 @@ def plan(service: Service, body: bytes, namespace: str) -> Plan:
     )
     n = asked.n or 1
     usage = bool(asked.stream_options and asked.stream_options.include_usage)
-    writer = ChatWriter(service.model, choices=n, include_usage=usage, logprobs=bool(asked.logprobs))
+    writer = ChatWriter(
+        service.model,
+        choices=n,
+        include_usage=usage,
+        logprobs=bool(asked.logprobs),
+        custom=translate.custom_names(asked),
+        functions=bool(asked.functions and not asked.tools),
+    )
     return Plan(choices(request, n), writer, bool(asked.stream), n)
 
 
@@ -49,20 +54,27 @@ def choices(request: Request, n: int) -> tuple[Request, ...]:
     return tuple(replace(request, sampling=replace(request.sampling, seed=(seed + i) % (1 << 63))) for i in range(n))
 
 
-def check_format(given: ResponseFormat | None) -> None:
-    if given is not None and given.type != "text":
-        said = 'Only {"type": "text"} can be asked for: nothing here makes a model keep to JSON or to a schema.'
-        raise BadRequest(said, where="response_format.type")
-
-
 class ChatWriter:
     keep_alive = chunks.KEEP_ALIVE
 
-    def __init__(self, model: str, *, choices: int = 1, include_usage: bool = False, logprobs: bool = False) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        choices: int = 1,
+        include_usage: bool = False,
+        logprobs: bool = False,
+        custom: frozenset[str] = frozenset(),
+        functions: bool = False,
+    ) -> None:
+        """`custom`: tools that take text. `functions`: the client offered functions, as before there were tools, and
+        is told of one call as `function_call`."""
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._head["system_fingerprint"] = chunks.FINGERPRINT
         self._include_usage = include_usage
         self._logprobs = logprobs
+        self._custom = custom
+        self._functions = functions
         self._tally = Tally(choices)
         self._calls = [0] * choices
 
@@ -79,7 +91,7 @@ class ChatWriter:
             case ToolCall():
                 return self._call(choice, event)
             case Done():
-                return self._chunk(choice, {}, finish=event.finish)
+                return self._chunk(choice, {}, finish=self._finish(event))
             case _:
                 return b""
 
@@ -97,24 +109,41 @@ class ChatWriter:
         return {**self._head, "object": "chat.completion", "choices": made, "usage": chunks.usage_shape(usage)}
 
     def _choice(self, choice: int, outcome: Outcome) -> dict[str, Any]:
-        calls = [call_shape(call) for call in outcome.calls]
+        calls = outcome.calls
         message: dict[str, Any] = {"role": "assistant", "content": outcome.text or (None if calls else "")}
         message["refusal"] = None
         if outcome.reasoning:
             message["reasoning_content"] = outcome.reasoning
-        if calls:
-            message["tool_calls"] = calls
+        if calls and self._functions:
+            message["function_call"] = _function(calls[0])
+        elif calls:
+            message["tool_calls"] = [{"id": call.id, **self._called(call)} for call in calls]
         logprobs = chunks.chat_logprobs(outcome.logprobs) if self._logprobs else None
-        finish = outcome.done.finish if outcome.done else None
+        finish = self._finish(outcome.done) if outcome.done else None
         return {"index": choice, "message": message, "logprobs": logprobs, "finish_reason": finish}
+
+    def _finish(self, done: Done) -> str:
+        return "function_call" if self._functions and done.finish == "tool_calls" else done.finish
+
+    def _called(self, call: ToolCall) -> dict[str, Any]:
+        if call.name in self._custom:
+            return {"type": "custom", "custom": {"name": call.name, "input": custom_input(call.arguments)}}
+        return {"type": "function", "function": _function(call)}
 
     def _call(self, choice: int, call: ToolCall) -> bytes:
         """Its name first, then its arguments, as OpenAI sends them."""
         index = self._calls[choice]
         self._calls[choice] += 1
-        named = {"index": index, **call_shape(call), "function": {"name": call.name, "arguments": ""}}
-        argued = {"index": index, "function": {"arguments": call.arguments}}
-        return self._chunk(choice, {"tool_calls": [named]}) + self._chunk(choice, {"tool_calls": [argued]})
+        if self._functions:
+            argued = {"function_call": {"arguments": call.arguments}}
+            named = self._chunk(choice, {"function_call": {"name": call.name, "arguments": ""}})
+            return named + self._chunk(choice, argued) if index == 0 else b""
+        shape = self._called(call)
+        kind = shape["type"]
+        (text,) = shape[kind].keys() - {"name"}
+        begun = {"index": index, "id": call.id, "type": kind, kind: {"name": call.name, text: ""}}
+        rest = {"index": index, kind: {text: shape[kind][text]}}
+        return self._chunk(choice, {"tool_calls": [begun]}) + self._chunk(choice, {"tool_calls": [rest]})
 
     def _chunk(self, choice: int, delta: dict[str, Any], *, finish: str | None = None, logprobs: Any = None) -> bytes:
         said = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
@@ -124,5 +153,12 @@ class ChatWriter:
         return sse(chunk)
 
 
-def call_shape(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+def custom_input(arguments: str) -> str:
+    """The text that a custom tool is called with; all of the arguments, if a model wrote others."""
+    found = parse_arguments(arguments)
+    said = found.get(translate.CUSTOM_INPUT) if isinstance(found, dict) else None
+    return said if isinstance(said, str) else arguments
+
+
+def _function(call: ToolCall) -> dict[str, str]:
+    return {"name": call.name, "arguments": call.arguments}

@@ -1,13 +1,15 @@
-"""OpenAI's requests, as far as they are understood. What may be there and means nothing here is let pass."""
+"""OpenAI's requests: each field of theirs is honoured, ignored or refused. Others' fields are let pass, but for some
+that would change what a request means."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from onefold.server.body import Fields
-from onefold.server.options import LARGEST_TOKEN, MaxTokens, SamplingFields
+from onefold.server.body import Fields, Kinds, Refusal
+from onefold.server.options import LARGEST_TOKEN, TEXT_ONLY, MaxTokens, SamplingFields
 
 MOST_CHOICES = 8
 
@@ -16,6 +18,9 @@ Token = Annotated[int, Field(ge=0, le=LARGEST_TOKEN)]
 
 class Part(Fields):
     """Of a message's content. Only text is taken."""
+
+    kinds = Kinds(frozenset({"text", "refusal"}), TEXT_ONLY.format("content of the type {}"))
+    ignored = frozenset({"prompt_cache_breakpoint", "cache_control"})
 
     type: str
     text: str | None = None
@@ -27,16 +32,32 @@ class CalledFunction(Fields):
     arguments: str | dict[str, Any] | None = None
 
 
+class CalledCustom(Fields):
+    name: str
+    input: str
+
+
 class Call(Fields):
+    """Of a function, or of a custom tool."""
+
     id: str | None = None
-    function: CalledFunction
+    type: Literal["function", "custom"] | None = None
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
 
 
 class Message(Fields):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "audio": Refusal("Answers in audio are not kept here: send back what was said, as text.")
+    }
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Part] | None = None
+    refusal: str | None = None
     name: str | None = None
     tool_calls: list[Call] | None = None
+    function_call: CalledFunction | None = None
+    """What `tool_calls` was before there were tools; its result has the role "function"."""
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: Any = None
@@ -44,34 +65,81 @@ class Message(Fields):
 
 
 class Function(Fields):
+    ignored = frozenset({"strict"})
+
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
+class Grammar(Fields):
+    definition: str
+    syntax: str
+
+
+class CustomFormat(Fields):
+    type: Literal["text", "grammar"]
+    grammar: Grammar | None = None
+
+
+class Custom(Fields):
+    """A tool that takes text."""
+
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    format: CustomFormat | None = None
+
+
 class Tool(Fields):
-    type: Literal["function"]
-    function: Function
+    type: Literal["function", "custom"]
+    function: Function | None = None
+    custom: Custom | None = None
 
 
-class NamedFunction(Fields):
+class Named(Fields):
     name: str
 
 
-class NamedTool(Fields):
-    type: Literal["function"]
-    function: NamedFunction
+class AllowedTools(Fields):
+    mode: Literal["auto", "required"]
+    tools: list[Choice]
+
+
+class Choice(Fields):
+    """Of a tool; or of several, one of which is to be used."""
+
+    type: Literal["function", "custom", "allowed_tools"]
+    function: Named | None = None
+    custom: Named | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class StreamOptions(Fields):
+    ignored = frozenset({"include_obfuscation"})
+
     include_usage: bool | None = None
 
 
 class ResponseFormat(Fields):
+    kinds = Kinds(
+        frozenset({"text"}),
+        'Only {{"type": "text"}} can be asked for, not {}: nothing here makes a model keep to JSON or to a schema.',
+    )
+
     type: str
 
 
+CONSTRAINTS = dict.fromkeys(
+    ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar", "json_schema"),
+    Refusal("Nothing here makes a model keep to a schema or to a grammar: leave this out, and ask for it in words."),
+)
+"""Fields of other servers."""
+
+
 class Common(SamplingFields):
+    ignored = frozenset({"user"})
+    refused: ClassVar[Mapping[str, Refusal]] = CONSTRAINTS
+
     model: str | None = None
     max_tokens: MaxTokens | None = None
     stop: str | list[str] | None = None
@@ -81,12 +149,34 @@ class Common(SamplingFields):
 
 
 class ChatRequest(Common):
+    ignored = Common.ignored | {
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "verbosity",
+    }
+    refused: ClassVar[Mapping[str, Refusal]] = CONSTRAINTS | {
+        "audio": Refusal("This model answers in text only: leave audio out."),
+        "modalities": Refusal("This model answers in text only.", lambda value: value == ["text"]),
+        "moderation": Refusal("Nothing here moderates what is said: leave this out, or ask a service that does."),
+        "web_search_options": Refusal("This server does not search the web: offer the model a tool, and run it."),
+    }
+
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
+    functions: list[Function] | None = None
+    """What `tools` was before."""
+    function_call: Literal["none", "auto"] | Named | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -1,0 +1,64 @@
+"""By which names the server may be asked: a request's Host is one that the server was told of, or an address.
+
+A web page can have its own name point at this machine (DNS rebinding), and then reads answers as its own, without an
+`Origin`. The `Host` that a browser sends is the page's name, so it tells such a request from others.
+
+    loopback       localhost and the loopback addresses
+    --host         as it was given; where that is every address (0.0.0.0, ::), any address, as none is a name
+    --allowed-host names beside these; * is any
+
+A request without a Host is let pass: only HTTP/1.0 has those, and no browser sends them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from onefold.server.errors import Problem, respond
+from onefold.server.limits import header
+
+SAID = (
+    "This server does not go by the name that it was asked by. Ask for it as localhost or by its address, or start it "
+    "with --allowed-host NAME."
+)
+
+
+class Hosts:
+    def __init__(self, app: ASGIApp, bound: str, allowed: Iterable[str]) -> None:
+        self._app = app
+        self._names = {"localhost", *(name_of(name) for name in (bound, *allowed))}
+        at = _address(name_of(bound))
+        self._any_address = at is not None and at.is_unspecified
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._ours(header(scope, b"host")):
+            await respond(scope, Problem(403, SAID, "host_not_allowed"))(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _ours(self, host: str) -> bool:
+        name = name_of(host)
+        if not name or self._names & {"*", name}:
+            return True
+        at = _address(name)
+        return at is not None and (at.is_loopback or self._any_address)
+
+
+def name_of(host: str) -> str:
+    """A Host without its port and without brackets, in lower case."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    if _address(host) is None:
+        host = host.rpartition(":")[0] or host
+    return host.rstrip(".")
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None

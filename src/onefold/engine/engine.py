@@ -7,12 +7,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +52,8 @@ class EngineStats:
     cache: Stats
 
 
+TOKENISED_BEYOND = 4
+"""Times the longest prompt that can be run."""
 LEAST_TOKENS = 16
 """Of a conversation that a budget must have room for."""
 
@@ -138,7 +141,9 @@ class Engine:
                 f"a budget of {given} is too small: a token takes {each} of KV, and a forward its working memory; "
                 f"there is room for a conversation of {self.most_tokens} tokens"
             )
-        self._prompts = PromptMaker(tokenizer, vocab=self.vocab, checkpoints=not self.cache.resumes_anywhere)
+        self._prompts = PromptMaker(
+            tokenizer, vocab=self.vocab, checkpoints=not self.cache.resumes_anywhere, between=self._going_on
+        )
 
     # -- prompts -------------------------------------------------------------------------------
 
@@ -148,14 +153,47 @@ class Engine:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_options: Mapping[str, Any] | None = None,
+        of_any_length: bool = False,
     ) -> Prompt:
         """Render a conversation (as OpenAI writes one; content is text) and tokenise it. Blocks for a moment: not for
-        an event loop, and not from two threads at once. Raises PromptError."""
-        return self._prompts.chat(messages, tools=tools, options=template_options)
+        an event loop. Raises PromptError; TooLong where it is so long that it is not tokenised to its end, unless
+        `of_any_length`; EngineStopped."""
+        most = None if of_any_length else self._most_tokenised
+        with self._lengths():
+            return self._prompts.chat(messages, tools=tools, options=template_options, most_tokens=most)
 
     def text(self, prompt: str | Sequence[int]) -> Prompt:
-        """Tokenise plain text (tokens are taken as they are). Raises PromptError."""
-        return self._prompts.text(prompt)
+        """Tokenise plain text (tokens are taken as they are). Raises PromptError, TooLong, EngineStopped."""
+        with self._lengths():
+            return self._prompts.text(prompt, most_tokens=self._most_tokenised)
+
+    @property
+    def _most_tokenised(self) -> int:
+        """Of a prompt that is too long by little the API's errors say how many tokens it has, and clients shorten it
+        by that. Beyond this many, what is too long is not tokenised to its end."""
+        return TOKENISED_BEYOND * min(self.most_tokens, self.context_length or self.most_tokens)
+
+    @contextlib.contextmanager
+    def _lengths(self) -> Iterator[None]:
+        """Says what the longest prompt is, and not where tokenising ended."""
+        try:
+            yield
+        except TooLong as error:
+            self._check_length(error.tokens)
+            raise
+
+    def _check_length(self, tokens: int) -> None:
+        """Raises TooLong, with the smaller of the two limits."""
+        made_for = self.context_length
+        if tokens > self.most_tokens and (made_for is None or self.most_tokens < made_for):
+            raise too_long(tokens, self.most_tokens, self.cache)
+        if made_for is not None and tokens > made_for:
+            message = f"this prompt has {tokens} tokens, and the model was made for {made_for}; shorten it"
+            raise TooLong(message, tokens=tokens, most=made_for)
+
+    def _going_on(self) -> None:
+        if self._ended:
+            raise EngineStopped("the engine has stopped")
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -163,9 +201,8 @@ class Engine:
         """Queue a request; the number names it for `cancel`. Raises Busy, TooLong, PromptError or EngineStopped."""
         if len(request.prompt) == 0:
             raise PromptError("the prompt is empty; it needs at least one token")
+        self._check_length(len(request.prompt))
         request = self._within_context(request)
-        if len(request.prompt) > self.most_tokens:
-            raise too_long(len(request.prompt), self.most_tokens, self.cache)
         for token in request.sampling.logit_bias:
             if not 0 <= token < self.vocab:
                 raise PromptError(f"logit_bias names token {token}; ids are from 0 to {self.vocab - 1}")
@@ -182,15 +219,10 @@ class Engine:
         return job.number
 
     def _within_context(self, request: Request) -> Request:
-        """The same with an answer that ends where the model's context does; one token it may always have. Raises
-        TooLong."""
-        most, tokens = self.context_length, len(request.prompt)
-        if most is None:
+        """The same with an answer that ends where the model's context does; one token it may always have."""
+        if self.context_length is None:
             return request
-        if tokens > most:
-            message = f"this prompt has {tokens} tokens, and the model was made for {most}; shorten it"
-            raise TooLong(message, tokens=tokens, most=most)
-        room = max(1, most - tokens)
+        room = max(1, self.context_length - len(request.prompt))
         return replace(request, max_tokens=room if request.max_tokens is None else min(room, request.max_tokens))
 
     def _add(self, scheduler: Scheduler, job: Job) -> None:

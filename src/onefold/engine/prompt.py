@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,10 +32,13 @@ _REFUSED = (TemplateError, ValueError, TypeError, KeyError, IndexError, Attribut
 
 
 class PromptMaker:
-    def __init__(self, tokenizer: Any, *, vocab: int, checkpoints: bool) -> None:
-        """`checkpoints`: the model can be resumed at marked positions only, so say which will be needed."""
+    def __init__(
+        self, tokenizer: Any, *, vocab: int, checkpoints: bool, between: Callable[[], None] | None = None
+    ) -> None:
+        """`checkpoints`: the model can be resumed at marked positions only, so say which will be needed. `between` is
+        called between two pieces of a long text, and may raise."""
         self._tokenizer = tokenizer
-        self._tokeniser = Tokeniser(tokenizer)
+        self._tokeniser = Tokeniser(tokenizer, between)
         self._vocab = vocab
         self._checkpoints = checkpoints
         self._system_messages = SystemMessages(lambda messages: self._render(messages, {}), _REFUSED)

@@ -19,7 +19,7 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,8 +41,10 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 class Tokeniser:
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, between: Callable[[], None] | None = None) -> None:
+        """`between` is called between two pieces of a long text, and may raise."""
         self._tokenizer = tokenizer
+        self._between = between or (lambda: None)
         self._markers = _markers(tokenizer)
         self._cuts = Cuts(tokenizer)
         self._turnstile = Turnstile()
@@ -53,7 +55,7 @@ class Tokeniser:
 
     def encode(self, text: str, *, special: bool = False, most_tokens: int | None = None) -> np.ndarray:
         """Returns the tokens of a text. `special`: with those that the tokenizer puts around a text. Raises what the
-        tokenizer raises, and TooLong as soon as there are more than `most_tokens`."""
+        tokenizer raises, and TooLong as soon as there are more than `most_tokens`: how many, it then estimates."""
         if special:
             if self._around is None:
                 return _array(self._tokenizer.encode(text))
@@ -72,9 +74,11 @@ class Tokeniser:
         parts, count = [tokens], len(tokens)
         visitor, done = Visitor(), head
         for piece in self._cuts.pieces(text[head:]):
+            self._between()
             if most_tokens is not None and count > most_tokens:
-                message = f"this prompt has more than {most_tokens} tokens"
-                raise TooLong(message, tokens=count, most=most_tokens)
+                about = count * len(text) // max(done, 1)
+                message = f"this prompt has about {about} tokens; more than {most_tokens} are not taken"
+                raise TooLong(message, tokens=about, most=most_tokens)
             with self._turnstile.turn(visitor, len(text) - done):
                 parts.append(_array(self._tokenizer.encode(piece, add_special_tokens=False)))
             count += len(parts[-1])

@@ -1,6 +1,7 @@
 """From the bytes of a request to a checked schema, or to a sentence that says what is wrong with them.
 
-Takes JSON as its standard has it: no NaN, no half of a surrogate pair, no more than 200 levels. Knows no API.
+Takes JSON as its standard has it: no NaN, no half of a surrogate pair, no more than 200 levels. The number of values is
+bounded before they are checked, which no other thread can interrupt. Knows no API.
 """
 
 from __future__ import annotations
@@ -17,6 +18,13 @@ from pydantic_core import ErrorDetails, from_json
 from onefold.errors import BadRequest
 
 log = logging.getLogger("onefold.server")
+
+MOST_ITEMS = 10_000
+"""Of a list or an object."""
+MOST_NUMBERS = 1 << 18
+"""Of a list of numbers: the tokens of a prompt."""
+MOST_VALUES = 100_000
+"""Of a whole body; a list of numbers counts as one."""
 
 
 def _never(_: Any) -> bool:
@@ -63,6 +71,7 @@ def parse(body: bytes, schema: type[Schema]) -> Schema:
     given = parse_json(body)
     if not isinstance(given, dict):
         raise BadRequest(f"The body must be a JSON object, not {_kind(given)}.")
+    _bound(given)
     try:
         found = schema.model_validate(given)
     except ValidationError as error:
@@ -71,6 +80,26 @@ def parse(body: bytes, schema: type[Schema]) -> Schema:
     if unknown := set(found.model_extra or ()) - found.ignored:
         log.debug("fields that are not known were ignored: %s", ", ".join(sorted(unknown)))
     return found
+
+
+def _bound(given: Any) -> None:
+    """Raises BadRequest if there are more values than can be checked in a moment."""
+    left: list[tuple[tuple[str, ...], Any]] = [((), given)]
+    seen = 0
+    while left:
+        where, value = left.pop()
+        if not isinstance(value, (dict, list)) or not value:
+            continue
+        inner = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+        numbers = isinstance(value, list) and type(value[0]) is int and type(value[-1]) is int
+        most = MOST_NUMBERS if numbers else MOST_ITEMS
+        if len(inner) > most:
+            raise BadRequest(f"This has {len(inner)} items; {most} is the most.", where=".".join(where))
+        if not numbers:
+            seen += len(inner)
+            left += [((*where, str(name)), item) for name, item in inner]
+        if seen > MOST_VALUES:
+            raise BadRequest(f"The body has more than {MOST_VALUES} values, which is the most.")
 
 
 def refuse(found: Fields) -> None:

@@ -1,7 +1,7 @@
-"""What every endpoint needs: the engine, the settings, the metrics, and a thread for work that blocks.
+"""What every endpoint needs: the engine, the settings, the metrics, and threads for work that blocks.
 
-Prompts are parsed, rendered and tokenised on one thread of their own: never on the event loop, and never on many
-threads at once, which would only take time from the engine's.
+Each request is parsed, rendered and tokenised on a thread of its own, never on the event loop, so that none waits for
+another that is longer. The tokeniser sees to it that all of them together take one core at most.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from onefold.server.settings import Settings
 T = TypeVar("T")
 
 MOST_PREPARING = 256
-"""Requests whose bodies are held before the engine, which has a queue of its own, knows of them."""
+"""Requests whose bodies are held before the engine, which has a queue of its own, knows of them. Each has a thread."""
 
 
 class Service:
@@ -30,28 +30,28 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.metrics = Metrics(engine.stats)
-        self._thread: ThreadPoolExecutor | None = None
+        self._threads: ThreadPoolExecutor | None = None
         self._preparing = 0
 
     async def prepare(self, make: Callable[[], T]) -> T:
-        """Runs `make` on the thread for prompts. Raises Busy if too many wait for it."""
+        """Runs `make` on a thread for prompts. Raises Busy if there are too many of them."""
         if self._preparing >= MOST_PREPARING:
             raise Busy(f"{self._preparing} requests are waiting to be read.", retry_after=1)
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="onefold-prompt")
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(MOST_PREPARING, thread_name_prefix="onefold-prompt")
         self._preparing += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, make)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, make)
         except RecursionError:  # a template may go down into a tool's schema by calling itself
             raise BadRequest("Something in this request is nested too deeply.") from None
         finally:
             self._preparing -= 1
 
     def close(self) -> None:
-        """Ends the thread for prompts; another one is made if it is needed again."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
-            self._thread = None
+        """Ends the threads for prompts; others are made if they are needed again."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+            self._threads = None
 
     @property
     def model(self) -> str:

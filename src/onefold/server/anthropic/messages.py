@@ -45,7 +45,8 @@ def count_tokens(service: Service, body: bytes) -> int:
     asked = parse(body, Conversation)
     service.check_model(asked.model)
     tools, options = translate.tools(asked), translate.template_options(asked)
-    return len(service.engine.chat(translate.messages(asked), tools=tools, template_options=options))
+    messages = translate.messages(asked)
+    return len(service.engine.chat(messages, tools=tools, template_options=options, of_any_length=True))
 
 
 class MessageWriter:

@@ -130,6 +130,30 @@ def test_divergence_is_described_by_part_and_by_text(tokenizer):
     assert describe_divergence(prompt, len(prompt) - 1, known, tokenizer) == ""
 
 
+def test_where_a_long_conversation_diverged_is_found_without_decoding_all_of_it(tokenizer):
+    """The engine's thread describes it, and streams wait for that."""
+    messages = [SYSTEM]
+    for i in range(40):
+        messages += [{"role": "user", "content": f"Question {i}: " + "and why? " * 90}]
+        messages += [{"role": "assistant", "content": f"Answer {i}."}]
+    prompts, decoded = maker(tokenizer), []
+
+    class Watched:
+        def decode(self, tokens):
+            decoded.append(len(tokens))
+            return tokenizer.decode(tokens)
+
+    prompts.chat([*messages[:50], USER])  # what is known of an earlier turn is used for the next
+    prompt = prompts.chat([*messages, USER])
+    text = tokenizer.decode(prompt.tokens.tolist())
+    assert len(text) > 30_000
+    for i in (0, 3, 20, 39):
+        at = len(tokenizer.encode(text[: text.index(f"Question {i}:") + 3], add_special_tokens=False))
+        said = describe_divergence(prompt, at, [5, 6], Watched())
+        assert said.startswith(f"token {at}, in messages[{1 + 2 * i}] (user): ")
+    assert max(decoded) < 9000
+
+
 def test_tokens_are_taken_as_they_are(tokenizer):
     assert maker(tokenizer).text([1, 2, 3]).tokens.tolist() == [1, 2, 3]
     assert maker(tokenizer).text("abc").tokens.dtype == np.int32

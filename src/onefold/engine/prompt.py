@@ -20,7 +20,7 @@ from jinja2 import TemplateError
 from onefold.cache.tree import common_length
 from onefold.engine.request import Prompt
 from onefold.engine.system_messages import SystemMessages
-from onefold.engine.tokenising import Tokeniser
+from onefold.engine.tokenising import Encoded, Tokeniser
 from onefold.errors import PromptError
 
 log = logging.getLogger("onefold.engine")
@@ -64,9 +64,9 @@ class PromptMaker:
             text = self._render(messages, settings)
         if tools and not self._takes_tools:
             self._look_for_tools(messages, settings, text)
-        tokens = self._encode(text, most_tokens)
+        tokens, pieces = self._encode(text, most_tokens)
         marks = self._marks(messages, settings, text, tokens) if self._checkpoints else ()
-        return Prompt(tokens, marks, self._state(tokens), tuple(_parts(text, messages)))
+        return Prompt(tokens, marks, self._state(tokens), tuple(_parts(text, messages)), pieces)
 
     def text(self, prompt: str | Sequence[int], *, most_tokens: int | None = None) -> Prompt:
         if isinstance(prompt, str):
@@ -88,9 +88,9 @@ class PromptMaker:
         rendered: str = self._tokenizer.apply_chat_template(copies, tokenize=False, **{**settings, **how})
         return rendered
 
-    def _encode(self, text: str, most_tokens: int | None = None) -> np.ndarray:
+    def _encode(self, text: str, most_tokens: int | None = None) -> Encoded:
         with _refusals("the conversation cannot be tokenised"):
-            return self._tokeniser.encode(text, most_tokens=most_tokens)
+            return self._tokeniser.encode_marked(text, most_tokens=most_tokens)
 
     def _look_for_tools(self, messages: Sequence[Message], settings: Mapping[str, Any], text: str) -> None:
         self._takes_tools = True
@@ -124,7 +124,7 @@ class PromptMaker:
                 other = self._render(conversation, settings)
                 if other.startswith(text):
                     continue
-                found.add(common_length(self._encode(other), tokens))
+                found.add(common_length(self._encode(other).tokens, tokens))
         return tuple(sorted(at for at in found if 0 < at < len(tokens)))
 
 
@@ -155,7 +155,8 @@ def describe_divergence(prompt: Prompt, matched: int, known: Sequence[int], toke
         return ""
     now = tokenizer.decode(prompt.tokens[matched : matched + 12].tolist())
     then = tokenizer.decode(list(known)[:12])
-    at = len(tokenizer.decode(prompt.tokens[:matched].tolist()))
+    characters, tokens = next((mark for mark in reversed(prompt.pieces) if mark[1] <= matched), (0, 0))
+    at = characters + len(tokenizer.decode(prompt.tokens[tokens:matched].tolist()))
     part = next((f", in {name}" for start, name in reversed(prompt.parts) if start <= at), "")
     return f"token {matched}{part}: known {_short(then)}, now {_short(now)}"
 

@@ -48,6 +48,8 @@ class Prompt:
     """What the answer begins in: the prompt may end inside the model's reasoning."""
     parts: tuple[tuple[int, str], ...] = ()
     """Where each part begins, in characters of the decoded prompt, and what it is: "messages[3] (user)"."""
+    pieces: tuple[tuple[int, int], ...] = ()
+    """Some places of the prompt, in characters and in tokens."""
 
     def __len__(self) -> int:
         return len(self.tokens)

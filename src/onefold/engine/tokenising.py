@@ -20,7 +20,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,6 +40,15 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.blake2b(vocabulary.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
+class Encoded(NamedTuple):
+    tokens: np.ndarray
+    marks: tuple[tuple[int, int], ...]
+    """Where pieces of the text begin, in characters and in tokens: to find one by the other, decode one piece."""
+
+
+NOTHING = Encoded(np.empty(0, np.int32), ())
+
+
 class Tokeniser:
     def __init__(self, tokenizer: Any, between: Callable[[], None] | None = None) -> None:
         """`between` is called between two pieces of a long text, and may raise."""
@@ -50,7 +59,7 @@ class Tokeniser:
         self._turnstile = Turnstile()
         self._around = _around(tokenizer)
         self._knowing = threading.Lock()
-        self._known: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._known: OrderedDict[str, Encoded] = OrderedDict()
         """Texts, the one used last at the end."""
 
     def encode(self, text: str, *, special: bool = False, most_tokens: int | None = None) -> np.ndarray:
@@ -61,17 +70,21 @@ class Tokeniser:
                 return _array(self._tokenizer.encode(text))
             before, after = self._around
             return np.concatenate([before, self.encode(text, most_tokens=most_tokens), after])
-        if len(text) < LEAST:
-            return _array(self._tokenizer.encode(text, add_special_tokens=False))
-        with self._knowing:
-            head, tokens = self._head(text) if self._markers else (0, _array([]))
-        tokens = self._encode_rest(text, head, tokens, most_tokens)
-        if self._markers:
-            self._remember(text, tokens)
-        return tokens
+        return self.encode_marked(text, most_tokens=most_tokens).tokens
 
-    def _encode_rest(self, text: str, head: int, tokens: np.ndarray, most_tokens: int | None) -> np.ndarray:
-        parts, count = [tokens], len(tokens)
+    def encode_marked(self, text: str, *, most_tokens: int | None = None) -> Encoded:
+        """The same without special tokens, and with marks."""
+        if len(text) < LEAST:
+            return Encoded(_array(self._tokenizer.encode(text, add_special_tokens=False)), ((0, 0),))
+        with self._knowing:
+            head, known = self._head(text) if self._markers else (0, NOTHING)
+        found = self._encode_rest(text, head, known, most_tokens)
+        if self._markers:
+            self._remember(text, found)
+        return found
+
+    def _encode_rest(self, text: str, head: int, known: Encoded, most_tokens: int | None) -> Encoded:
+        parts, count, marks = [known.tokens], len(known.tokens), list(known.marks)
         visitor, done = Visitor(), head
         for piece in self._cuts.pieces(text[head:]):
             self._between()
@@ -81,18 +94,19 @@ class Tokeniser:
                 raise TooLong(message, tokens=about, most=most_tokens)
             with self._turnstile.turn(visitor, len(text) - done):
                 parts.append(_array(self._tokenizer.encode(piece, add_special_tokens=False)))
+            marks.append((done, count))
             count += len(parts[-1])
             done += len(piece)
-        return np.concatenate(parts)
+        return Encoded(np.concatenate(parts), tuple(marks))
 
-    def _remember(self, text: str, tokens: np.ndarray) -> None:
+    def _remember(self, text: str, found: Encoded) -> None:
         with self._knowing:
-            self._known[text] = tokens
+            self._known[text] = found
             self._known.move_to_end(text)
             while len(self._known) > KEPT_TEXTS or sum(map(len, self._known)) > KEPT_CHARACTERS:
                 self._known.popitem(last=False)
 
-    def _head(self, text: str) -> tuple[int, np.ndarray]:
+    def _head(self, text: str) -> tuple[int, Encoded]:
         """How much of the text is known from an earlier one, up to a special token, and its tokens."""
         best, source = 0, ""
         for known in reversed(self._known):
@@ -101,12 +115,13 @@ class Tokeniser:
                 best, source = common, known
         at, marker = max(((text.rfind(m, 0, best), m) for m in self._markers), default=(-1, ""))
         if at <= 0:
-            return 0, _array([])
-        tokens = self._known[source]
+            return 0, NOTHING
+        tokens, marks = self._known[source]
         places = np.flatnonzero(tokens == self._markers[marker])
         if len(places) != source.count(marker):  # it is also part of something else
-            return 0, _array([])
-        return at, tokens[: places[text.count(marker, 0, at)]]
+            return 0, NOTHING
+        here = int(places[text.count(marker, 0, at)])
+        return at, Encoded(tokens[:here], tuple(mark for mark in marks if mark[0] <= at and mark[1] <= here))
 
 
 def _array(tokens: Sequence[int]) -> np.ndarray:

@@ -5,7 +5,7 @@ PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.setup-stamp
 JOBS  ?= 2
 
-.PHONY: help setup test demo models bench-core bench-dropin bench-serve bench-disk soak torture problems clean
+.PHONY: help setup test demo models bench-core bench-dropin bench-serve bench-latency bench-disk soak torture problems clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -36,6 +36,9 @@ bench-dropin: setup ## Run the drop-in benchmark: our prompt cache behind mlx-lm
 
 bench-serve: setup ## Run the serving benchmark: our server beside mlx-lm's, over HTTP.
 	$(PY) benchmarks/serve.py
+
+bench-latency: setup ## Measure who waits for whom: streams, a long prompt, newcomers, a large count_tokens.
+	$(PY) benchmarks/latency.py
 
 bench-disk: setup ## Run the disk benchmark: a restart against a cold prefill, and what writing costs.
 	$(PY) benchmarks/disk.py

@@ -158,8 +158,12 @@ class Disk:
     # -- namespaces ------------------------------------------------------------------------------------
 
     def attach(self, tree: Tree, namespace: Hashable) -> None:
-        """The tree of a caller's namespace is used: it learns what is on disk of it."""
+        """The tree of a caller's namespace is used: it learns what is on disk of it. What could not be read then is
+        tried again at a later use."""
         if tree.root in self._spaces:
+            known = self._spaces[tree.root]
+            if known is not None and (found := self.vault.load_again(known)):
+                _grow(tree, found)
             return
         salt = salt_of(namespace)
         if salt is None:
@@ -347,14 +351,22 @@ def _budget(given: int | float | str | None, folder: Folder) -> int:
 
 
 def _grow(tree: Tree, loaded: list[Loaded]) -> None:
-    """Give an empty tree the nodes that these records are of. Records may have tokens in common: what was forgotten in
-    part, and came again, has been written again. The nodes keep the first, and one with KV before a hollow one."""
+    """Give a tree the nodes that these records are of. Records may have tokens in common: what was forgotten in
+    part, and came again, has been written again. The nodes keep the first, and one with KV before a hollow one. Nodes
+    that are in memory alone get the records that they are on disk with."""
+    members = {found.record for found in loaded}
     following: dict[Record | None, list[Loaded]] = {}
     for found in loaded:
         following.setdefault(found.record.parent, []).append(found)
     ends: dict[Record, Node] = {}
     points: list[Record] = []
-    todo = list(following.get(None, ()))
+    todo = list[Loaded]()
+    for above, after in following.items():
+        if above is None:
+            todo += after
+        elif above not in members and above.nodes:
+            ends[above] = max(above.nodes, key=lambda n: n.end)
+            todo += after
     hollow: list[Loaded] = []
     while todo or hollow:
         found = todo.pop() if todo else hollow.pop()
@@ -370,6 +382,8 @@ def _grow(tree: Tree, loaded: list[Loaded]) -> None:
         tokens = np.concatenate([c.tokens for c in chain]) if len(chain) > 1 else found.tokens
         node, known = tree.reach(tokens, _node_at(tree, ends, found.record))
         used = max(c.record.used for c in chain)
+        if known:
+            _claim(node, [member.record for member in chain])
         if known < len(tokens):
             node = tree.add(node, tokens[known:])
             node.disk = OnDisk(node)
@@ -381,8 +395,23 @@ def _grow(tree: Tree, loaded: list[Loaded]) -> None:
         todo += following.get(chain[-1].record, ())
     for record in points:
         node = _node_at(tree, ends, record)
-        if node.parent is not None and node.disk is not None:
+        if node.parent is not None and node.disk is not None and node.disk.point is None:
             node.disk.set_point(record)
+
+
+def _claim(node: Node, records: list[Record]) -> None:
+    """Give these records, which go on from each other, to the nodes down to this one that lack them."""
+    nodes: list[Node] = []
+    while node.parent is not None and node.end > records[0].start:
+        nodes.append(node)
+        node = node.parent
+    for n in reversed(nodes):
+        for record in records:
+            at = n.start if n.disk is None else n.disk.reaches
+            if record.start <= at < min(n.end, record.end):
+                if n.disk is None:
+                    n.disk = OnDisk(n)
+                n.disk.add(record)
 
 
 def _continues(record: Record, after: list[Loaded]) -> bool:

@@ -177,7 +177,7 @@ class Spiller:
     @property
     def pending(self) -> bool:
         """Whether anything is being written, or waits for it."""
-        return self._backlog.pending or not self._writer.idle
+        return self._writer.alive and (self._backlog.pending or not self._writer.idle)
 
     def flush(self, *, everything: bool, until: float, tells: bool = False) -> bool:
         """Write what is wanted (or everything that memory has), and wait for it. False if that took too long, or if
@@ -300,12 +300,17 @@ class Spiller:
         return node.disk is not None and node.disk.covered >= node.end
 
     def _job(self, node: Node) -> Job | None:
-        first = self._first_dirty(node)
+        """The next record of a node's path. None if nothing is left to write, or it has no place on the disk. What is
+        there already, and no node knew of, is not written: the node has it from then on."""
         space = self._space_of(node)
-        if first is None or space is None:
-            return None
-        if self._covered(first):
-            return self._point_job(first, space)
+        while space is not None and (first := self._first_dirty(node)) is not None:
+            job = self._point_job(first, space) if self._covered(first) else self._range_job(first, space)
+            if not isinstance(job, Record):
+                return job
+        return None
+
+    def _range_job(self, first: Node, space: str) -> Job | Record | None:
+        """The next range of this node; the record alone if that is there already."""
         start = first.start if first.disk is None else first.disk.covered
         span = first.span
         stop = min(first.end, start + (HOLLOW_TOKENS if span is None else self.record_tokens))
@@ -313,23 +318,23 @@ class Spiller:
         tensors = () if span is None else host.range_tensors(self._store.specs, stop - start)
         above = self._above(first, start)
         content = Content(What.RANGE, space, b"" if above is None else above.address, start, tokens, tensors)
-        there = self.vault.find(space, content.address)
-        known = there is not None and there.ready
-        record = there if known else self._expect(first, content, stop, above)
+        known = self._known(content)
+        record = known or self._expect(first, content, stop, above)
         if record is None:
             return None
         if first.disk is None:
             first.disk = OnDisk(first)
         for superfluous in first.disk.add(record):
             self.let_go(superfluous)
-        if known:  # nobody had it any more, and it is there still
-            return self._job(node)
+        if known is not None:
+            return known
         if span is None:
             return Job(record, content, None, 0)
         span.slab.copies += 1
         return Job(record, content, span.slab, span.lo + start - first.start)
 
-    def _point_job(self, node: Node, space: str) -> Job | None:
+    def _point_job(self, node: Node, space: str) -> Job | Record | None:
+        """The checkpoint at this node's end; the record alone if that is there already."""
         above = self._above(node, node.end)
         if above is None:
             return None
@@ -342,12 +347,20 @@ class Spiller:
             log.debug("a checkpoint at %d stays in memory: %s", node.end, error)
             return None
         content = Content(What.POINT, space, above.address, node.end, NO_TOKENS, tensors, state)
-        record = self._expect(node, content, node.end, above)
+        known = self._known(content)
+        record = known or self._expect(node, content, node.end, above)
         if record is None:
             return None
         node.disk.set_point(record)
+        if known is not None:
+            return known
         node.checkpoint.hold()
         return Job(record, content, None, 0, node.checkpoint)
+
+    def _known(self, content: Content) -> Record | None:
+        """A record of this content that is there, and could be read when it was last looked at."""
+        there = self.vault.find(content.namespace, content.address)
+        return there if there is not None and there.ready and not there.unread else None
 
     @staticmethod
     def _above(node: Node, start: int) -> Record | None:
@@ -366,9 +379,13 @@ class Spiller:
         vault = self.vault
         reason = vault.refuses(content.size)
         victims: list[Record] | None = []
-        if not reason and vault.find(content.namespace, content.address) is not None:
+        there = vault.find(content.namespace, content.address)
+        if there is not None and there.unread and there.size != content.size:
+            self._forget([there])  # whatever that file is, it is not this record
+            there = None
+        if not reason and there is not None and not there.unread:
             reason = "record already there"
-        if not reason:
+        if not reason and there is None:
             if above is not None:
                 above.pins += 1
             try:
@@ -388,11 +405,17 @@ class Spiller:
                     show_size(vault.budget_bytes),
                 )
             return None
+        hollow = content.what is What.RANGE and not content.tensors
+        if there is not None:  # it could not be read, and memory has what it should hold
+            vault.learn(there, above, end)
+            there.hollow, there.used = hollow, node.last_use
+            vault.expect_again(there)
+            return there
         record = Record(
             content.namespace, content.what, content.address, content.start, end, content.size, node.last_use
         )
         record.parent = above
-        record.hollow = content.what is What.RANGE and not content.tensors
+        record.hollow = hollow
         vault.expect(record)
         return record
 

@@ -908,6 +908,7 @@ def test_namespaces_and_checksums_are_as_the_docs_say(folder) -> None:
     for about in folder.glob("*/about.json"):
         said = json.loads(about.read_text())
         salt = json.dumps(["str", repr(SALT if said.pop("salted") else "")])
+        assert said.pop("namespace") == about.parent.name
         del said["label"]
         told = json.dumps([said, salt], sort_keys=True).encode()
         found.append(hashlib.blake2b(told, digest_size=16, person=b"onefold space").hexdigest() == about.parent.name)

@@ -27,6 +27,7 @@ NO_MLX = (
     "cache/ranking.py",
     "cache/worker.py",
     "cache/tiers/census.py",
+    "cache/tiers/directory.py",
     "cache/tiers/folder.py",
     "cache/tiers/heads.py",
     "cache/tiers/order.py",

@@ -14,7 +14,6 @@ All methods are called with the cache's lock held, but for `stop`.
 
 from __future__ import annotations
 
-import errno
 import logging
 import time
 from collections import Counter
@@ -32,7 +31,7 @@ from onefold.cache.ondisk import OnDisk
 from onefold.cache.segment import Slab, Store
 from onefold.cache.tiers.order import below
 from onefold.cache.tiers.record import Content, Tensor, What
-from onefold.cache.tiers.vault import NO_TOKENS, PASSING, Record, Vault
+from onefold.cache.tiers.vault import MISPLACED, NO_TOKENS, PASSING, Record, Vault
 from onefold.cache.tree import Node
 from onefold.cache.writing import LOOK_AGAIN, Job, Writer
 from onefold.sizes import show_size
@@ -53,8 +52,6 @@ COPY_SECONDS = 1.0
 """That a copy is waited for; it takes a few thousandths of that."""
 CLEAN_FROM = 0.15
 """Of the budget, below the mark where reclaiming begins: from there on the oldest are written ahead."""
-_MISPLACED = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP)
-"""Something else lies where this record belongs: that is its trouble alone."""
 TRIES = 16
 """Nodes that are tried in one go, with the lock held."""
 
@@ -449,7 +446,7 @@ class Spiller:
         elif error.errno in PASSING:
             self.reasons["not written for now"] += 1
             log.warning("a record could not be written, and will be tried again when it is used again: %s", error)
-        elif error.errno in _MISPLACED:
+        elif error.errno in MISPLACED:
             self.reasons["something else in its place"] += 1
             log.warning("%s/%s cannot be written: %s", record.namespace, record.name, error)
         else:

@@ -35,6 +35,8 @@ BLOCK = 4096
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
 PASSING = (errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.ENOMEM)
 """Trouble with writing that the disk is not to blame for."""
+MISPLACED = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP)
+"""Something else lies where a file belongs: that is the trouble of this file alone."""
 _SAID = 10
 """Rejected records that are named in the log; all are counted."""
 _NOTE_EVERY = 64 << 20
@@ -236,7 +238,7 @@ class Vault:
     def _read(self, namespace: str, there: list[Record], *, ours: bool) -> Iterator[Loaded]:
         """Read the heads of these, which stay apart until their own and those of all that they go on from were read."""
         held, apart = self._records.get(namespace, {}), self._apart[namespace]
-        heads = read_heads(self.folder.path / namespace, (Wanted(r.named, r.size) for r in there))
+        heads = read_heads(self.folder, namespace, (Wanted(r.named, r.size) for r in there))
         for record, head in zip(there, heads, strict=True):
             if not isinstance(head, Head):
                 if is_passing(head):
@@ -452,7 +454,9 @@ class Vault:
             try:
                 self.folder.note_written(Written(self._day, self.written_today, self.written_ever))
             except OSError as error:
-                if error.errno not in PASSING:
+                if error.errno in MISPLACED:
+                    log.debug("how much was written is not noted: %s", error)
+                elif error.errno not in PASSING:
                     self.fail(error)
 
     # -- details -----------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def test_a_writer_that_ends_is_done_without(
             raise KeyError("a bug")
         return []
 
-    with opened(model, tmp_path, budget="1500kB", disk_mode=mode) as cache:
+    with opened(model, tmp_path, budget="1MB", disk_mode=mode) as cache:
         assert cache._disk is not None
         with monkeypatch.context() as patched:
             patched.setattr(cache._disk.vault, where, dies)
@@ -158,8 +158,8 @@ def test_a_writer_that_ends_is_done_without(
         disk = cache.stats().disk
         assert disk.failed == "the thread that writes has ended (KeyError)" and not disk.pending
         began = time.monotonic()
-        for i in range(4):  # more than memory has room for
-            said = turn(model, cache, text(300, i))
+        for i in range(3):  # more than memory has room for
+            said = turn(model, cache, text(250, i))
             session = Session(model, cache, [*said, 1])
             assert session.cached == len(said)
             session.prefill().commit()

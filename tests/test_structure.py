@@ -30,6 +30,7 @@ NO_MLX = (
     "cache/tiers/directory.py",
     "cache/tiers/folder.py",
     "cache/tiers/heads.py",
+    "cache/tiers/layout.py",
     "cache/tiers/order.py",
     "cache/tiers/pruning.py",
     "cache/tiers/record.py",

@@ -30,6 +30,7 @@ from onefold.cache.restoring import AHEAD
 from onefold.cache.shelf import Shelf
 from onefold.cache.spilling import Spiller
 from onefold.cache.tiers.folder import Folder
+from onefold.cache.tiers.layout import Layout
 from onefold.cache.tiers.order import below
 from onefold.cache.tiers.record import What
 from onefold.cache.tiers.vault import Loaded, Record, Vault
@@ -105,13 +106,14 @@ class Disk:
         shelf: Shelf,
         gate: Gate,
         about: dict[str, Any],
+        points: list[dict[str, Any]],
         *,
         label: str,
         high_water: float,
         computing: Callable[[], bool],
     ) -> None:
-        """`about` is everything that changes the bytes; `label` is for people. Raises OSError if the folder cannot be
-        used."""
+        """`about` is everything that changes the bytes, `points` what checkpoints are made of, `label` for people.
+        Raises OSError if the folder cannot be used."""
         self.mode = settings.mode
         folder = Folder.make(settings.folder)
         try:
@@ -127,6 +129,9 @@ class Disk:
             self.prefill_pace = Pace()
             """Seconds a token takes to compute."""
             self._about, self._label, self._gate = about, label, gate
+            self._points = points
+            self.layout = Layout(about["layout"], points)
+            """What this model's records are made of."""
             self._shelf = shelf
             self._spaces: dict[Node, str | None] = {}
             self.spiller = Spiller(
@@ -135,6 +140,7 @@ class Disk:
                 self.vault,
                 gate,
                 shelf.ledger,
+                self.layout,
                 through=settings.mode == "through",
                 high_water=high_water,
                 gone=self.take_from_nodes,
@@ -173,7 +179,8 @@ class Disk:
         space = name_of(self._about, salt)
         self._spaces[tree.root] = space
         salted = namespace not in ("", None)
-        self.vault.folder.describe(space, {"label": self._label} | self._about | {"salted": salted})
+        told = {"label": self._label} | self._about | {"points": self._points, "salted": salted}
+        self.vault.folder.describe(space, told)
         _grow(tree, self.vault.load(space))
 
     def space_of(self, node: Node) -> str | None:

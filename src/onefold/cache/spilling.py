@@ -29,11 +29,13 @@ from onefold.cache.gate import Gate, Work
 from onefold.cache.ledger import Ledger, Purpose
 from onefold.cache.ondisk import OnDisk
 from onefold.cache.segment import Slab, Store
+from onefold.cache.tiers.layout import Layout
 from onefold.cache.tiers.order import below
 from onefold.cache.tiers.record import Content, Tensor, What
 from onefold.cache.tiers.vault import MISPLACED, NO_TOKENS, PASSING, Record, Vault
 from onefold.cache.tree import Node
 from onefold.cache.writing import LOOK_AGAIN, Job, Writer
+from onefold.errors import RecordError
 from onefold.sizes import show_size
 
 log = logging.getLogger("onefold")
@@ -64,6 +66,7 @@ class Spiller:
         vault: Vault,
         gate: Gate,
         ledger: Ledger,
+        layout: Layout,
         *,
         through: bool,
         high_water: float,
@@ -83,6 +86,7 @@ class Spiller:
         self.reasons: Counter[str] = Counter()
         self._gone, self._forget, self._thin, self._space_of, self._computing = gone, forget, thin, space_of, computing
         self._store, self._nodes, self._gate, self._ledger = store, nodes, gate, ledger
+        self._layout = layout
         self._mark = max(0.0, high_water - CLEAN_FROM)
         self._backlog = Backlog(self._writable, self._is_owed)
         self._flushing = 0
@@ -338,12 +342,14 @@ class Spiller:
         arrays = node.checkpoint.arrays()
         try:
             tensors: tuple[Tensor, ...] = tuple(host.tensor(n, a) for n, a in arrays.items())
-            state = node.checkpoint.describe()
-        except (KeyError, TypeError, ValueError) as error:
+            content = Content(
+                What.POINT, space, above.address, node.end, NO_TOKENS, tensors, node.checkpoint.describe()
+            )
+            self._layout.require(content)
+        except (KeyError, TypeError, ValueError, RecordError) as error:
             self.reasons["checkpoint that cannot be written"] += 1
             log.debug("a checkpoint at %d stays in memory: %s", node.end, error)
             return None
-        content = Content(What.POINT, space, above.address, node.end, NO_TOKENS, tensors, state)
         known = self._known(content)
         record = known or self._expect(node, content, node.end, above)
         if record is None:

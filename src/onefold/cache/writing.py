@@ -81,7 +81,7 @@ class Writer:
         self._hurries, self._impatient = hurries, impatient
         self._staged: deque[Staged] = deque()
         self._direct = host.addressable()
-        self._stop = False
+        self._stop = self._died = False
         self._thread = Worker(self._run, "onefold-disk")
 
     def start(self) -> None:
@@ -93,7 +93,7 @@ class Writer:
 
     @property
     def alive(self) -> bool:
-        return self._thread.working and not self._stop
+        return self._thread.working and not self._stop and not self._died
 
     @property
     def has_room(self) -> bool:
@@ -132,7 +132,7 @@ class Writer:
                 with self._gate.inner:
                     why = type(sys.exc_info()[1]).__name__
                     self._vault.fail(OSError(0, f"the thread that writes has ended ({why})"))
-                    self.busy = False
+                    self.busy, self._died = False, True
                     self._gate.tell()
             host.leave_thread()
 

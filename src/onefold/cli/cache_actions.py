@@ -15,6 +15,7 @@ from onefold.cache.tiers import census, pruning
 from onefold.cache.tiers import verify as verifying
 from onefold.cache.tiers.census import Entry, Space
 from onefold.cache.tiers.folder import Folder, day_of
+from onefold.cache.tiers.layout import Layout
 from onefold.cache.tiers.order import below
 from onefold.errors import ConfigError, RecordError
 from onefold.sizes import parse_size, show_size
@@ -188,7 +189,7 @@ def verify(folder: Folder, namespace: str | None, remove: bool, progress: Progre
         ours = [s for s in spaces if not s.foreign]
         entries = [e for s in ours for e in s.entries]
         progress.begin(sum(e.size for e in entries))
-        vanished = {e for s in ours for e in s.entries if not _verified(folder, e, s.about, progress)}
+        vanished = {e for s in ours for e in s.entries if not _verified(folder, e, Layout.of(s.about), progress)}
         bad = [e for e in entries if e.problem and e not in vanished]
         gone = below(entries, bad)
         strangers = _strangers(spaces)
@@ -211,10 +212,17 @@ def verify(folder: Folder, namespace: str | None, remove: bool, progress: Progre
         "removable_bytes": 0 if remove else gone_bytes,
         "strangers": strangers,
         "of_another_format": [s.id for s in spaces if s.foreign],
+        "not_compared": {s.id: n for s in ours if (n := sum(e not in vanished for e in _not_compared(s)))},
     }
 
 
-def _verified(folder: Folder, entry: Entry, about: dict[str, Any], progress: Progress) -> bool:
+def _not_compared(space: Space) -> list[Entry]:
+    """Records that are sound by themselves, and of which nothing says what they should be made of."""
+    layout = Layout.of(space.about)
+    return [e for e in space.entries if not e.problem and not e.hollow and not layout.describes(e.named.what)]
+
+
+def _verified(folder: Folder, entry: Entry, layout: Layout, progress: Progress) -> bool:
     """False if it is not there any more; what is wrong with it is its problem."""
     done = 0
 
@@ -226,7 +234,7 @@ def _verified(folder: Folder, entry: Entry, about: dict[str, Any], progress: Pro
     try:
         if entry.problem:
             return census.is_there(folder, entry)
-        verifying.verify(folder, entry, about, read)
+        verifying.verify(folder, entry, layout, read)
     except FileNotFoundError:
         return False
     except (OSError, RecordError) as error:

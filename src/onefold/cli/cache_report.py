@@ -240,6 +240,9 @@ def _verified(console: Console, told: dict[str, Any]) -> None:
         _say(console, f"bad: {bad['namespace']}/{bad['name']}: {REASONS.get(bad['reason'], bad['reason'])}")
     _names(console, told["of_another_format"], "of another format, not checked")
     _names(console, told["strangers"], "not ours")
+    for namespace, n in told["not_compared"].items():
+        which = f"{n_of(n, 'record')} not compared with the model"
+        _say(console, f"{namespace}: {which}: its about.json does not say what they should hold")
     result = f"{n_of(len(told['bad']), 'bad one')}" if told["bad"] else "all good"
     if told["going_on_from_bad"]:
         result += f", and {n_of(told['going_on_from_bad'], 'record')} beyond those"

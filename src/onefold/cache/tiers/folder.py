@@ -89,6 +89,8 @@ class Folder:
         self._lock: int | None = None
         self._abouts: dict[str, dict[str, Any]] = {}
         """What namespaces are of, for when they are made."""
+        self._described: set[str] = set()
+        """Namespaces whose `about.json` was looked at."""
         self._ours: set[str] = set()
         """Namespaces whose folder was made, or a record removed from, here: if it is empty it may go."""
         _OPEN.add(self)
@@ -284,8 +286,9 @@ class Folder:
     # -- files -----------------------------------------------------------------------------------------
 
     def describe(self, namespace: str, about: dict[str, Any]) -> None:
-        """What a namespace is of: it says so in its folder, which is made when its first record is written."""
-        self._abouts[namespace] = about
+        """What a namespace is of: it says so in its folder, which is made when its first record is written. One that an
+        earlier version described says so in full from the next record on."""
+        self._abouts[namespace] = {"namespace": namespace} | about
 
     def write(self, namespace: str, name: str, parts: Iterable[Any], used: float | None = None) -> None:
         """A record, all of it or nothing; `used` is when what it holds was last used. Raises OSError."""
@@ -294,10 +297,19 @@ class Folder:
                 self._ours.add(namespace)
                 top.flush()
             with top.below(namespace) as inside:
-                if namespace in self._abouts and not inside.has(ABOUT):
+                if namespace in self._abouts and self._is_to_be_described(inside, namespace):
                     with contextlib.suppress(FileExistsError):  # a folder under the temporary name: that is left there
-                        _write_json(inside, ABOUT, {"namespace": namespace} | self._abouts[namespace])
+                        _write_json(inside, ABOUT, self._abouts[namespace])
                 _write(inside, name, parts, used)
+
+    def _is_to_be_described(self, inside: Directory, namespace: str) -> bool:
+        if not inside.has(ABOUT):
+            return True
+        if namespace in self._described:
+            return False
+        self._described.add(namespace)
+        found = _read_json(inside, ABOUT)
+        return _is_ours(found, namespace) and not found.keys() >= self._abouts[namespace].keys()
 
     def remove(self, namespace: str, name: str) -> None:
         """A record, or a leftover; at the top the namespace is empty. Raises OSError, but not if it has gone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 import time
@@ -12,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disk_caches import files, opened, small_records, turn
+from disk_caches import files, flip, opened, small_records, turn
 from fake import FakeModel, Session, settled, text
 from test_disk import HYBRID
 
 from onefold import PrefixCache
 from onefold.cache.tiers import heads, vault
+from onefold.cli.cache import run
 
 KINDS = {"full": ("full", "full"), "hybrid": HYBRID}
 
@@ -133,6 +135,60 @@ def test_what_is_read_later_meets_what_was_computed_meanwhile(
         assert cache.flush(10, everything=True)
         assert [cache.durable(x) for x in (said, half, branch)] == [len(said), len(half), len(branch)]
         settled(cache)
+
+
+@pytest.mark.parametrize("mode", ["back", "through"])
+def test_what_cannot_be_written_again_is_left_as_it_was(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No descriptors, neither to read it nor to write it; what goes on from it is not lost either."""
+    model, said = filled(KINDS["hybrid"], tmp_path)
+    before = files(tmp_path)
+    with unreadable(monkeypatch, {before[0].name}, errno.EMFILE):
+        cache = reopened(model, tmp_path, mode)
+
+    def none_left(*_: Any) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("onefold.cache.tiers.folder.write_all", none_left)
+        assert turn(model, cache, text(100)) == said
+        assert not cache.flush(10, everything=True)
+        settled(cache)
+        assert files(tmp_path) == before and cache.stats().disk.failed == ""
+    with cache:
+        assert turn(model, cache, [*said, 1]) and cache.flush(10, everything=True)
+        assert cache.durable(said) == len(said) and set(before) <= set(files(tmp_path))
+        settled(cache)
+    with opened(model, tmp_path) as cache:
+        assert Session(model, cache, [*said, 1]).cached == len(said)
+
+
+def test_the_command_line_deletes_nothing_that_it_could_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither the record nor what goes on from it; a damaged one beside it goes."""
+    model, said = filled(KINDS["full"], tmp_path)
+    with opened(model, tmp_path) as cache:
+        turn(model, cache, text(40, 9))
+    before = files(tmp_path)
+    mine = [p for p in before if p.stat().st_size == max(q.stat().st_size for q in before)]
+    other = mine[0]
+    flip(other, other.stat().st_size - 1)
+    first = next(p for p in before if p is not other)
+    with unreadable(monkeypatch, {first.name}):
+        assert run(["prune", "--disk", str(tmp_path)]) == 0
+        assert files(tmp_path) == before
+        capsys.readouterr()
+        assert run(["verify", "--remove", "--json", "--disk", str(tmp_path)]) == 1
+        told = json.loads(capsys.readouterr().out)
+        assert (told["unread"], told["removed_records"], len(told["bad"])) == (len(before) - 1, 1, len(before))
+        assert files(tmp_path) == [p for p in before if p != other]
+        run(["verify", "--disk", str(tmp_path)])
+        assert "records left there" in capsys.readouterr().out
+    assert run(["verify", "--disk", str(tmp_path)]) == 0
+    with opened(model, tmp_path) as cache:
+        assert Session(model, cache, [*said, 1]).cached == len(said)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

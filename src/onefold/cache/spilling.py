@@ -383,10 +383,10 @@ class Spiller:
         reason = vault.refuses(content.size)
         victims: list[Record] | None = []
         there = vault.find(content.namespace, content.address)
-        if there is not None and there.unread and there.size != content.size:
+        if there is not None and there.unread and there.ready and there.size != content.size:
             self._forget([there])  # whatever that file is, it is not this record
             there = None
-        if not reason and there is not None and not there.unread:
+        if not reason and there is not None and not (there.unread and there.ready):
             reason = "record already there"
         if not reason and there is None:
             if above is not None:
@@ -441,11 +441,17 @@ class Spiller:
             self.counts["spilled_tokens"] += record.end - record.start
             self._slow = False
             return
-        for tail in below(vault.records(), [record]):  # staged behind it, some of them
+        tails = below(vault.records(), [record])  # staged behind it, some of them
+        for tail in tails:
             for node in tail.nodes:
                 self._backlog.refuse(node)
-        self._forget([record])
-        vault.drop(record)
+        if record.unread and record.nodes:
+            for tail in sorted(tails, key=lambda r: -r.start):
+                self._gone(tail)
+            vault.set_back(record, tails)
+        else:
+            self._forget([record])
+            vault.drop(record)
         if not isinstance(error, OSError):
             self.reasons["not yet computed"] += 1
             log.debug("a record could not be copied out: %s", error)

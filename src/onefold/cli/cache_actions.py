@@ -17,6 +17,7 @@ from onefold.cache.tiers.census import Entry, Space
 from onefold.cache.tiers.folder import Folder, day_of
 from onefold.cache.tiers.layout import Layout
 from onefold.cache.tiers.order import below
+from onefold.cache.tiers.vault import is_passing
 from onefold.errors import ConfigError, RecordError
 from onefold.sizes import parse_size, show_size
 
@@ -191,7 +192,7 @@ def verify(folder: Folder, namespace: str | None, remove: bool, progress: Progre
         progress.begin(sum(e.size for e in entries))
         vanished = {e for s in ours for e in s.entries if not _verified(folder, e, Layout.of(s.about), progress)}
         bad = [e for e in entries if e.problem and e not in vanished]
-        gone = below(entries, bad)
+        gone = below(entries, [e for e in bad if not e.unread])
         strangers = _strangers(spaces)
         if namespace is None:
             strangers += census.top_level(folder)[1]
@@ -205,7 +206,8 @@ def verify(folder: Folder, namespace: str | None, remove: bool, progress: Progre
         "bytes": sum(e.disk_bytes for e in entries if e not in vanished),
         "vanished": len(vanished),
         "bad": [{"namespace": e.namespace, "name": e.name, "bytes": e.disk_bytes, "reason": e.problem} for e in bad],
-        "going_on_from_bad": len(gone) - len(bad),
+        "unread": sum(e.unread for e in bad),
+        "going_on_from_bad": sum(e not in bad for e in gone),
         "removed_records": len(gone) if remove else 0,
         "removed_bytes": gone_bytes if remove else 0,
         "removable_records": 0 if remove else len(gone),
@@ -238,7 +240,7 @@ def _verified(folder: Folder, entry: Entry, layout: Layout, progress: Progress) 
     except FileNotFoundError:
         return False
     except (OSError, RecordError) as error:
-        entry.problem = census.reason(error)
+        entry.problem, entry.unread = census.reason(error), is_passing(error)
     finally:
         progress.advance(entry.size - done)
     return True

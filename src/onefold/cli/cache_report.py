@@ -247,6 +247,9 @@ def _verified(console: Console, told: dict[str, Any]) -> None:
     if told["going_on_from_bad"]:
         result += f", and {n_of(told['going_on_from_bad'], 'record')} beyond those"
     _say(console, f"{n_of(told['records'], 'record')}, {show_size(told['bytes'])}: {result}")
+    if told["unread"]:
+        left = n_of(told["unread"], "record")
+        _say(console, f"{left} left there: see to the disk or the permissions, and verify again")
     if told["removed_records"]:
         _say(console, f"deleted {n_of(told['removed_records'], 'record')}, {show_size(told['removed_bytes'])}")
     if told["removable_records"]:

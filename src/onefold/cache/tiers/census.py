@@ -20,12 +20,13 @@ from typing import Any
 from onefold.cache.tiers.folder import LOCK, MARKER, WRITTEN, Filed, Folder
 from onefold.cache.tiers.heads import Wanted, read_heads
 from onefold.cache.tiers.record import VERSION, Named, What, file_name
-from onefold.cache.tiers.vault import on_disk
+from onefold.cache.tiers.vault import is_passing, on_disk
 from onefold.errors import RecordError
 
 _LOOKS = 3
 
 ORPHAN = "goes on from a record that is not there"
+WAITS = "goes on from a record that cannot be read now"
 MISPLACED = "begins outside of the record that it goes on from"
 
 
@@ -42,6 +43,8 @@ class Entry:
     """A range that has tokens and no KV."""
     problem: str = ""
     """Why it cannot be used, as far as heads tell."""
+    unread: bool = False
+    """The problem is that it, or what it goes on from, cannot be read now: that says nothing of what it holds."""
     parent: Entry | None = None
     parent_address: bytes = b""
 
@@ -147,7 +150,7 @@ def _look(folder: Folder, entry: Entry) -> bool:
     if isinstance(head, FileNotFoundError):
         return False
     if isinstance(head, OSError | RecordError):
-        entry.problem = reason(head)
+        entry.problem, entry.unread = reason(head), is_passing(head)
         return True
     entry.tokens = len(head.tokens)
     entry.hollow = head.what is What.RANGE and head.n_tensors == 0
@@ -164,6 +167,8 @@ def _link(entries: list[Entry], ranges: dict[bytes, Entry]) -> None:
         if parent is None:
             if entry.parent_address or entry.start:
                 entry.problem = ORPHAN
+        elif parent.unread and parent.start < entry.start:
+            entry.parent, entry.problem, entry.unread = parent, WAITS, True
         elif not parent.start < entry.start <= parent.end:
             entry.problem = ORPHAN if parent.problem else MISPLACED
         else:

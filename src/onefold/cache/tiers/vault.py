@@ -38,7 +38,7 @@ PASSING = (errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.ENOMEM)
 MISPLACED = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP)
 """Something else lies where a file belongs: that is the trouble of this file alone."""
 _SAID = 10
-"""Rejected records that are named in the log; all are counted."""
+"""Records, rejected or unreadable, that are named in the log; all are counted."""
 _NOTE_EVERY = 64 << 20
 _LINK_FROM = 0.8
 """Of the budget."""
@@ -254,6 +254,7 @@ class Vault:
                 self.reject(record, "orphan")
                 continue
             self.learn(record, parent, record.start + len(head.tokens))
+            record.unread = False
             record.hollow = record.what is What.RANGE and head.n_tensors == 0
             if not waits:
                 apart.discard(record)
@@ -261,8 +262,9 @@ class Vault:
 
     def _set_apart(self, record: Record, error: Exception) -> None:
         if not record.unread:
-            log.warning("a record on disk cannot be read now, and is left there: %s", error)
             self.reasons["unreadable"] += 1
+            level = logging.WARNING if self.reasons["unreadable"] <= _SAID else logging.DEBUG
+            log.log(level, "a record on disk cannot be read now, and is left there: %s", error)
         record.unread = True
 
     def learn(self, record: Record, parent: Record | None, end: int) -> None:
@@ -272,7 +274,7 @@ class Vault:
                 record.parent.children -= 1
             if parent is not None:
                 parent.children += 1
-        record.parent, record.end, record.unread = parent, end, False
+        record.parent, record.end = parent, end
 
     # -- coming --------------------------------------------------------------------------------------
 
@@ -328,15 +330,23 @@ class Vault:
             record.parent.children += 1
 
     def expect_again(self, record: Record) -> None:
-        """It is there, and is about to be written once more, over what is there."""
+        """It is there, could not be read, and is about to be written once more, over what is there."""
         record.ready = False
         self._coming += record.size
+
+    def set_back(self, record: Record, tails: Iterable[Record]) -> None:
+        """It was not written once more: it is there as it was, with these that go on from it, and no node has them."""
+        record.ready = True
+        self._coming -= record.size
+        self._apart[record.namespace] |= {r for r in (record, *tails) if r.ready}
+        if record.namespace not in self._retries:
+            self._retry_in(record.namespace, RETRY_SECONDS)
 
     def arrived(self, record: Record) -> None:
         """It was written, whether anybody wants it still or not."""
         if not record.ready:
             self._coming -= record.size
-        record.ready = True
+        record.ready, record.unread = True, False
         self._today()
         self.written_today += record.size
         self.written_ever += record.size

@@ -26,6 +26,7 @@ from terminal import environment, on_terminal
 from onefold import PrefixCache
 from onefold.cache.tiers import census
 from onefold.cache.tiers.folder import Folder
+from onefold.cache.tiers.layout import Layout
 from onefold.cache.tiers.order import below
 from onefold.cache.tiers.record import Content, Named, What, file_name, parse_name
 from onefold.cache.tiers.vault import NO_TOKENS, on_disk
@@ -545,7 +546,7 @@ def test_memory_does_not_depend_on_the_record(folder, monkeypatch) -> None:
     sizes: list[int] = []
     for space in spaces(folder):
         for entry in space.entries:
-            verify.verify(Folder.look(folder), entry, space.about, sizes.append)
+            verify.verify(Folder.look(folder), entry, Layout.of(space.about), sizes.append)
     assert sum(sizes) == sum(p.stat().st_size for p in records(folder))
     assert sizes.count(64) > 100
 
@@ -908,7 +909,8 @@ def test_namespaces_and_checksums_are_as_the_docs_say(folder) -> None:
     for about in folder.glob("*/about.json"):
         said = json.loads(about.read_text())
         salt = json.dumps(["str", repr(SALT if said.pop("salted") else "")])
-        del said["label"]
+        assert said.pop("namespace") == about.parent.name
+        del said["label"], said["points"]
         told = json.dumps([said, salt], sort_keys=True).encode()
         found.append(hashlib.blake2b(told, digest_size=16, person=b"onefold space").hexdigest() == about.parent.name)
     assert found == [True] * 3

@@ -326,10 +326,10 @@ def test_clearing_reaches_records_that_could_not_be_read(tmp_path: Path, monkeyp
     model, tokens = filled(("full", "full"), tmp_path)
     first, real = files(tmp_path)[0], os.open
 
-    def none_left(path: Any, *how: Any) -> int:
-        if Path(path) == first:
+    def none_left(path: Any, *how: Any, **where: Any) -> int:
+        if path == first.name:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return real(path, *how)
+        return real(path, *how, **where)
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", none_left)
@@ -385,10 +385,10 @@ def test_trouble_with_a_new_namespace_that_passes(tmp_path: Path, monkeypatch: p
     model = FakeModel(("full",))
     real = os.open
 
-    def none_left(path: Any, *how: Any) -> int:
+    def none_left(path: Any, *how: Any, **where: Any) -> int:
         if "about.json" in str(path):
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return real(path, *how)
+        return real(path, *how, **where)
 
     with opened(model, tmp_path, disk_mode="through") as cache:
         with monkeypatch.context() as patched:

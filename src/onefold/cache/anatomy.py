@@ -98,6 +98,20 @@ class Leaf:
     pristine: Any = None
     """As the model makes it: a cache class of the model's own."""
     class_name: str = ""
+    seen: dict[str, list[tuple[mx.Dtype, tuple[int, ...]] | None]] = field(default_factory=dict)
+    """Of a recurrent layer's slots, and of a model's own class' attributes: what was there after each forward of the
+    survey, None for nothing."""
+
+    def see(self, cache: Any) -> None:
+        """Note what a cache holds now."""
+        if self.kind is Kind.RECURRENT:
+            held: dict[str, Any] = {str(slot): array for slot, array in enumerate(cache.cache)}
+        elif self.kind is Kind.OWN:
+            held = {n: v for n, v in getattr(cache, "__dict__", {}).items() if isinstance(v, mx.array)}
+        else:
+            return
+        for name, array in held.items():
+            self.seen.setdefault(name, []).append(None if array is None else (array.dtype, tuple(array.shape)))
 
 
 @dataclass
@@ -275,6 +289,7 @@ def _survey(model: nn.Module, kv: KvFormat, bound: Bound | None) -> Anatomy:
     try:
         for n in _TRIAL:
             model(mx.zeros((1, n), mx.int32), cache=caches)
+            _see(anatomy, caches)
         _read_shapes(anatomy, caches, kv)
         if anatomy.own and not anatomy.reason:
             _read_growth(model, anatomy, caches)
@@ -382,6 +397,11 @@ def _read_shapes(anatomy: Anatomy, caches: list[Any], kv: KvFormat) -> None:
             return
 
 
+def _see(anatomy: Anatomy, caches: list[Any]) -> None:
+    for leaf in anatomy.leaves:
+        leaf.see(_at(caches, leaf.path))
+
+
 def _read_leaf(leaf: Leaf, cache: Any, index: int, kv: KvFormat) -> int:
     """Read off a cache that holds something what it is made of; returns the next sliceable leaf's index."""
     if leaf.kind is Kind.OWN:
@@ -410,6 +430,7 @@ def _read_growth(model: nn.Module, anatomy: Anatomy, caches: list[Any]) -> None:
         model(mx.zeros((1, _FAR), mx.int32), cache=caches)
         held = [vars(_at(caches, leaf.path)).values() if leaf.kind is Kind.OWN else () for leaf in anatomy.leaves]
         sizes.append([sum(v.nbytes for v in values if isinstance(v, mx.array)) for values in held])
+        _see(anatomy, caches)
     for leaf, first, second in zip(anatomy.leaves, *sizes, strict=True):
         if leaf.kind is Kind.OWN:
             leaf.state_bytes = first

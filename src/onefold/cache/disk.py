@@ -30,6 +30,7 @@ from onefold.cache.restoring import AHEAD
 from onefold.cache.shelf import Shelf
 from onefold.cache.spilling import Spiller
 from onefold.cache.tiers.folder import Folder
+from onefold.cache.tiers.layout import Layout
 from onefold.cache.tiers.order import below
 from onefold.cache.tiers.record import What
 from onefold.cache.tiers.vault import Loaded, Record, Vault
@@ -105,13 +106,14 @@ class Disk:
         shelf: Shelf,
         gate: Gate,
         about: dict[str, Any],
+        points: list[dict[str, Any]],
         *,
         label: str,
         high_water: float,
         computing: Callable[[], bool],
     ) -> None:
-        """`about` is everything that changes the bytes; `label` is for people. Raises OSError if the folder cannot be
-        used."""
+        """`about` is everything that changes the bytes, `points` what checkpoints are made of, `label` for people.
+        Raises OSError if the folder cannot be used."""
         self.mode = settings.mode
         folder = Folder.make(settings.folder)
         try:
@@ -127,6 +129,9 @@ class Disk:
             self.prefill_pace = Pace()
             """Seconds a token takes to compute."""
             self._about, self._label, self._gate = about, label, gate
+            self._points = points
+            self.layout = Layout(about["layout"], points)
+            """What this model's records are made of."""
             self._shelf = shelf
             self._spaces: dict[Node, str | None] = {}
             self.spiller = Spiller(
@@ -135,6 +140,7 @@ class Disk:
                 self.vault,
                 gate,
                 shelf.ledger,
+                self.layout,
                 through=settings.mode == "through",
                 high_water=high_water,
                 gone=self.take_from_nodes,
@@ -158,8 +164,12 @@ class Disk:
     # -- namespaces ------------------------------------------------------------------------------------
 
     def attach(self, tree: Tree, namespace: Hashable) -> None:
-        """The tree of a caller's namespace is used: it learns what is on disk of it."""
+        """The tree of a caller's namespace is used: it learns what is on disk of it. What could not be read then is
+        tried again at a later use."""
         if tree.root in self._spaces:
+            known = self._spaces[tree.root]
+            if known is not None and (found := self.vault.load_again(known)):
+                _grow(tree, found)
             return
         salt = salt_of(namespace)
         if salt is None:
@@ -169,7 +179,8 @@ class Disk:
         space = name_of(self._about, salt)
         self._spaces[tree.root] = space
         salted = namespace not in ("", None)
-        self.vault.folder.describe(space, {"label": self._label} | self._about | {"salted": salted})
+        told = {"label": self._label} | self._about | {"points": self._points, "salted": salted}
+        self.vault.folder.describe(space, told)
         _grow(tree, self.vault.load(space))
 
     def space_of(self, node: Node) -> str | None:
@@ -347,14 +358,22 @@ def _budget(given: int | float | str | None, folder: Folder) -> int:
 
 
 def _grow(tree: Tree, loaded: list[Loaded]) -> None:
-    """Give an empty tree the nodes that these records are of. Records may have tokens in common: what was forgotten in
-    part, and came again, has been written again. The nodes keep the first, and one with KV before a hollow one."""
+    """Give a tree the nodes that these records are of. Records may have tokens in common: what was forgotten in
+    part, and came again, has been written again. The nodes keep the first, and one with KV before a hollow one. Nodes
+    that are in memory alone get the records that they are on disk with."""
+    members = {found.record for found in loaded}
     following: dict[Record | None, list[Loaded]] = {}
     for found in loaded:
         following.setdefault(found.record.parent, []).append(found)
     ends: dict[Record, Node] = {}
     points: list[Record] = []
-    todo = list(following.get(None, ()))
+    todo = list[Loaded]()
+    for above, after in following.items():
+        if above is None:
+            todo += after
+        elif above not in members and above.nodes:
+            ends[above] = max(above.nodes, key=lambda n: n.end)
+            todo += after
     hollow: list[Loaded] = []
     while todo or hollow:
         found = todo.pop() if todo else hollow.pop()
@@ -370,6 +389,8 @@ def _grow(tree: Tree, loaded: list[Loaded]) -> None:
         tokens = np.concatenate([c.tokens for c in chain]) if len(chain) > 1 else found.tokens
         node, known = tree.reach(tokens, _node_at(tree, ends, found.record))
         used = max(c.record.used for c in chain)
+        if known:
+            _claim(node, [member.record for member in chain])
         if known < len(tokens):
             node = tree.add(node, tokens[known:])
             node.disk = OnDisk(node)
@@ -381,8 +402,23 @@ def _grow(tree: Tree, loaded: list[Loaded]) -> None:
         todo += following.get(chain[-1].record, ())
     for record in points:
         node = _node_at(tree, ends, record)
-        if node.parent is not None and node.disk is not None:
+        if node.parent is not None and node.disk is not None and node.disk.point is None:
             node.disk.set_point(record)
+
+
+def _claim(node: Node, records: list[Record]) -> None:
+    """Give these records, which go on from each other, to the nodes down to this one that lack them."""
+    nodes: list[Node] = []
+    while node.parent is not None and node.end > records[0].start:
+        nodes.append(node)
+        node = node.parent
+    for n in reversed(nodes):
+        for record in records:
+            at = n.start if n.disk is None else n.disk.reaches
+            if record.start <= at < min(n.end, record.end):
+                if n.disk is None:
+                    n.disk = OnDisk(n)
+                n.disk.add(record)
 
 
 def _continues(record: Record, after: list[Loaded]) -> bool:

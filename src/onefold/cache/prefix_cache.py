@@ -41,6 +41,7 @@ from onefold.cache.restoring import Restore
 from onefold.cache.scratch import Scratch
 from onefold.cache.segment import STEP, Slab, Store, Track, round_up
 from onefold.cache.shelf import PATIENCE, Shelf
+from onefold.cache.states import points_of
 from onefold.cache.tiers.record import VERSION
 from onefold.cache.tree import Node, Tokens, Tree, as_tokens
 from onefold.errors import (
@@ -625,6 +626,7 @@ class PrefixCache:
                 self._shelf,
                 self._lock,
                 about,
+                points_of(self._anatomies),
                 label=label,
                 high_water=self._water[1],
                 computing=lambda: bool(leases),

@@ -442,6 +442,7 @@ class Restore:
         node, cache = self._end, self._cache
         with self._disk.vault.folder.reading(record.namespace, record.name) as file:
             content, data_at, checksum = self._content(file, record)
+            self._disk.layout.require(content)
             size = content.payload_bytes
             if node.end != record.start or node.checkpoint is not None:
                 return

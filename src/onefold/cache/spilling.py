@@ -14,7 +14,6 @@ All methods are called with the cache's lock held, but for `stop`.
 
 from __future__ import annotations
 
-import errno
 import logging
 import time
 from collections import Counter
@@ -30,11 +29,13 @@ from onefold.cache.gate import Gate, Work
 from onefold.cache.ledger import Ledger, Purpose
 from onefold.cache.ondisk import OnDisk
 from onefold.cache.segment import Slab, Store
+from onefold.cache.tiers.layout import Layout
 from onefold.cache.tiers.order import below
 from onefold.cache.tiers.record import Content, Tensor, What
-from onefold.cache.tiers.vault import NO_TOKENS, PASSING, Record, Vault
+from onefold.cache.tiers.vault import MISPLACED, NO_TOKENS, PASSING, Record, Vault
 from onefold.cache.tree import Node
 from onefold.cache.writing import LOOK_AGAIN, Job, Writer
+from onefold.errors import RecordError
 from onefold.sizes import show_size
 
 log = logging.getLogger("onefold")
@@ -53,8 +54,6 @@ COPY_SECONDS = 1.0
 """That a copy is waited for; it takes a few thousandths of that."""
 CLEAN_FROM = 0.15
 """Of the budget, below the mark where reclaiming begins: from there on the oldest are written ahead."""
-_MISPLACED = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP)
-"""Something else lies where this record belongs: that is its trouble alone."""
 TRIES = 16
 """Nodes that are tried in one go, with the lock held."""
 
@@ -67,6 +66,7 @@ class Spiller:
         vault: Vault,
         gate: Gate,
         ledger: Ledger,
+        layout: Layout,
         *,
         through: bool,
         high_water: float,
@@ -86,6 +86,7 @@ class Spiller:
         self.reasons: Counter[str] = Counter()
         self._gone, self._forget, self._thin, self._space_of, self._computing = gone, forget, thin, space_of, computing
         self._store, self._nodes, self._gate, self._ledger = store, nodes, gate, ledger
+        self._layout = layout
         self._mark = max(0.0, high_water - CLEAN_FROM)
         self._backlog = Backlog(self._writable, self._is_owed)
         self._flushing = 0
@@ -177,7 +178,7 @@ class Spiller:
     @property
     def pending(self) -> bool:
         """Whether anything is being written, or waits for it."""
-        return self._backlog.pending or not self._writer.idle
+        return self._writer.alive and (self._backlog.pending or not self._writer.idle)
 
     def flush(self, *, everything: bool, until: float, tells: bool = False) -> bool:
         """Write what is wanted (or everything that memory has), and wait for it. False if that took too long, or if
@@ -300,12 +301,17 @@ class Spiller:
         return node.disk is not None and node.disk.covered >= node.end
 
     def _job(self, node: Node) -> Job | None:
-        first = self._first_dirty(node)
+        """The next record of a node's path. None if nothing is left to write, or it has no place on the disk. What is
+        there already, and no node knew of, is not written: the node has it from then on."""
         space = self._space_of(node)
-        if first is None or space is None:
-            return None
-        if self._covered(first):
-            return self._point_job(first, space)
+        while space is not None and (first := self._first_dirty(node)) is not None:
+            job = self._point_job(first, space) if self._covered(first) else self._range_job(first, space)
+            if not isinstance(job, Record):
+                return job
+        return None
+
+    def _range_job(self, first: Node, space: str) -> Job | Record | None:
+        """The next range of this node; the record alone if that is there already."""
         start = first.start if first.disk is None else first.disk.covered
         span = first.span
         stop = min(first.end, start + (HOLLOW_TOKENS if span is None else self.record_tokens))
@@ -313,41 +319,51 @@ class Spiller:
         tensors = () if span is None else host.range_tensors(self._store.specs, stop - start)
         above = self._above(first, start)
         content = Content(What.RANGE, space, b"" if above is None else above.address, start, tokens, tensors)
-        there = self.vault.find(space, content.address)
-        known = there is not None and there.ready
-        record = there if known else self._expect(first, content, stop, above)
+        known = self._known(content)
+        record = known or self._expect(first, content, stop, above)
         if record is None:
             return None
         if first.disk is None:
             first.disk = OnDisk(first)
         for superfluous in first.disk.add(record):
             self.let_go(superfluous)
-        if known:  # nobody had it any more, and it is there still
-            return self._job(node)
+        if known is not None:
+            return known
         if span is None:
             return Job(record, content, None, 0)
         span.slab.copies += 1
         return Job(record, content, span.slab, span.lo + start - first.start)
 
-    def _point_job(self, node: Node, space: str) -> Job | None:
+    def _point_job(self, node: Node, space: str) -> Job | Record | None:
+        """The checkpoint at this node's end; the record alone if that is there already."""
         above = self._above(node, node.end)
         if above is None:
             return None
         arrays = node.checkpoint.arrays()
         try:
             tensors: tuple[Tensor, ...] = tuple(host.tensor(n, a) for n, a in arrays.items())
-            state = node.checkpoint.describe()
-        except (KeyError, TypeError, ValueError) as error:
+            content = Content(
+                What.POINT, space, above.address, node.end, NO_TOKENS, tensors, node.checkpoint.describe()
+            )
+            self._layout.require(content)
+        except (KeyError, TypeError, ValueError, RecordError) as error:
             self.reasons["checkpoint that cannot be written"] += 1
             log.debug("a checkpoint at %d stays in memory: %s", node.end, error)
             return None
-        content = Content(What.POINT, space, above.address, node.end, NO_TOKENS, tensors, state)
-        record = self._expect(node, content, node.end, above)
+        known = self._known(content)
+        record = known or self._expect(node, content, node.end, above)
         if record is None:
             return None
         node.disk.set_point(record)
+        if known is not None:
+            return known
         node.checkpoint.hold()
         return Job(record, content, None, 0, node.checkpoint)
+
+    def _known(self, content: Content) -> Record | None:
+        """A record of this content that is there, and could be read when it was last looked at."""
+        there = self.vault.find(content.namespace, content.address)
+        return there if there is not None and there.ready and not there.unread else None
 
     @staticmethod
     def _above(node: Node, start: int) -> Record | None:
@@ -366,9 +382,13 @@ class Spiller:
         vault = self.vault
         reason = vault.refuses(content.size)
         victims: list[Record] | None = []
-        if not reason and vault.find(content.namespace, content.address) is not None:
+        there = vault.find(content.namespace, content.address)
+        if there is not None and there.unread and there.ready and there.size != content.size:
+            self._forget([there])  # whatever that file is, it is not this record
+            there = None
+        if not reason and there is not None and not (there.unread and there.ready):
             reason = "record already there"
-        if not reason:
+        if not reason and there is None:
             if above is not None:
                 above.pins += 1
             try:
@@ -388,11 +408,17 @@ class Spiller:
                     show_size(vault.budget_bytes),
                 )
             return None
+        hollow = content.what is What.RANGE and not content.tensors
+        if there is not None:  # it could not be read, and memory has what it should hold
+            vault.learn(there, above, end)
+            there.hollow, there.used = hollow, node.last_use
+            vault.expect_again(there)
+            return there
         record = Record(
             content.namespace, content.what, content.address, content.start, end, content.size, node.last_use
         )
         record.parent = above
-        record.hollow = content.what is What.RANGE and not content.tensors
+        record.hollow = hollow
         vault.expect(record)
         return record
 
@@ -415,18 +441,24 @@ class Spiller:
             self.counts["spilled_tokens"] += record.end - record.start
             self._slow = False
             return
-        for tail in below(vault.records(), [record]):  # staged behind it, some of them
+        tails = below(vault.records(), [record])  # staged behind it, some of them
+        for tail in tails:
             for node in tail.nodes:
                 self._backlog.refuse(node)
-        self._forget([record])
-        vault.drop(record)
+        if record.unread and record.nodes:
+            for tail in sorted(tails, key=lambda r: -r.start):
+                self._gone(tail)
+            vault.set_back(record, tails)
+        else:
+            self._forget([record])
+            vault.drop(record)
         if not isinstance(error, OSError):
             self.reasons["not yet computed"] += 1
             log.debug("a record could not be copied out: %s", error)
         elif error.errno in PASSING:
             self.reasons["not written for now"] += 1
             log.warning("a record could not be written, and will be tried again when it is used again: %s", error)
-        elif error.errno in _MISPLACED:
+        elif error.errno in MISPLACED:
             self.reasons["something else in its place"] += 1
             log.warning("%s/%s cannot be written: %s", record.namespace, record.name, error)
         else:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -80,7 +81,7 @@ class Writer:
         self._hurries, self._impatient = hurries, impatient
         self._staged: deque[Staged] = deque()
         self._direct = host.addressable()
-        self._stop = False
+        self._stop = self._died = False
         self._thread = Worker(self._run, "onefold-disk")
 
     def start(self) -> None:
@@ -92,7 +93,7 @@ class Writer:
 
     @property
     def alive(self) -> bool:
-        return self._thread.working and not self._stop
+        return self._thread.working and not self._stop and not self._died
 
     @property
     def has_room(self) -> bool:
@@ -129,7 +130,9 @@ class Writer:
         finally:
             if not self._stop:  # never, but for a bug: then nobody must wait for this thread
                 with self._gate.inner:
-                    self._vault.fail(OSError(0, "the thread that writes has ended"))
+                    why = type(sys.exc_info()[1]).__name__
+                    self._vault.fail(OSError(0, f"the thread that writes has ended ({why})"))
+                    self.busy, self._died = False, True
                     self._gate.tell()
             host.leave_thread()
 
@@ -140,13 +143,13 @@ class Writer:
             if self._stop and job is None and not self._staged:
                 return False
             staged = self._staged.popleft() if self._staged else None
-            touched = self._vault.take_touched()
-        began = time.thread_time()
-        self._vault.empty_bin()
-        self._vault.note(touched, force=job is None and staged is None)
-        if job is not None and slot is not None:
+            touched = self._vault.take_touched() if job is None else []
+        began, idle = time.thread_time(), job is None and staged is None
+        if job is not None and slot is not None:  # at once: whoever wants to write there waits for it
             with self._given_up_if_not_copied(job):
                 staged = self._copied(job, slot)
+        self._vault.empty_bin()
+        self._vault.note(touched, force=idle)
         if staged is not None:
             self._write(staged)
         job = slot = staged = None  # while it rests, the thread holds on to nothing that was written

@@ -15,7 +15,9 @@ from onefold.cache.tiers import census, pruning
 from onefold.cache.tiers import verify as verifying
 from onefold.cache.tiers.census import Entry, Space
 from onefold.cache.tiers.folder import Folder, day_of
+from onefold.cache.tiers.layout import Layout
 from onefold.cache.tiers.order import below
+from onefold.cache.tiers.vault import is_passing
 from onefold.errors import ConfigError, RecordError
 from onefold.sizes import parse_size, show_size
 
@@ -188,9 +190,9 @@ def verify(folder: Folder, namespace: str | None, remove: bool, progress: Progre
         ours = [s for s in spaces if not s.foreign]
         entries = [e for s in ours for e in s.entries]
         progress.begin(sum(e.size for e in entries))
-        vanished = {e for s in ours for e in s.entries if not _verified(folder, e, s.about, progress)}
+        vanished = {e for s in ours for e in s.entries if not _verified(folder, e, Layout.of(s.about), progress)}
         bad = [e for e in entries if e.problem and e not in vanished]
-        gone = below(entries, bad)
+        gone = below(entries, [e for e in bad if not e.unread])
         strangers = _strangers(spaces)
         if namespace is None:
             strangers += census.top_level(folder)[1]
@@ -204,17 +206,25 @@ def verify(folder: Folder, namespace: str | None, remove: bool, progress: Progre
         "bytes": sum(e.disk_bytes for e in entries if e not in vanished),
         "vanished": len(vanished),
         "bad": [{"namespace": e.namespace, "name": e.name, "bytes": e.disk_bytes, "reason": e.problem} for e in bad],
-        "going_on_from_bad": len(gone) - len(bad),
+        "unread": sum(e.unread for e in bad),
+        "going_on_from_bad": sum(e not in bad for e in gone),
         "removed_records": len(gone) if remove else 0,
         "removed_bytes": gone_bytes if remove else 0,
         "removable_records": 0 if remove else len(gone),
         "removable_bytes": 0 if remove else gone_bytes,
         "strangers": strangers,
         "of_another_format": [s.id for s in spaces if s.foreign],
+        "not_compared": {s.id: n for s in ours if (n := sum(e not in vanished for e in _not_compared(s)))},
     }
 
 
-def _verified(folder: Folder, entry: Entry, about: dict[str, Any], progress: Progress) -> bool:
+def _not_compared(space: Space) -> list[Entry]:
+    """Records that are sound by themselves, and of which nothing says what they should be made of."""
+    layout = Layout.of(space.about)
+    return [e for e in space.entries if not e.problem and not e.hollow and not layout.describes(e.named.what)]
+
+
+def _verified(folder: Folder, entry: Entry, layout: Layout, progress: Progress) -> bool:
     """False if it is not there any more; what is wrong with it is its problem."""
     done = 0
 
@@ -226,11 +236,11 @@ def _verified(folder: Folder, entry: Entry, about: dict[str, Any], progress: Pro
     try:
         if entry.problem:
             return census.is_there(folder, entry)
-        verifying.verify(folder, entry, about, read)
+        verifying.verify(folder, entry, layout, read)
     except FileNotFoundError:
         return False
     except (OSError, RecordError) as error:
-        entry.problem = census.reason(error)
+        entry.problem, entry.unread = census.reason(error), is_passing(error)
     finally:
         progress.advance(entry.size - done)
     return True

@@ -240,10 +240,16 @@ def _verified(console: Console, told: dict[str, Any]) -> None:
         _say(console, f"bad: {bad['namespace']}/{bad['name']}: {REASONS.get(bad['reason'], bad['reason'])}")
     _names(console, told["of_another_format"], "of another format, not checked")
     _names(console, told["strangers"], "not ours")
+    for namespace, n in told["not_compared"].items():
+        which = f"{n_of(n, 'record')} not compared with the model"
+        _say(console, f"{namespace}: {which}: its about.json does not say what they should hold")
     result = f"{n_of(len(told['bad']), 'bad one')}" if told["bad"] else "all good"
     if told["going_on_from_bad"]:
         result += f", and {n_of(told['going_on_from_bad'], 'record')} beyond those"
     _say(console, f"{n_of(told['records'], 'record')}, {show_size(told['bytes'])}: {result}")
+    if told["unread"]:
+        left = n_of(told["unread"], "record")
+        _say(console, f"{left} left there: see to the disk or the permissions, and verify again")
     if told["removed_records"]:
         _say(console, f"deleted {n_of(told['removed_records'], 'record')}, {show_size(told['removed_bytes'])}")
     if told["removable_records"]:

@@ -17,15 +17,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from onefold.cache.tiers.folder import LOCK, MARKER, TEMPORARY, WRITTEN, Filed, Folder, is_leftover
+from onefold.cache.tiers.folder import LOCK, MARKER, WRITTEN, Filed, Folder
 from onefold.cache.tiers.heads import Wanted, read_heads
 from onefold.cache.tiers.record import VERSION, Named, What, file_name
-from onefold.cache.tiers.vault import on_disk
+from onefold.cache.tiers.vault import is_passing, on_disk
 from onefold.errors import RecordError
 
 _LOOKS = 3
 
 ORPHAN = "goes on from a record that is not there"
+WAITS = "goes on from a record that cannot be read now"
 MISPLACED = "begins outside of the record that it goes on from"
 
 
@@ -42,6 +43,8 @@ class Entry:
     """A range that has tokens and no KV."""
     problem: str = ""
     """Why it cannot be used, as far as heads tell."""
+    unread: bool = False
+    """The problem is that it, or what it goes on from, cannot be read now: that says nothing of what it holds."""
     parent: Entry | None = None
     parent_address: bytes = b""
 
@@ -101,7 +104,7 @@ def take(folder: Folder, namespaces: Iterable[str] | None = None, *, heads: bool
     for namespace in folder.namespaces() if namespaces is None else namespaces:
         space = Space(namespace, folder.about(namespace), [])
         for name in folder.strangers(namespace):
-            (space.leftovers if _is_leftover(folder, namespace, name) else space.strangers).append(name)
+            (space.leftovers if folder.is_leftover(namespace, name) else space.strangers).append(name)
         listed = [_entry(namespace, filed) for filed in folder.records(namespace)]
         if heads and not space.foreign:
             listed = _with_heads(folder, namespace, listed)
@@ -143,11 +146,11 @@ def _with_heads(folder: Folder, namespace: str, listed: list[Entry]) -> list[Ent
 
 def _look(folder: Folder, entry: Entry) -> bool:
     """Read its head; False if it has gone."""
-    (head,) = read_heads(folder.path / entry.namespace, [Wanted(entry.named, entry.size)])
+    (head,) = read_heads(folder, entry.namespace, [Wanted(entry.named, entry.size)])
     if isinstance(head, FileNotFoundError):
         return False
     if isinstance(head, OSError | RecordError):
-        entry.problem = reason(head)
+        entry.problem, entry.unread = reason(head), is_passing(head)
         return True
     entry.tokens = len(head.tokens)
     entry.hollow = head.what is What.RANGE and head.n_tensors == 0
@@ -164,6 +167,8 @@ def _link(entries: list[Entry], ranges: dict[bytes, Entry]) -> None:
         if parent is None:
             if entry.parent_address or entry.start:
                 entry.problem = ORPHAN
+        elif parent.unread and parent.start < entry.start:
+            entry.parent, entry.problem, entry.unread = parent, WAITS, True
         elif not parent.start < entry.start <= parent.end:
             entry.problem = ORPHAN if parent.problem else MISPLACED
         else:
@@ -175,32 +180,24 @@ def _link(entries: list[Entry], ranges: dict[bytes, Entry]) -> None:
 # -- what is no record -----------------------------------------------------------------------------
 
 
-def _is_leftover(folder: Folder, namespace: str, name: str) -> bool:
-    """A file under the temporary name of something that we write."""
-    path = folder.path / namespace / name
-    return is_leftover(name) and path.is_file() and not path.is_symlink()
-
-
 def top_level(folder: Folder) -> tuple[list[str], list[str]]:
     """Beside the namespaces: what writing left behind, and what is not ours."""
-    ours, spaces = {MARKER, LOCK, WRITTEN}, set(folder.namespaces())
     leftovers, strangers = list[str](), list[str]()
-    with os.scandir(folder.path) as entries:
-        for entry in entries:
-            if entry.name in ours or entry.name in spaces:
-                continue
-            of = entry.name.removesuffix(TEMPORARY)
-            left = of != entry.name and of in ours and entry.is_file(follow_symlinks=False)
-            (leftovers if left else strangers).append(entry.name)
-    return sorted(leftovers), sorted(strangers)
+    for name in folder.top_level():
+        if name not in (MARKER, LOCK, WRITTEN):
+            (leftovers if folder.is_leftover("", name) else strangers).append(name)
+    return leftovers, strangers
 
 
 def size_of(folder: Folder, namespace: str, name: str) -> int:
     """Of a leftover; of one at the top the namespace is empty."""
     with contextlib.suppress(OSError):
-        return (folder.path / namespace / name).lstat().st_size
+        return folder.stat(namespace, name).st_size
     return 0
 
 
 def is_there(folder: Folder, entry: Entry) -> bool:
-    return os.path.lexists(folder.path / entry.namespace / entry.name)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        folder.stat(entry.namespace, entry.name)
+        return True
+    return False

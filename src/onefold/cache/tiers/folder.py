@@ -12,7 +12,11 @@
 - A namespace's folder comes with its first record, and goes with its last.
 - Nothing is written or removed but by the process that holds the lock, and only while `lock` is the file that it holds:
   a folder that was deleted and made anew is somebody else's.
-- Folders are 0700, files 0600. A folder that holds something else is refused, and links are not followed.
+- Folders are 0700, files 0600. A folder that holds something else is refused.
+- The folder itself may be a symbolic link, which is for its owner to decide; it is looked up once in each call. No link
+  below it is followed, nor one that is put there in the middle of a call (`directory`).
+- Only what a cache wrote is removed: records and their temporary names, an `about.json` that says so, and folders that
+  held nothing else.
 - The file cache of the operating system is told to let go of what was written or read.
 
 Knows nothing of what records mean, but for their names. No MLX in this file.
@@ -30,26 +34,26 @@ import stat
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from onefold.cache.tiers.directory import ABSENT, NEW, Directory
 from onefold.cache.tiers.record import Named, parse_name
 from onefold.errors import ConfigError, FolderInUse
 
 MARKER, LOCK, WRITTEN, ABOUT = "onefold.json", "lock", "written.json", "about.json"
 LAYOUT = 1
+_MARKED = {"is": "a Onefold cache", "layout": LAYOUT}
+JSON_MOST = 1 << 20
 TEMPORARY = ".tmp"
 NAMESPACE_DIGITS = 32
-_NOFOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC
-READING = os.O_RDONLY | os.O_NONBLOCK | _NOFOLLOW
-"""Nothing that was put in a record's place, such as a pipe, is waited for."""
+_ABOUT_KEYS = {"model", "kv", "format", "layout", "salted"}
+"""Of an `about.json` from before it named its namespace."""
 _F_NOCACHE = 48  # macOS
 _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 _LOCK_SECONDS = 0.2
 """That the lock is waited for: whoever asks who holds it has it for an instant."""
-_UNFLUSHED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.ENOSYS, errno.EACCES)
-"""What a file system says that cannot flush a folder, or a folder that may not be read."""
 IOV_MOST = 512
 PIECE_MOST = 2 << 20
 WRITE_MOST = 1 << 30
@@ -79,18 +83,16 @@ def day_of(moment: float, later: int = 0) -> str:
     return (datetime.date.fromtimestamp(moment) + datetime.timedelta(later)).isoformat()
 
 
-def is_leftover(name: str) -> bool:
-    """The temporary name of something that is written among the records."""
-    of = name.removesuffix(TEMPORARY)
-    return of != name and (of == ABOUT or parse_name(of) is not None)
-
-
 class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: int | None = None
         self._abouts: dict[str, dict[str, Any]] = {}
         """What namespaces are of, for when they are made."""
+        self._described: set[str] = set()
+        """Namespaces whose `about.json` was looked at."""
+        self._ours: set[str] = set()
+        """Namespaces whose folder was made, or a record removed from, here: if it is empty it may go."""
         _OPEN.add(self)
 
     # -- opening ---------------------------------------------------------------------------------
@@ -104,48 +106,64 @@ class Folder:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             raise ConfigError(f"{self.path} cannot be a folder: {error.strerror}") from error
-        if self.path.stat().st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
-            raise ConfigError(f"{self.path} is somebody else's; give a folder of your own to the cache")
-        marker = self.path / MARKER
-        if not marker.exists():
-            others = sorted(p.name for p in self.path.iterdir() if p.name not in (LOCK, MARKER + TEMPORARY))
-            if others:
-                raise ConfigError(
-                    f"{self.path} holds other things ({others[0]}); give a folder of its own to the cache"
-                )
-        self.lock()
-        try:
-            self.path.chmod(0o700)
-            for name in (MARKER, WRITTEN):
-                _remove(self.path / (name + TEMPORARY))
-            if not marker.exists():
-                self._write_json(marker, {"is": "a Onefold cache", "layout": LAYOUT})
-            self._require_layout()
-        except (OSError, ConfigError):
-            self.unlock()
-            raise
+        with Directory.at(self.path) as top:
+            if top.stat().st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
+                raise ConfigError(f"{self.path} is somebody else's; give a folder of your own to the cache")
+            if top.has(MARKER):
+                self._require_layout(top)
+            else:
+                others = sorted(e.name for e in top.entries() if e.name not in (LOCK, MARKER + TEMPORARY))
+                if others:
+                    raise ConfigError(
+                        f"{self.path} holds other things ({others[0]}); give a folder of its own to the cache"
+                    )
+            self._take_lock(top)
+            try:
+                top.restrict()
+                for name in (MARKER, WRITTEN):
+                    _remove(top, name + TEMPORARY)
+                if not top.has(MARKER):
+                    _write_json(top, MARKER, _MARKED)
+                self._require_layout(top)
+            except (OSError, ConfigError):
+                self.unlock()
+                raise
         return self
 
     @classmethod
     def look(cls, path: str | os.PathLike[str]) -> Folder:
-        """The folder, for reading only: whoever writes there may go on. Raises ConfigError if it is not one of ours."""
+        """The folder, for reading only: whoever writes there may go on. Raises OSError, and ConfigError if it is not
+        one of ours."""
         self = cls(Path(path).expanduser().absolute())
-        if not (self.path / MARKER).is_file():
-            raise ConfigError(f"{self.path} is not a cache of Onefold's")
-        self._require_layout()
-        return self
+        with _absent_is_empty(), Directory.at(self.path) as top:
+            if top.has(MARKER):
+                self._require_layout(top)
+                return self
+        raise ConfigError(f"{self.path} is not a cache of Onefold's")
 
-    def _require_layout(self) -> None:
-        said = read_json(self.path / MARKER)
-        if said.get("layout") != LAYOUT:
+    def _require_layout(self, top: Directory) -> None:
+        try:
+            layout = _parsed(top, MARKER).get("layout")
+        except (OSError, ValueError, RecursionError) as error:
+            why = error.strerror if isinstance(error, OSError) and error.strerror else "it is no JSON"
             raise ConfigError(
-                f"{self.path} is of layout {said.get('layout')}, and this version writes {LAYOUT}: "
-                "use another folder, or remove this one"
+                f"{self.path / MARKER} is unreadable ({why}), so what lies beside it is left alone: make it readable; "
+                f"or put {json.dumps(_MARKED)} there, if this version wrote the folder; or use another folder"
+            ) from error
+        if layout != LAYOUT:
+            says = "says no layout" if layout is None else f"is of layout {layout}"
+            raise ConfigError(
+                f"{self.path / MARKER} {says}, and this version writes {LAYOUT}: "
+                "use another folder, or the version that wrote this one"
             )
 
     def lock(self) -> None:
-        """One process writes at a time; it ends with the process, however that ends."""
-        held = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | _NOFOLLOW, 0o600)
+        """One process writes at a time; it ends with the process, however that ends. Raises OSError and FolderInUse."""
+        with Directory.at(self.path) as top:
+            self._take_lock(top)
+
+    def _take_lock(self, top: Directory) -> None:
+        held = top.open(LOCK, os.O_RDWR | os.O_CREAT)
         try:
             if not _locked(held, time.monotonic() + _LOCK_SECONDS):
                 who = _named_in(held) or "another process"
@@ -165,18 +183,35 @@ class Folder:
             os.close(self._lock)
             self._lock = None
 
-    def _require_lock(self) -> None:
-        """Raises OSError if the folder is not the one that was locked: it may be somebody else's by now."""
-        if self._lock is not None:
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[Directory]:
+        """The folder, open, to write or remove something there. Raises OSError if it is not the one that was locked: it
+        may be somebody else's by now."""
+        with contextlib.ExitStack() as held:
+            locked: Directory | None = None
             with _absent_is_empty():
-                if os.path.samestat(os.fstat(self._lock), os.lstat(self.path / LOCK)):
-                    return
-        raise OSError(errno.ESTALE, "its lock is gone: the folder was removed, or made anew by another process")
+                top = held.enter_context(Directory.at(self.path))
+                if self._lock is not None and os.path.samestat(os.fstat(self._lock), top.stat(LOCK)):
+                    locked = top
+            if locked is None:
+                raise OSError(errno.ESTALE, "its lock is gone: the folder was removed, or made anew by another process")
+            yield locked
+
+    @contextlib.contextmanager
+    def _inside(self, namespace: str) -> Iterator[Directory]:
+        """The folder of a namespace, open; of none, the folder itself. Raises OSError."""
+        with Directory.at(self.path) as top:
+            if not namespace:
+                yield top
+                return
+            with top.below(namespace) as inside:
+                yield inside
 
     def holder(self) -> str:
         """Who has it locked: "process 123"; empty if nobody does."""
         try:
-            held = os.open(self.path / LOCK, READING)
+            with Directory.at(self.path) as top:
+                held = top.open(LOCK)
         except FileNotFoundError:
             return ""
         try:
@@ -194,36 +229,45 @@ class Folder:
     # -- looking -----------------------------------------------------------------------------------
 
     def namespaces(self) -> list[str]:
-        with os.scandir(self.path) as entries:
-            return sorted(e.name for e in entries if _is_namespace(e.name) and e.is_dir(follow_symlinks=False))
+        with Directory.at(self.path) as top:
+            return sorted(e.name for e in top.entries() if _is_namespace(e.name) and e.is_dir(follow_symlinks=False))
 
     def records(self, namespace: str) -> list[Filed]:
         """The records of a namespace, by their names alone."""
-        found = []
-        with _absent_is_empty(), os.scandir(self.path / namespace) as entries:
-            for entry in entries:
-                named = parse_name(entry.name)
-                if named is not None and entry.is_file(follow_symlinks=False):
-                    with contextlib.suppress(FileNotFoundError):
-                        held = entry.stat(follow_symlinks=False)
-                        found.append(Filed(named, held.st_size, held.st_mtime))
-        return found
+        with _absent_is_empty(), self._inside(namespace) as inside:
+            return _records(inside)
+        return []
 
     def strangers(self, namespace: str) -> list[str]:
-        """What lies among the records and is none: leftovers of a crash, and whatever was put there."""
-        with _absent_is_empty(), os.scandir(self.path / namespace) as entries:
-            return sorted(
-                e.name
-                for e in entries
-                if e.name != ABOUT and (parse_name(e.name) is None or not e.is_file(follow_symlinks=False))
-            )
+        """What lies among the records and is none, nor says what they are of: leftovers of a crash, and whatever else
+        was put there."""
+        with _absent_is_empty(), self._inside(namespace) as inside:
+            return _strangers(inside, namespace)
         return []
+
+    def top_level(self) -> list[str]:
+        """What lies beside the namespaces, our own files included."""
+        with Directory.at(self.path) as top:
+            spaces = {e.name for e in top.entries() if _is_namespace(e.name) and e.is_dir(follow_symlinks=False)}
+            return sorted({e.name for e in top.entries()} - spaces)
+
+    def is_leftover(self, namespace: str, name: str) -> bool:
+        """Whether it is what writing left behind when it was cut off. At the top the namespace is empty."""
+        with _absent_is_empty(), self._inside(namespace) as inside:
+            return _is_leftover(inside, namespace, name)
+        return False
+
+    def stat(self, namespace: str, name: str) -> os.stat_result:
+        """Of what has this name, itself; at the top the namespace is empty. Raises OSError."""
+        with self._inside(namespace) as inside:
+            return inside.stat(name)
 
     def sweep(self, namespace: str) -> None:
         """Remove what writing left behind when it was cut off."""
         left = list[str]()
-        with _absent_is_empty(), os.scandir(self.path / namespace) as entries:
-            left = [e.name for e in entries if is_leftover(e.name)]
+        with _absent_is_empty(), self._inside(namespace) as inside:
+            named = [e.name for e in inside.entries() if e.name.endswith(TEMPORARY)]
+            left = [name for name in named if _is_leftover(inside, namespace, name)]
         for name in left:
             with contextlib.suppress(OSError):
                 self.remove(namespace, name)
@@ -233,53 +277,77 @@ class Folder:
         return sum(filed.size for namespace in self.namespaces() for filed in self.records(namespace))
 
     def about(self, namespace: str) -> dict[str, Any]:
-        return read_json(self.path / namespace / ABOUT)
+        """What a namespace is of, as it was described; nothing if that cannot be read or understood."""
+        with contextlib.suppress(OSError), self._inside(namespace) as inside:
+            found = _read_json(inside, ABOUT)
+            return {key: value for key, value in found.items() if key != "namespace"}
+        return {}
 
     # -- files -----------------------------------------------------------------------------------------
 
     def describe(self, namespace: str, about: dict[str, Any]) -> None:
-        """What a namespace is of: it says so in its folder, which is made when its first record is written."""
-        self._abouts[namespace] = about
+        """What a namespace is of: it says so in its folder, which is made when its first record is written. One that an
+        earlier version described says so in full from the next record on."""
+        self._abouts[namespace] = {"namespace": namespace} | about
 
     def write(self, namespace: str, name: str, parts: Iterable[Any], used: float | None = None) -> None:
         """A record, all of it or nothing; `used` is when what it holds was last used. Raises OSError."""
-        self._require_lock()
-        inside = self.path / namespace
-        if not inside.exists():
-            inside.mkdir(mode=0o700, exist_ok=True)
-            _flush_folder(self.path)
-        if inside.is_symlink():
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(inside))
-        if namespace in self._abouts and not (inside / ABOUT).exists():
-            self._write_json(inside / ABOUT, self._abouts[namespace])
-        self._write(inside / name, parts, used)
+        with self._changing() as top:
+            if top.make(namespace):
+                self._ours.add(namespace)
+                top.flush()
+            with top.below(namespace) as inside:
+                if namespace in self._abouts and self._is_to_be_described(inside, namespace):
+                    with contextlib.suppress(FileExistsError):  # a folder under the temporary name: that is left there
+                        _write_json(inside, ABOUT, self._abouts[namespace])
+                _write(inside, name, parts, used)
+
+    def _is_to_be_described(self, inside: Directory, namespace: str) -> bool:
+        if not inside.has(ABOUT):
+            return True
+        if namespace in self._described:
+            return False
+        self._described.add(namespace)
+        found = _read_json(inside, ABOUT)
+        return _is_ours(found, namespace) and not found.keys() >= self._abouts[namespace].keys()
 
     def remove(self, namespace: str, name: str) -> None:
-        """Raises OSError, but not if it has gone."""
-        self._require_lock()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path / namespace / name)
+        """A record, or a leftover; at the top the namespace is empty. Raises OSError, but not if it has gone."""
+        with self._changing() as top, contextlib.suppress(FileNotFoundError):
+            if not namespace:
+                top.remove(name)
+                return
+            with top.below(namespace) as inside:
+                if inside.remove(name) and parse_name(name) is not None:
+                    self._ours.add(namespace)
 
     def remove_if_empty(self, namespace: str) -> bool:
-        """A namespace that has nothing but the word of what it is of goes. Raises OSError."""
-        self._require_lock()
-        if self.records(namespace) or self.strangers(namespace):
-            return False
-        with contextlib.suppress(OSError):
-            (self.path / namespace / ABOUT).unlink()
-        with contextlib.suppress(OSError):
-            (self.path / namespace).rmdir()
+        """A namespace that has nothing but the word of what it is of goes; False if something else is there, or if it
+        is an empty folder that may be anybody's. Raises OSError."""
+        with self._changing() as top, contextlib.suppress(FileNotFoundError), top.below(namespace) as inside:
+            if _records(inside) or _strangers(inside, namespace):
+                return False
+            if not inside.has(ABOUT) and namespace not in self._ours:
+                return False
+            with contextlib.suppress(OSError):
+                inside.remove(ABOUT)
+                top.remove_directory(namespace, inside)
+            self._ours.discard(namespace)
         return True
 
     def touch(self, namespace: str, name: str, used: float) -> None:
-        with contextlib.suppress(OSError):
-            self._require_lock()
-            os.utime(self.path / namespace / name, (used, used), follow_symlinks=False)
+        with contextlib.suppress(OSError), self._changing() as top, top.below(namespace) as inside:
+            held = inside.open(name)
+            try:
+                os.utime(held, (used, used))
+            finally:
+                os.close(held)
 
     @contextlib.contextmanager
     def reading(self, namespace: str, name: str) -> Iterator[int]:
         """A record's file, open; afterwards the file cache lets go of it. Raises OSError."""
-        held = os.open(self.path / namespace / name, READING)
+        with self._inside(namespace) as inside:
+            held = inside.open(name)
         try:
             if not stat.S_ISREG(os.fstat(held).st_mode):
                 raise OSError(errno.EINVAL, "not a file")
@@ -292,42 +360,109 @@ class Folder:
             _let_go(held)
             os.close(held)
 
+    @contextlib.contextmanager
+    def opening(self, namespace: str) -> Iterator[Callable[[str], int]]:
+        """A function that opens one of the namespace's files, for many of them; whoever calls it closes the file. Both
+        raise OSError."""
+        with self._inside(namespace) as inside:
+            yield inside.open
+
     def written(self) -> Written:
-        said = read_json(self.path / WRITTEN)
+        said = dict[str, Any]()
+        with contextlib.suppress(OSError), Directory.at(self.path) as top:
+            said = _read_json(top, WRITTEN)
         return Written(str(said.get("day", "")), _count(said.get("today")), _count(said.get("ever")))
 
     def note_written(self, written: Written) -> None:
-        self._require_lock()
-        self._write_json(self.path / WRITTEN, written._asdict())
-
-    def _write_json(self, path: Path, value: dict[str, Any]) -> None:
-        self._write(path, [json.dumps(value, indent=1).encode() + b"\n"])
-
-    def _write(self, path: Path, parts: Iterable[Any], used: float | None = None) -> None:
-        temporary = path.with_name(path.name + TEMPORARY)
-        _remove(temporary)  # whatever it is: nothing is written to that is not new
-        held = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o600)
-        with contextlib.ExitStack() as undo:
-            undo.callback(_remove, temporary)
-            try:
-                if sys.platform == "darwin":
-                    fcntl.fcntl(held, _F_NOCACHE, 1)
-                write_all(held, parts)
-                if used is not None:
-                    with contextlib.suppress(OSError):  # a file system that cannot
-                        os.utime(held, (used, used))
-                os.fsync(held)
-                _let_go(held)
-            finally:
-                os.close(held)
-            os.rename(temporary, path)
-            undo.pop_all()
-        _flush_folder(path.parent)
+        """Raises OSError."""
+        with self._changing() as top:
+            _write_json(top, WRITTEN, written._asdict())
 
 
-def _remove(path: Path) -> None:
+def _records(inside: Directory) -> list[Filed]:
+    found = []
+    for entry in inside.entries():
+        named = parse_name(entry.name)
+        if named is not None and entry.is_file(follow_symlinks=False):
+            with contextlib.suppress(FileNotFoundError):
+                held = entry.stat(follow_symlinks=False)
+                found.append(Filed(named, held.st_size, held.st_mtime))
+    return found
+
+
+def _strangers(inside: Directory, namespace: str) -> list[str]:
+    other = [e.name for e in inside.entries() if parse_name(e.name) is None or not e.is_file(follow_symlinks=False)]
+    return sorted(name for name in other if name != ABOUT or not _is_ours(_read_json(inside, ABOUT), namespace))
+
+
+def _is_ours(about: dict[str, Any], namespace: str) -> bool:
+    """Whether a cache wrote that, of this namespace."""
+    said = about.get("namespace")
+    return said == namespace if said is not None else about.keys() >= _ABOUT_KEYS
+
+
+def _is_leftover(inside: Directory, namespace: str, name: str) -> bool:
+    """A file under the temporary name of something that is written there."""
+    of = name.removesuffix(TEMPORARY)
     with contextlib.suppress(OSError):
-        path.unlink()
+        if of == name or not stat.S_ISREG(inside.stat(name).st_mode):
+            return False
+        if not namespace:
+            return of in (MARKER, WRITTEN)
+        if of == ABOUT:
+            return _is_ours(_read_json(inside, ABOUT), namespace) or _begins_as_ours(inside, name, namespace)
+        return parse_name(of) is not None
+    return False
+
+
+def _begins_as_ours(inside: Directory, name: str, namespace: str) -> bool:
+    """Whether this is an `about.json` of ours, as far as it was written."""
+    begins = (_json({"namespace": namespace})[: -len("\n}\n")], b'{\n "label": ')
+    found = _first_bytes(inside, name, max(map(len, begins)))
+    return any(b.startswith(found[: len(b)]) for b in begins)
+
+
+def _first_bytes(inside: Directory, name: str, n_bytes: int) -> bytes:
+    held = inside.open(name)
+    try:
+        return os.read(held, n_bytes) if stat.S_ISREG(os.fstat(held).st_mode) else b""
+    finally:
+        os.close(held)
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, indent=1).encode() + b"\n"
+
+
+def _write_json(inside: Directory, name: str, value: dict[str, Any]) -> None:
+    _write(inside, name, [_json(value)])
+
+
+def _write(inside: Directory, name: str, parts: Iterable[Any], used: float | None = None) -> None:
+    temporary = name + TEMPORARY
+    _remove(inside, temporary)  # whatever it is: nothing is written to that is not new
+    held = inside.open(temporary, NEW)
+    with contextlib.ExitStack() as undo:
+        undo.callback(_remove, inside, temporary)
+        try:
+            if sys.platform == "darwin":
+                fcntl.fcntl(held, _F_NOCACHE, 1)
+            write_all(held, parts)
+            if used is not None:
+                with contextlib.suppress(OSError):  # a file system that cannot
+                    os.utime(held, (used, used))
+            os.fsync(held)
+            _let_go(held)
+        finally:
+            os.close(held)
+        inside.rename(temporary, name)
+        undo.pop_all()
+    inside.flush()
+
+
+def _remove(inside: Directory, name: str) -> None:
+    with contextlib.suppress(OSError):
+        inside.remove(name)
 
 
 def _locked(held: int, until: float) -> bool:
@@ -352,17 +487,26 @@ def _count(found: Any) -> int:
     return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else 0
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def _parsed(inside: Directory, name: str) -> dict[str, Any]:
+    """What a small file says. Raises OSError, and ValueError or RecursionError if it cannot be understood."""
+    held = inside.open(name)
+    try:
+        if not stat.S_ISREG(os.fstat(held).st_mode):
+            raise OSError(errno.EINVAL, "not a file")
+        found = json.loads(os.read(held, JSON_MOST))
+    finally:
+        os.close(held)
+    if not isinstance(found, dict):
+        raise ValueError("not an object")
+    return found
+
+
+def _read_json(inside: Directory, name: str) -> dict[str, Any]:
     """What a small file says; nothing if it is not there or not to be understood."""
     try:
-        held = os.open(path, READING)
-        try:
-            found = json.loads(os.read(held, 1 << 20) if stat.S_ISREG(os.fstat(held).st_mode) else b"")
-        finally:
-            os.close(held)
+        return _parsed(inside, name)
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def write_all(held: int, parts: Iterable[Any]) -> None:
@@ -404,36 +548,17 @@ def _let_go(held: int) -> None:
             os.posix_fadvise(held, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _flush_folder(path: Path) -> None:
-    try:
-        held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            _flush(held)
-        finally:
-            os.close(held)
-    except OSError as error:
-        if error.errno not in _UNFLUSHED:
-            raise
-
-
-def _flush(held: int) -> None:
-    """Also out of the device's own cache, with all that was flushed into that before: on macOS fsync leaves it there,
-    where a power cut takes it."""
-    if (full := getattr(fcntl, "F_FULLFSYNC", None)) is not None:
-        with contextlib.suppress(OSError):  # a file system that cannot
-            fcntl.fcntl(held, full)
-            return
-    os.fsync(held)
-
-
 def _is_namespace(name: str) -> bool:
     return len(name) == NAMESPACE_DIGITS and all(c in "0123456789abcdef" for c in name)
 
 
 @contextlib.contextmanager
 def _absent_is_empty() -> Iterator[None]:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    try:
         yield
+    except OSError as error:
+        if error.errno not in ABSENT:
+            raise
 
 
 def _forked() -> None:

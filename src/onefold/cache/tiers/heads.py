@@ -9,11 +9,10 @@ import contextlib
 import errno
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from onefold.cache.tiers.folder import READING
+from onefold.cache.tiers.folder import Folder
 from onefold.cache.tiers.record import (
     HEAD_MOST,
     Content,
@@ -55,28 +54,40 @@ class Wanted(NamedTuple):
     size: int
 
 
-def read_heads(folder: Path, wanted: Iterable[Wanted]) -> Iterator[Head | OSError | RecordError]:
-    """Of many records of a namespace's folder, in order, each when its turn comes: a head takes much more than what is
+def read_heads(folder: Folder, namespace: str, wanted: Iterable[Wanted]) -> Iterator[Head | OSError | RecordError]:
+    """Of many records of a namespace, in order, each when its turn comes: a head takes much more than what is
     kept of it. The next few files are open by then, and the device reads them meanwhile."""
+    with contextlib.ExitStack() as held:
+        try:
+            opens = held.enter_context(folder.opening(namespace))
+        except OSError as error:
+            yield from (error for _ in wanted)
+            return
+        yield from _read_heads(opens, namespace, wanted)
+
+
+def _read_heads(
+    opens: Callable[[str], int], namespace: str, wanted: Iterable[Wanted]
+) -> Iterator[Head | OSError | RecordError]:
     ahead: deque[tuple[Wanted, int | OSError]] = deque()
     try:
         for one in wanted:
-            found = _begin(folder, one)
+            found = _begin(opens, one)
             if isinstance(found, OSError) and found.errno == errno.EMFILE:
-                yield from _in_turn(folder, ahead, 0)
-                found = _begin(folder, one)
+                yield from _in_turn(namespace, ahead, 0)
+                found = _begin(opens, one)
             ahead.append((one, found))
-            yield from _in_turn(folder, ahead, _AHEAD)
-        yield from _in_turn(folder, ahead, 0)
+            yield from _in_turn(namespace, ahead, _AHEAD)
+        yield from _in_turn(namespace, ahead, 0)
     finally:
         for _, held in ahead:
             if isinstance(held, int):
                 os.close(held)
 
 
-def _begin(folder: Path, one: Wanted) -> int | OSError:
+def _begin(opens: Callable[[str], int], one: Wanted) -> int | OSError:
     try:
-        file = os.open(f"{folder}/{file_name(*one.named)}", READING)
+        file = opens(file_name(*one.named))
     except OSError as error:
         return error
     if hasattr(os, "posix_fadvise"):
@@ -86,7 +97,7 @@ def _begin(folder: Path, one: Wanted) -> int | OSError:
 
 
 def _in_turn(
-    folder: Path, ahead: deque[tuple[Wanted, int | OSError]], most: int
+    namespace: str, ahead: deque[tuple[Wanted, int | OSError]], most: int
 ) -> Iterator[Head | OSError | RecordError]:
     """The first of them, until there are no more than so many."""
     while len(ahead) > most:
@@ -95,7 +106,7 @@ def _in_turn(
             yield file
             continue
         try:
-            found: Head | OSError | RecordError = read_head(file, folder.name, one.named, one.size)
+            found: Head | OSError | RecordError = read_head(file, namespace, one.named, one.size)
         except (OSError, RecordError) as error:
             found = error
         finally:

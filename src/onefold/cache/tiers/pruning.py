@@ -14,8 +14,8 @@ from onefold.cache.tiers.order import oldest_tails_first
 
 
 def broken(entries: Iterable[Entry]) -> set[Entry]:
-    """Those that no cache would use, as far as heads tell."""
-    return {e for e in entries if e.problem}
+    """Those that no cache would use, as far as heads tell; but for what cannot be read now, and may be sound."""
+    return {e for e in entries if e.problem and not e.unread}
 
 
 def last_used(entries: Iterable[Entry]) -> dict[Entry, float]:

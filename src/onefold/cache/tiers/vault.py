@@ -35,12 +35,17 @@ BLOCK = 4096
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
 PASSING = (errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.ENOMEM)
 """Trouble with writing that the disk is not to blame for."""
+MISPLACED = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP)
+"""Something else lies where a file belongs: that is the trouble of this file alone."""
 _SAID = 10
-"""Rejected records that are named in the log; all are counted."""
+"""Records, rejected or unreadable, that are named in the log; all are counted."""
 _NOTE_EVERY = 64 << 20
 _LINK_FROM = 0.8
 """Of the budget."""
 _TOUCH_EVERY = 60.0
+RETRY_SECONDS = 30.0
+"""After which heads that could not be read are tried again; twice as long after each time that was in vain."""
+RETRY_MOST = 3600.0
 
 
 def on_disk(size: int) -> int:
@@ -63,6 +68,7 @@ class Record:
         "ready",
         "size",
         "start",
+        "unread",
         "used",
         "what",
     )
@@ -88,6 +94,8 @@ class Record:
         """The file is there, under its name."""
         self.aside = 0.0
         """It could not be read, and is not tried before then."""
+        self.unread = False
+        """Its head could not be read: where it ends, and what it goes on from, is not known."""
 
     @property
     def named(self) -> Named:
@@ -104,6 +112,13 @@ class Record:
 class Loaded(NamedTuple):
     record: Record
     tokens: Tokens
+
+
+class _Retry(NamedTuple):
+    """When heads are to be read again, and after how many seconds that is."""
+
+    at: float
+    waited: float
 
 
 class Vault:
@@ -128,6 +143,9 @@ class Vault:
         self._doomed: deque[Record] = deque()
         self._linked: set[str] = set()
         """Namespaces whose records know what they go on from."""
+        self._apart: dict[str, set[Record]] = {}
+        """By namespace: records that no tree was told of, as they, or what they go on from, could not be read."""
+        self._retries: dict[str, _Retry] = {}
         self._touched: set[Record] = set()
         self._touched_at = time.monotonic()
         self._said_limit = ""
@@ -177,9 +195,28 @@ class Vault:
 
     def load(self, namespace: str) -> list[Loaded]:
         """The records of a namespace with their tokens, each after the one that it goes on from. What cannot be
-        understood, or goes on from nothing, is removed."""
+        understood, or goes on from nothing, is removed; what cannot be read now is left to `load_again`."""
         self._linked.discard(namespace)
-        return list(self._link(namespace, ours=True))
+        found = list(self._link(namespace, ours=True))
+        self._retry_in(namespace, RETRY_SECONDS)
+        return found
+
+    def load_again(self, namespace: str) -> list[Loaded]:
+        """Those records that could not be read before and can be now, with what goes on from them, in the order of
+        `load`; none before it is time to try."""
+        retry = self._retries.get(namespace)
+        if retry is None or time.monotonic() < retry.at:
+            return []
+        apart = self._apart[namespace]
+        apart -= {r for r in apart if r.nodes or not r.ready}  # written again meanwhile, or found to be the same
+        found = list(self._read(namespace, sorted(apart, key=lambda r: r.start), ours=True))
+        self._retry_in(namespace, RETRY_SECONDS if found else min(2 * retry.waited, RETRY_MOST))
+        return found
+
+    def _retry_in(self, namespace: str, seconds: float) -> None:
+        self._retries.pop(namespace, None)
+        if self._apart.get(namespace):
+            self._retries[namespace] = _Retry(time.monotonic() + seconds, seconds)
 
     def _link_all(self) -> None:
         """Learn what goes on from what in the namespaces that nobody has used yet, before any of theirs is given up."""
@@ -195,34 +232,49 @@ class Vault:
         held = self._records.get(namespace, {})
         for record in held.values():
             record.parent, record.children = None, 0
-        unread: set[bytes] = set()
-        known: set[Record | None] = set()
-        there = sorted(held.values(), key=lambda r: r.start)  # parents come first
-        heads = read_heads(self.folder.path / namespace, (Wanted(r.named, r.size) for r in there))
+        self._apart[namespace] = set(held.values())
+        yield from self._read(namespace, sorted(held.values(), key=lambda r: r.start), ours=ours)  # parents come first
+
+    def _read(self, namespace: str, there: list[Record], *, ours: bool) -> Iterator[Loaded]:
+        """Read the heads of these, which stay apart until their own and those of all that they go on from were read."""
+        held, apart = self._records.get(namespace, {}), self._apart[namespace]
+        heads = read_heads(self.folder, namespace, (Wanted(r.named, r.size) for r in there))
         for record, head in zip(there, heads, strict=True):
             if not isinstance(head, Head):
                 if is_passing(head):
-                    unread.add(record.address)
-                    self.reasons["unreadable"] += 1
-                    log.warning("a record on disk cannot be read now, and is left there: %s", head)
+                    self._set_apart(record, head)
                 elif ours or str(head) != OTHER_FORMAT:
                     self.reject(record, reason_of(head))
+                else:
+                    apart.discard(record)
                 continue
             parent = held.get(head.parent) if head.parent else None
-            if head.parent in unread:
-                unread.add(record.address)
-                continue
-            if not _goes_on(parent, record) if parent in known else head.parent or record.start:
+            waits = parent in apart and parent is not None and parent.start < record.start
+            if not waits and (not _goes_on(parent, record) if parent is not None else head.parent or record.start):
                 self.reject(record, "orphan")
                 continue
-            record.end = record.start + len(head.tokens)
+            self.learn(record, parent, record.start + len(head.tokens))
+            record.unread = False
             record.hollow = record.what is What.RANGE and head.n_tensors == 0
-            record.parent = parent
+            if not waits:
+                apart.discard(record)
+                yield Loaded(record, head.tokens)
+
+    def _set_apart(self, record: Record, error: Exception) -> None:
+        if not record.unread:
+            self.reasons["unreadable"] += 1
+            level = logging.WARNING if self.reasons["unreadable"] <= _SAID else logging.DEBUG
+            log.log(level, "a record on disk cannot be read now, and is left there: %s", error)
+        record.unread = True
+
+    def learn(self, record: Record, parent: Record | None, end: int) -> None:
+        """What it goes on from, and where it ends."""
+        if record.parent is not parent:
+            if record.parent is not None:
+                record.parent.children -= 1
             if parent is not None:
                 parent.children += 1
-            if record.what is What.RANGE:
-                known.add(record)
-            yield Loaded(record, head.tokens)
+        record.parent, record.end = parent, end
 
     # -- coming --------------------------------------------------------------------------------------
 
@@ -277,11 +329,24 @@ class Vault:
         if record.parent is not None:
             record.parent.children += 1
 
+    def expect_again(self, record: Record) -> None:
+        """It is there, could not be read, and is about to be written once more, over what is there."""
+        record.ready = False
+        self._coming += record.size
+
+    def set_back(self, record: Record, tails: Iterable[Record]) -> None:
+        """It was not written once more: it is there as it was, with these that go on from it, and no node has them."""
+        record.ready = True
+        self._coming -= record.size
+        self._apart[record.namespace] |= {r for r in (record, *tails) if r.ready}
+        if record.namespace not in self._retries:
+            self._retry_in(record.namespace, RETRY_SECONDS)
+
     def arrived(self, record: Record) -> None:
         """It was written, whether anybody wants it still or not."""
         if not record.ready:
             self._coming -= record.size
-        record.ready = True
+        record.ready, record.unread = True, False
         self._today()
         self.written_today += record.size
         self.written_ever += record.size
@@ -305,6 +370,7 @@ class Vault:
         if held.get(record.address) is not record:
             return
         del held[record.address]
+        self._apart.get(record.namespace, set()).discard(record)
         if not record.ready:
             self._coming -= record.size
         self._no_room_until = 0.0
@@ -398,7 +464,9 @@ class Vault:
             try:
                 self.folder.note_written(Written(self._day, self.written_today, self.written_ever))
             except OSError as error:
-                if error.errno not in PASSING:
+                if error.errno in MISPLACED:
+                    log.debug("how much was written is not noted: %s", error)
+                elif error.errno not in PASSING:
                     self.fail(error)
 
     # -- details -----------------------------------------------------------------------------------------

@@ -1,0 +1,224 @@
+"""Records that cannot be read for a while, and a thread that writes which ends: neither costs anything else."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from disk_caches import files, flip, opened, small_records, turn
+from fake import FakeModel, Session, settled, text
+from test_disk import HYBRID
+
+from onefold import PrefixCache
+from onefold.cache.tiers import heads, vault
+from onefold.cli.cache import run
+
+KINDS = {"full": ("full", "full"), "hybrid": HYBRID}
+
+
+@contextmanager
+def unreadable(monkeypatch: pytest.MonkeyPatch, names: set[str], code: int = errno.EIO) -> Iterator[None]:
+    """The heads of these records cannot be read meanwhile."""
+    real = heads.read_head
+
+    def fails(file: int, namespace: str, named: Any, size: int) -> Any:
+        if heads.file_name(*named) in names:
+            raise OSError(code, os.strerror(code))
+        return real(file, namespace, named, size)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(heads, "read_head", fails)
+        yield
+
+
+def filled(kinds: tuple[str, ...], folder: Path) -> tuple[FakeModel, list[int]]:
+    model = FakeModel(kinds)
+    with opened(model, folder) as cache:
+        small_records(cache, 20)
+        return model, turn(model, cache, text(100))
+
+
+def reopened(model: FakeModel, folder: Path, mode: str) -> PrefixCache:
+    cache = opened(model, folder, disk_mode=mode)
+    small_records(cache, 20)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("mode", "kinds", "which"),
+    [
+        ("back", "full", "first"),
+        ("through", "full", "first"),
+        ("through", "full", "last"),
+        ("through", "hybrid", "middle"),
+        ("back", "hybrid", "points"),
+        ("through", "hybrid", "all"),
+    ],
+)
+def test_what_could_not_be_read_is_written_again_if_it_is_computed_again(
+    mode: str, kinds: str, which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, said = filled(KINDS[kinds], tmp_path)
+    ranges = [p.name for p in files(tmp_path) if ".range." in p.name]
+    points = [p.name for p in files(tmp_path) if ".point." in p.name]
+    broken = {"first": ranges[:1], "middle": ranges[2:3], "last": ranges[-1:], "points": points, "all": ranges + points}
+    before = {p: p.stat().st_ino for p in files(tmp_path)}
+    with unreadable(monkeypatch, set(broken[which])):
+        cache = reopened(model, tmp_path, mode)
+    with cache:
+        assert turn(model, cache, text(100)) == said
+        later = [turn(model, cache, text(60, 10 + i)) for i in range(2)]
+        assert cache.flush(10, everything=True)
+        assert [cache.durable(x) for x in (said, *later)] == [len(x) for x in (said, *later)]
+        assert cache.stats().disk.failed == "" and cache.stats().disk.rejected_records == 0
+        settled(cache)
+    same = {p.name for p in before if p.stat().st_ino == before[p]}
+    assert same.isdisjoint(broken[which]), "what could not be read is a new file"
+    if which != "all":
+        assert same, "and the others are as they were"
+    with opened(model, tmp_path) as cache:
+        for x in (said, *later):
+            assert Session(model, cache, [*x, 1]).cached == len(x)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EMFILE])
+def test_what_could_not_be_read_is_tried_again(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, said = filled(KINDS["hybrid"], tmp_path)
+    monkeypatch.setattr(vault, "RETRY_SECONDS", 0.0)
+    with unreadable(monkeypatch, {files(tmp_path)[0].name}, code):
+        cache = reopened(model, tmp_path, "back")
+        assert cache.matched(said) == cache.matched(said) == 0
+        assert cache.stats().reasons["disk: unreadable"] == 1, "and it is said once"
+    with cache:
+        session = Session(model, cache, [*said, 1])
+        assert session.cached == len(said)
+        session.prefill().commit()
+        settled(cache)
+
+
+def test_one_that_is_not_yet_to_be_tried_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, said = filled(KINDS["full"], tmp_path)
+    with unreadable(monkeypatch, {files(tmp_path)[0].name}):
+        cache = reopened(model, tmp_path, "back")
+    with cache:
+        assert cache.matched(said) == 0, "the disk is left alone for a while"
+        assert Session(model, cache, [*said, 1]).cached == 0
+    assert len(files(tmp_path)) > 1
+
+
+@pytest.mark.parametrize(("mode", "kinds"), [("back", "full"), ("through", "hybrid"), ("back", "hybrid")])
+def test_what_is_read_later_meets_what_was_computed_meanwhile(
+    mode: str, kinds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the conversation is in memory by then, and another that branches off inside it."""
+    model, said = filled(KINDS[kinds], tmp_path)
+    monkeypatch.setattr(vault, "RETRY_SECONDS", 0.0)
+    with unreadable(monkeypatch, {p.name for p in files(tmp_path)[:2]}):
+        cache = reopened(model, tmp_path, mode)
+        half = turn(model, cache, said[:47])
+        branch = turn(model, cache, [*said[:30], *text(40, 5)])
+        if mode == "through":
+            assert cache.flush(10)
+    with cache:
+        session = Session(model, cache, [*said, 1])
+        assert session.cached == len(said)
+        session.prefill().commit()
+        settled(cache)
+        assert cache.flush(10, everything=True)
+        assert [cache.durable(x) for x in (said, half, branch)] == [len(said), len(half), len(branch)]
+        settled(cache)
+
+
+@pytest.mark.parametrize("mode", ["back", "through"])
+def test_what_cannot_be_written_again_is_left_as_it_was(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No descriptors, neither to read it nor to write it; what goes on from it is not lost either."""
+    model, said = filled(KINDS["hybrid"], tmp_path)
+    before = files(tmp_path)
+    with unreadable(monkeypatch, {before[0].name}, errno.EMFILE):
+        cache = reopened(model, tmp_path, mode)
+
+    def none_left(*_: Any) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("onefold.cache.tiers.folder.write_all", none_left)
+        assert turn(model, cache, text(100)) == said
+        assert not cache.flush(10, everything=True)
+        settled(cache)
+        assert files(tmp_path) == before and cache.stats().disk.failed == ""
+    with cache:
+        assert turn(model, cache, [*said, 1]) and cache.flush(10, everything=True)
+        assert cache.durable(said) == len(said) and set(before) <= set(files(tmp_path))
+        settled(cache)
+    with opened(model, tmp_path) as cache:
+        assert Session(model, cache, [*said, 1]).cached == len(said)
+
+
+def test_the_command_line_deletes_nothing_that_it_could_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither the record nor what goes on from it; a damaged one beside it goes."""
+    model, said = filled(KINDS["full"], tmp_path)
+    with opened(model, tmp_path) as cache:
+        turn(model, cache, text(40, 9))
+    before = files(tmp_path)
+    mine = [p for p in before if p.stat().st_size == max(q.stat().st_size for q in before)]
+    other = mine[0]
+    flip(other, other.stat().st_size - 1)
+    first = next(p for p in before if p is not other)
+    with unreadable(monkeypatch, {first.name}):
+        assert run(["prune", "--disk", str(tmp_path)]) == 0
+        assert files(tmp_path) == before
+        capsys.readouterr()
+        assert run(["verify", "--remove", "--json", "--disk", str(tmp_path)]) == 1
+        told = json.loads(capsys.readouterr().out)
+        assert (told["unread"], told["removed_records"], len(told["bad"])) == (len(before) - 1, 1, len(before))
+        assert files(tmp_path) == [p for p in before if p != other]
+        run(["verify", "--disk", str(tmp_path)])
+        assert "records left there" in capsys.readouterr().out
+    assert run(["verify", "--disk", str(tmp_path)]) == 0
+    with opened(model, tmp_path) as cache:
+        assert Session(model, cache, [*said, 1]).cached == len(said)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    ("mode", "where"), [("back", "empty_bin"), ("through", "arrived"), ("through", "take_touched")]
+)
+def test_a_writer_that_ends_is_done_without(
+    mode: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, writers = FakeModel(KINDS["full"], dim=32), "onefold-disk"
+
+    def dies(*_: Any, **__: Any) -> Any:
+        if threading.current_thread().name == writers:
+            raise KeyError("a bug")
+        return []
+
+    with opened(model, tmp_path, budget="1MB", disk_mode=mode) as cache:
+        assert cache._disk is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(cache._disk.vault, where, dies)
+            said = turn(model, cache, text(100))
+            assert not cache.flush(10, everything=True)
+        disk = cache.stats().disk
+        assert disk.failed == "the thread that writes has ended (KeyError)" and not disk.pending
+        began = time.monotonic()
+        for i in range(3):  # more than memory has room for
+            said = turn(model, cache, text(250, i))
+            session = Session(model, cache, [*said, 1])
+            assert session.cached == len(said)
+            session.prefill().commit()
+        assert not cache.flush(10) and not cache.flush(10, everything=True)
+    assert time.monotonic() - began < 4
+    assert caplog.text.count("is switched off: the thread that writes has ended") == 1

@@ -53,6 +53,7 @@ class ScriptedEngine:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_options: Mapping[str, Any] | None = None,
+        of_any_length: bool = False,
     ) -> Prompt:
         self.chats.append({"messages": messages, "tools": tools, "template_options": template_options})
         return Prompt(np.arange(10, dtype=np.int32))

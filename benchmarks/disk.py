@@ -1,6 +1,6 @@
 """The disk tier's figures: what a restart costs, what writing costs, and what lies on the disk.
 
-    make bench-disk     # or: python benchmarks/disk.py [--only restart,restore,decode,commit,open] [--repeats 5]
+    make bench-disk     # or: python benchmarks/disk.py [--only restart,restore,decode,commit,turns,open] [--repeats 5]
 
 On the demo model, and a conversation of 4096 tokens. Each part runs in a process of its own, and what is compared runs
 in turn. A restart is a new process; before anything is read back, the operating system's file cache is told to let go
@@ -303,6 +303,34 @@ def part_commit(given: Settings) -> dict[str, Any]:
     return found
 
 
+def part_turns(given: Settings) -> dict[str, Any]:
+    """200 turns of 100 tokens, 25 to a conversation, each at once after the last; on a disk and on a slow one."""
+    model, fsync = FakeModel(["full", "full"]), os.fsync
+    found: dict[str, Any] = {}
+    for name, slow in (("none", 0.0), ("disk", 0.0), ("slow", 0.03)):
+        os.fsync = lambda held, slow=slow: (time.sleep(slow), fsync(held))  # type: ignore[assignment, misc]
+        folder = Path(given.folder) / "turns" / name
+        options: dict[str, Any] = {} if name == "none" else {"disk": folder, "disk_mode": "through"}
+        seconds: list[float] = []
+        tokens: list[int] = []
+        with onefold.PrefixCache(model, "64MB", **options) as cache:
+            for i in range(200):
+                new = [t % 60 for t in conversation(100, i)]
+                tokens = new if i % 25 == 0 else [*tokens, *new]
+                seconds.append(timed(lambda: _turn(model, cache, tokens)))  # noqa: B023
+            stats = cache.stats()
+            written(cache)
+        found[name] = {"in_place": stats.moves, "elsewhere": stats.borrows, "seconds": seconds}
+    os.fsync = fsync
+    return found
+
+
+def _turn(model: nn.Module, cache: onefold.PrefixCache, tokens: list[int]) -> None:
+    with cache.lease(tokens) as lease:
+        mx.eval(model(mx.array([tokens[lease.cached :]]), cache=lease.layers))
+        lease.commit(tokens)
+
+
 def part_records(given: Settings) -> dict[str, Any]:
     """Ten thousand small records: conversations short and long, and branches."""
     model, folder, rng = FakeModel(["full"] * 30), Path(given.folder) / "open", np.random.default_rng(0)
@@ -414,6 +442,17 @@ def bench_commit(given: Settings) -> Iterator[Row]:
     yield Row("commit of 512 tokens, written through", f"{middle['disk']:.2f} ms", "≤ 2 ms", middle["disk"] <= 2, note)
 
 
+def bench_turns(given: Settings) -> Iterator[Row]:
+    found = in_a_process("turns", given)
+    plain = statistics.median(found["none"]["seconds"])
+    for name, what in (("disk", "written through"), ("slow", "written through, 30 ms more for each fsync")):
+        run = found[name]
+        ratio = statistics.median(run["seconds"]) / plain
+        note = f"{run['elsewhere']} went on elsewhere; a turn takes {ratio:.2f} times as long as without a disk"
+        value, met = f"{run['in_place']} of 192", run["in_place"] >= 190
+        yield Row(f"turns that go on in place, {what}", value, "≥ 190", met, note)
+
+
 def bench_open(given: Settings) -> Iterator[Row]:
     made = in_a_process("records", given)
     runs = [in_a_process("open", _again(given, i)) for i in range(max(2, given.repeats // 2 * 2))]
@@ -424,7 +463,7 @@ def bench_open(given: Settings) -> Iterator[Row]:
 
 
 BENCHES = {"restart": bench_restart, "restore": bench_restore, "decode": bench_decode, "commit": bench_commit}
-BENCHES["open"] = bench_open
+BENCHES |= {"turns": bench_turns, "open": bench_open}
 
 
 def main() -> int:

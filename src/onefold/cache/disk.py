@@ -34,6 +34,7 @@ from onefold.cache.tiers.order import below
 from onefold.cache.tiers.record import What
 from onefold.cache.tiers.vault import Loaded, Record, Vault
 from onefold.cache.tree import Node, Tree
+from onefold.collecting import paused
 from onefold.errors import ConfigError, OnefoldError
 from onefold.sizes import parse_size, show_size
 
@@ -170,7 +171,8 @@ class Disk:
         self._spaces[tree.root] = space
         salted = namespace not in ("", None)
         self.vault.folder.describe(space, {"label": self._label} | self._about | {"salted": salted})
-        _grow(tree, self.vault.load(space))
+        with paused():
+            _grow(tree, self.vault.load(space))
 
     def space_of(self, node: Node) -> str | None:
         return self._spaces.get(node.root)
@@ -309,6 +311,7 @@ class Disk:
         if not self.spiller.writes:  # else a record is still being written, and files are that thread's
             self.vault.empty_bin()
             self.vault.note(self.vault.take_touched(force=True), force=True)
+            self.vault.refresh_indexes()
         self.vault.folder.unlock()
 
     def stats(self) -> DiskStats:
@@ -343,6 +346,8 @@ def _budget(given: int | float | str | None, folder: Folder) -> int:
     usage = shutil.disk_usage(folder.path)
     if given is not None:
         return parse_size(given, total_bytes=usage.total)
+    if usage.free >= 2 * DEFAULT_MOST:
+        return DEFAULT_MOST  # whatever the records take, which need not be listed for this
     return max(1, min(DEFAULT_MOST, (usage.free + folder.bytes()) // 2))
 
 

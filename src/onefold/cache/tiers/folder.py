@@ -4,6 +4,7 @@
     DIR/lock                      held by the one process that writes here; names it
     DIR/written.json              bytes written, today and ever
     DIR/<namespace>/about.json    what the namespace is of, for people
+    DIR/<namespace>/index         what the heads of its records say, to be read faster
     DIR/<namespace>/*.safetensors records
     DIR/<namespace>/*.tmp         a record on its way; swept when found
 
@@ -34,10 +35,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from onefold.cache.tiers.index import NO_STAMP, Stamp
 from onefold.cache.tiers.record import Named, parse_name
 from onefold.errors import ConfigError, FolderInUse
 
-MARKER, LOCK, WRITTEN, ABOUT = "onefold.json", "lock", "written.json", "about.json"
+MARKER, LOCK, WRITTEN, ABOUT, INDEX = "onefold.json", "lock", "written.json", "about.json", "index"
 LAYOUT = 1
 TEMPORARY = ".tmp"
 NAMESPACE_DIGITS = 32
@@ -52,8 +54,11 @@ _UNFLUSHED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.
 """What a file system says that cannot flush a folder, or a folder that may not be read."""
 IOV_MOST = 512
 PIECE_MOST = 2 << 20
+INDEX_MOST = 1 << 28
+"""Bytes; a longer one is not read."""
 WRITE_MOST = 1 << 30
 """Bytes; macOS refuses twice as many in one call."""
+Bytes = bytes  # where `Folder.bytes` hides it
 _OPEN: weakref.WeakSet[Folder] = weakref.WeakSet()
 
 
@@ -64,6 +69,15 @@ class Filed(NamedTuple):
     size: int
     used: float
     """When it was written or last used: its modification time."""
+    stamp: Stamp
+
+
+class Listing(NamedTuple):
+    """What lies in a namespace's folder."""
+
+    records: list[Filed]
+    strangers: list[str]
+    """What is no record: leftovers of a crash, and whatever was put there."""
 
 
 class Written(NamedTuple):
@@ -82,7 +96,7 @@ def day_of(moment: float, later: int = 0) -> str:
 def is_leftover(name: str) -> bool:
     """The temporary name of something that is written among the records."""
     of = name.removesuffix(TEMPORARY)
-    return of != name and (of == ABOUT or parse_name(of) is not None)
+    return of != name and (of in (ABOUT, INDEX) or parse_name(of) is not None)
 
 
 class Folder:
@@ -197,36 +211,38 @@ class Folder:
         with os.scandir(self.path) as entries:
             return sorted(e.name for e in entries if _is_namespace(e.name) and e.is_dir(follow_symlinks=False))
 
-    def records(self, namespace: str) -> list[Filed]:
-        """The records of a namespace, by their names alone."""
-        found = []
+    def listing(self, namespace: str) -> Listing:
+        """What a namespace's folder holds beside the word of what it is of, and its index; by names alone."""
+        records, strangers = list[Filed](), list[str]()
         with _absent_is_empty(), os.scandir(self.path / namespace) as entries:
             for entry in entries:
                 named = parse_name(entry.name)
-                if named is not None and entry.is_file(follow_symlinks=False):
-                    with contextlib.suppress(FileNotFoundError):
-                        held = entry.stat(follow_symlinks=False)
-                        found.append(Filed(named, held.st_size, held.st_mtime))
-        return found
+                if named is None or not entry.is_file(follow_symlinks=False):
+                    if entry.name not in (ABOUT, INDEX):
+                        strangers.append(entry.name)
+                    continue
+                try:
+                    held = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                stamp = Stamp(held.st_size, held.st_mtime_ns, held.st_ino)
+                records.append(Filed(named, held.st_size, held.st_mtime, stamp))
+        return Listing(records, sorted(strangers))
+
+    def records(self, namespace: str) -> list[Filed]:
+        """The records of a namespace, by their names alone."""
+        return self.listing(namespace).records
 
     def strangers(self, namespace: str) -> list[str]:
-        """What lies among the records and is none: leftovers of a crash, and whatever was put there."""
-        with _absent_is_empty(), os.scandir(self.path / namespace) as entries:
-            return sorted(
-                e.name
-                for e in entries
-                if e.name != ABOUT and (parse_name(e.name) is None or not e.is_file(follow_symlinks=False))
-            )
-        return []
+        """What lies among the records and is none."""
+        return self.listing(namespace).strangers
 
-    def sweep(self, namespace: str) -> None:
-        """Remove what writing left behind when it was cut off."""
-        left = list[str]()
-        with _absent_is_empty(), os.scandir(self.path / namespace) as entries:
-            left = [e.name for e in entries if is_leftover(e.name)]
-        for name in left:
-            with contextlib.suppress(OSError):
-                self.remove(namespace, name)
+    def sweep(self, namespace: str, strangers: Iterable[str]) -> None:
+        """Remove what writing left behind when it was cut off, among these."""
+        for name in strangers:
+            if is_leftover(name):
+                with contextlib.suppress(OSError):
+                    self.remove(namespace, name)
 
     def bytes(self) -> int:
         """Of all records."""
@@ -235,7 +251,35 @@ class Folder:
     def about(self, namespace: str) -> dict[str, Any]:
         return read_json(self.path / namespace / ABOUT)
 
+    def stamp(self, namespace: str, name: str) -> Stamp:
+        """Of a record's file as it is now; `NO_STAMP` if it cannot be told."""
+        try:
+            held = os.lstat(self.path / namespace / name)
+        except OSError:
+            return NO_STAMP
+        return Stamp(held.st_size, held.st_mtime_ns, held.st_ino)
+
+    def index(self, namespace: str) -> Bytes:
+        """What the namespace's index holds; nothing if there is none, or none that can be read."""
+        try:
+            held = os.open(self.path / namespace / INDEX, READING)
+        except OSError:
+            return b""
+        with contextlib.suppress(OSError), open(held, "rb") as file:
+            found = os.fstat(held)
+            if stat.S_ISREG(found.st_mode) and found.st_size <= INDEX_MOST:
+                return file.read(INDEX_MOST)
+        return b""
+
     # -- files -----------------------------------------------------------------------------------------
+
+    def write_index(self, namespace: str, data: Any) -> None:
+        """In place of the one that there is. Raises OSError, and makes no folder."""
+        self._require_lock()
+        inside = self.path / namespace
+        if inside.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(inside))
+        self._write(inside / INDEX, [data])
 
     def describe(self, namespace: str, about: dict[str, Any]) -> None:
         """What a namespace is of: it says so in its folder, which is made when its first record is written."""
@@ -261,9 +305,15 @@ class Folder:
             os.unlink(self.path / namespace / name)
 
     def remove_if_empty(self, namespace: str) -> bool:
-        """A namespace that has nothing but the word of what it is of goes. Raises OSError."""
+        """A namespace that has nothing but the word of what it is of goes, with its index; where something else was put
+        there, the index goes alone. Raises OSError."""
         self._require_lock()
-        if self.records(namespace) or self.strangers(namespace):
+        found = self.listing(namespace)
+        if found.records:
+            return False
+        with contextlib.suppress(OSError):
+            (self.path / namespace / INDEX).unlink()
+        if found.strangers:
             return False
         with contextlib.suppress(OSError):
             (self.path / namespace / ABOUT).unlink()

@@ -1,6 +1,6 @@
 """The disk tier's figures: what a restart costs, what writing costs, and what lies on the disk.
 
-    make bench-disk     # or: python benchmarks/disk.py [--only restart,restore,decode,commit,open] [--repeats 5]
+    make bench-disk     # or: python benchmarks/disk.py [--only restart,restore,decode,commit,turns,open] [--repeats 5]
 
 On the demo model, and a conversation of 4096 tokens. Each part runs in a process of its own, and what is compared runs
 in turn. A restart is a new process; before anything is read back, the operating system's file cache is told to let go
@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from fake import FakeModel
 
 from onefold.cache import foreign
-from onefold.cache.tiers.record import parse_name
+from onefold.cache.tiers.record import Content, What, parse_name, range_tensors
 from onefold.sizes import show_size
 
 TURN = 32
@@ -66,6 +66,7 @@ class Settings:
     folder: str
     tokens: int
     repeats: int
+    records: int = RECORDS
 
 
 # -- what the parts share ---------------------------------------------------------------------------------
@@ -303,48 +304,92 @@ def part_commit(given: Settings) -> dict[str, Any]:
     return found
 
 
+def part_turns(given: Settings) -> dict[str, Any]:
+    """200 turns of 100 tokens, 25 to a conversation, each at once after the last; on a disk and on a slow one."""
+    model, fsync = FakeModel(["full", "full"]), os.fsync
+    found: dict[str, Any] = {}
+    for name, slow in (("none", 0.0), ("disk", 0.0), ("slow", 0.03)):
+        os.fsync = lambda held, slow=slow: (time.sleep(slow), fsync(held))  # type: ignore[assignment, misc]
+        folder = Path(given.folder) / "turns" / name
+        options: dict[str, Any] = {} if name == "none" else {"disk": folder, "disk_mode": "through"}
+        seconds: list[float] = []
+        tokens: list[int] = []
+        with onefold.PrefixCache(model, "64MB", **options) as cache:
+            for i in range(200):
+                new = [t % 60 for t in conversation(100, i)]
+                tokens = new if i % 25 == 0 else [*tokens, *new]
+                seconds.append(timed(lambda: _turn(model, cache, tokens)))  # noqa: B023
+            stats = cache.stats()
+            written(cache)
+        found[name] = {"in_place": stats.moves, "elsewhere": stats.borrows, "seconds": seconds}
+    os.fsync = fsync
+    return found
+
+
+def _turn(model: nn.Module, cache: onefold.PrefixCache, tokens: list[int]) -> None:
+    with cache.lease(tokens) as lease:
+        mx.eval(model(mx.array([tokens[lease.cached :]]), cache=lease.layers))
+        lease.commit(tokens)
+
+
 def part_records(given: Settings) -> dict[str, Any]:
-    """Ten thousand small records: conversations short and long, and branches."""
-    model, folder, rng = FakeModel(["full"] * 30), Path(given.folder) / "open", np.random.default_rng(0)
-    real, os.fsync = os.fsync, lambda held: None  # only the opening is timed, and that would take minutes
-    kv = model.make_cache()
-    for cache in kv:
-        shape = (1, 2, 2048, 8)
-        cache.keys, cache.values, cache.offset = mx.random.normal(shape), mx.random.normal(shape), 2048
-    known: list[list[int]] = []
-    with onefold.PrefixCache(model, "4GB", disk=folder, disk_budget="10GB", disk_mode="through") as held:
-        if held._disk is None:
-            raise RuntimeError("no disk")
-        held._disk.spiller.record_tokens = 4
-        while held.stats().disk.records < RECORDS:
-            tokens = rng.integers(0, 60, int(rng.choice([16, 64, 256, 2000]))).tolist()
-            if known and rng.random() < 0.5:
-                base = known[int(rng.integers(len(known)))]
-                tokens = [*base[: int(rng.integers(len(base)))], *tokens][:2048]
-            with held.lease(tokens) as lease:
-                n = len(tokens) - ((len(tokens) - lease.cached) % 256 == 0)  # a view that fills a buffer becomes it
-                if lease.matched < n:
-                    foreign.fill(lease, kv, n)
-                    lease.commit(tokens[:n])
-            known.append(tokens)
-            written(held)
-        count = held.stats().disk.records
-    os.fsync = real
-    return {"records": count, "bytes": sum(p.stat().st_size for p in records(folder))}
+    """Small records, as a cache would have written them: conversations short and long, and branches."""
+    model, folder, rng = FakeModel(["full"] * 4), Path(given.folder) / "open", np.random.default_rng(0)
+    with onefold.PrefixCache(model, "1GB", disk=folder, disk_mode="through") as held:
+        _turn(model, held, [1, 2, 3, 4])
+        written(held)
+    (first,) = records(folder)
+    inside, about = first.parent, json.loads((first.parent / "about.json").read_text())
+    layout = [[(heads, dim, dtype.rpartition(".")[2]) for heads, dim, dtype in arrays] for arrays in about["layout"]]
+    tensors = range_tensors(layout, 4)
+    payload = bytes(sum(t.nbytes for t in tensors))
+    ends: list[Content | None] = [None]
+    above, left, count = None, 0, 1
+    while count < given.records:
+        if not left:  # another conversation, from the start or where an earlier one was
+            left = int(rng.choice([4, 16, 64, 500]))
+            above = ends[int(rng.integers(len(ends)))]
+        tokens = rng.integers(0, 60, 4).astype(np.int32)
+        start, parent = (0, b"") if above is None else (above.end, above.address)
+        above = Content(What.RANGE, inside.name, parent, start, tokens, tensors)
+        header = above.header(above.checksum([payload]))
+        (inside / above.name).write_bytes(header + tokens.tobytes() + payload)
+        if rng.random() < 0.1:
+            ends.append(above)
+        left, count = left - 1, count + 1
+    files = records(folder)
+    return {"records": len(files), "bytes": sum(p.stat().st_size for p in files)}
 
 
 def part_open(given: Settings) -> dict[str, Any]:
-    """Opening a cache on the folder, less opening one without, in a new process."""
-    model, folder = FakeModel(["full"] * 30), Path(given.folder) / "open"
+    """Opening a cache on the folder and using it, less doing that with one without, in a new process."""
+    model, folder = FakeModel(["full"] * 4), Path(given.folder) / "open"
     onefold.PrefixCache(model, "1GB").close()
-    without = timed(lambda: onefold.PrefixCache(model, "1GB").close())
     if given.repeats % 2:
         let_go(records(folder))
-    made: list[onefold.PrefixCache] = []
-    seconds = timed(lambda: made.append(onefold.PrefixCache(model, "1GB", disk=folder, disk_budget="10GB")))
-    stats = made[0].stats()
-    made[0].close()
-    return {"seconds": seconds - without, "cold": bool(given.repeats % 2), "records": stats.disk.records}
+    before = rss()
+    began, worked = time.perf_counter(), time.process_time()
+    cache = onefold.PrefixCache(model, "1GB", disk=folder, disk_budget="10GB")
+    cache.matched([1, 2, 3, 4])
+    seconds, processor = time.perf_counter() - began, time.process_time() - worked
+    count, held = cache.stats().disk.records, rss() - before
+    closing = timed(cache.close)
+    cold = bool(given.repeats % 2)
+    return {
+        "seconds": seconds, "processor": processor, "cold": cold, "records": count, "rss": held, "closing": closing
+    }  # fmt: skip
+
+
+def part_commands(given: Settings) -> dict[str, Any]:
+    """What `onefold cache` takes, with the start of the process; and listing a namespace's records."""
+    folder = Path(given.folder) / "open"
+    space = next(p.name for p in folder.iterdir() if p.is_dir())
+    found = {}
+    for name in ("ls", "stat", f"ls {space}"):
+        command = [sys.executable, "-m", "onefold", "cache", *name.split(), "--disk", str(folder)]
+        runs = [timed(lambda: subprocess.run(command, stdout=subprocess.DEVNULL, check=True)) for _ in range(3)]  # noqa: B023
+        found[name.split()[0] + (" of a namespace" if " " in name else "")] = statistics.median(runs)
+    return found
 
 
 PARTS: dict[str, Callable[[Settings], dict[str, Any]]] = {
@@ -354,7 +399,7 @@ PARTS: dict[str, Callable[[Settings], dict[str, Any]]] = {
 
 def in_a_process(part: str, given: Settings) -> dict[str, Any]:
     command = [sys.executable, __file__, "--part", part, "--folder", given.folder]
-    command += ["--tokens", str(given.tokens), "--repeats", str(given.repeats)]
+    command += ["--tokens", str(given.tokens), "--repeats", str(given.repeats), "--records", str(given.records)]
     ran = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return found
@@ -364,7 +409,7 @@ def in_a_process(part: str, given: Settings) -> dict[str, Any]:
 
 
 def _again(given: Settings, repeats: int) -> Settings:
-    return Settings(given.folder, given.tokens, repeats)
+    return Settings(given.folder, given.tokens, repeats, given.records)
 
 
 def bench_restart(given: Settings) -> Iterator[Row]:
@@ -414,17 +459,37 @@ def bench_commit(given: Settings) -> Iterator[Row]:
     yield Row("commit of 512 tokens, written through", f"{middle['disk']:.2f} ms", "≤ 2 ms", middle["disk"] <= 2, note)
 
 
+def bench_turns(given: Settings) -> Iterator[Row]:
+    found = in_a_process("turns", given)
+    plain = statistics.median(found["none"]["seconds"])
+    for name, what in (("disk", "written through"), ("slow", "written through, 30 ms more for each fsync")):
+        run = found[name]
+        ratio = statistics.median(run["seconds"]) / plain
+        note = f"{run['elsewhere']} went on elsewhere; a turn takes {ratio:.2f} times as long as without a disk"
+        value, met = f"{run['in_place']} of 192", run["in_place"] >= 190
+        yield Row(f"turns that go on in place, {what}", value, "≥ 190", met, note)
+
+
 def bench_open(given: Settings) -> Iterator[Row]:
     made = in_a_process("records", given)
+    first = in_a_process("open", _again(given, 0))
     runs = [in_a_process("open", _again(given, i)) for i in range(max(2, given.repeats // 2 * 2))]
     cold = statistics.median(r["seconds"] for r in runs if r["cold"])
     warm = statistics.median(r["seconds"] for r in runs if not r["cold"])
-    note = f"file cache dropped; {warm:.2f} s with it; {show_size(made['bytes'])}"
-    yield Row(f"opening {made['records']} records", f"{cold:.2f} s", "≤ 1 s", cold <= 1, note)
+    each = 1e6 * statistics.median(r["processor"] for r in runs) / made["records"]
+    note = f"file cache dropped; {warm:.2f} s with it, {first['seconds']:.2f} s the first time; "
+    note += f"{show_size(made['bytes'])}; closing {statistics.median(r['closing'] for r in runs):.2f} s"
+    most = made["records"] / 10_000
+    yield Row(f"opening {made['records']} records", f"{cold:.2f} s", f"≤ {most:.1f} s", cold <= most, note)
+    note = f"{1e6 * first['processor'] / made['records']:.0f} µs the first time; "
+    note += f"memory {statistics.median(r['rss'] for r in runs) / made['records']:.0f} bytes for each"
+    yield Row("processor time of opening, for each record", f"{each:.0f} µs", "≤ 60 µs", each <= 60, note)
+    for name, seconds in in_a_process("commands", given).items():
+        yield Row(f"onefold cache {name}", f"{seconds:.2f} s", "≤ 3 s", seconds <= 3)
 
 
 BENCHES = {"restart": bench_restart, "restore": bench_restore, "decode": bench_decode, "commit": bench_commit}
-BENCHES["open"] = bench_open
+BENCHES |= {"turns": bench_turns, "open": bench_open}
 
 
 def main() -> int:
@@ -432,11 +497,12 @@ def main() -> int:
     parser.add_argument("--only", default="", help=f"comma-separated: {','.join(BENCHES)}")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--records", type=int, default=RECORDS, help="that are opened")
     parser.add_argument("--folder", help="kept afterwards, and must be empty; a temporary one if not given")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
-        print(json.dumps(PARTS[args.part](Settings(args.folder, args.tokens, args.repeats))))
+        print(json.dumps(PARTS[args.part](Settings(args.folder, args.tokens, args.repeats, args.records))))
         return 0
     console = Console(width=170)
     table = Table(title=f"Onefold {onefold.__version__}, MLX {mx.__version__}, {mx.default_device()}")
@@ -445,7 +511,7 @@ def main() -> int:
     missed = 0
     with contextlib.ExitStack() as stack:
         folder = args.folder or stack.enter_context(tempfile.TemporaryDirectory())
-        given = Settings(folder, args.tokens, args.repeats)
+        given = Settings(folder, args.tokens, args.repeats, args.records)
         for name in [b for b in args.only.split(",") if b] or list(BENCHES):
             with console.status(name):
                 rows = list(BENCHES[name](given))

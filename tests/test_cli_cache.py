@@ -513,14 +513,14 @@ def test_a_parent_that_comes_while_the_folder_is_read_is_found(told, folder, mon
     first = path_of(folder, space.entries[0])
     aside = folder.parent / "aside"
     first.rename(aside)
-    look, done = census._look, []
+    look, done = census._learn, []
 
     def arrive(*arguments: Any) -> bool:
         if not done:
             done.append(aside.rename(first))
         return look(*arguments)
 
-    monkeypatch.setattr(census, "_look", arrive)
+    monkeypatch.setattr(census, "_learn", arrive)
     assert told("verify")["bad"] == []
 
 

@@ -123,7 +123,7 @@ OPERATIONS: dict[str, Callable[[Folder], Any]] = {
     "remove": lambda f: f.remove(SPACE, content().name),
     "remove_if_empty": lambda f: f.remove_if_empty(SPACE),
     "touch": lambda f: f.touch(SPACE, content().name, 5.0),
-    "sweep": lambda f: f.sweep(SPACE),
+    "sweep": lambda f: f.sweep(SPACE, f.strangers(SPACE)),
     "records": lambda f: f.records(SPACE),
     "strangers": lambda f: f.strangers(SPACE),
     "about": lambda f: f.about(SPACE),
@@ -234,7 +234,7 @@ def test_a_link_in_a_namespace_is_not_followed(name: str, folder: Folder, tmp_pa
     folder.touch(SPACE, name, 5.0)
     put(folder, content())
     assert len(folder.records(SPACE)) == 1
-    folder.sweep(SPACE)
+    folder.sweep(SPACE, folder.strangers(SPACE))
     Vault(folder, 1)
     assert everything(tmp_path)["thesis.txt"] == before
 

@@ -237,7 +237,8 @@ def test_a_copy_that_is_interrupted_is_no_promise(
     with opened(model, tmp_path, disk_mode="through") as cache:
         small_records(cache)
         assert cache._disk is not None
-        slots = len(cache._disk.spiller._writer._slots)
+        staging = cache._disk.spiller._staging
+        free = len(staging._free)
         disk = Held(cache)
         turn(model, cache, text(60, 2))
         assert disk.begun.wait(10)
@@ -250,7 +251,7 @@ def test_a_copy_that_is_interrupted_is_no_promise(
         assert cache.flush(30) == (cache.durable(said) == len(said))
         said = turn(model, cache, [*said, 1, 2])
         assert cache.flush(30) and cache.durable(said) == len(said)
-        assert len(cache._disk.spiller._writer._slots) == slots
+        assert len(staging._free) == free and not staging.extra_bytes
         assert not any(slab.copies for slab in cache._store.slabs)
         settled(cache)
     with opened(model, tmp_path) as cache:

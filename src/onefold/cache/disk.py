@@ -35,6 +35,7 @@ from onefold.cache.tiers.order import below
 from onefold.cache.tiers.record import What
 from onefold.cache.tiers.vault import Loaded, Record, Vault
 from onefold.cache.tree import Node, Tree
+from onefold.collecting import paused
 from onefold.errors import ConfigError, OnefoldError
 from onefold.sizes import parse_size, show_size
 
@@ -181,7 +182,8 @@ class Disk:
         salted = namespace not in ("", None)
         told = {"label": self._label} | self._about | {"points": self._points, "salted": salted}
         self.vault.folder.describe(space, told)
-        _grow(tree, self.vault.load(space))
+        with paused():
+            _grow(tree, self.vault.load(space))
 
     def space_of(self, node: Node) -> str | None:
         return self._spaces.get(node.root)
@@ -320,6 +322,7 @@ class Disk:
         if not self.spiller.writes:  # else a record is still being written, and files are that thread's
             self.vault.empty_bin()
             self.vault.note(self.vault.take_touched(force=True), force=True)
+            self.vault.refresh_indexes()
         self.vault.folder.unlock()
 
     def stats(self) -> DiskStats:
@@ -354,6 +357,8 @@ def _budget(given: int | float | str | None, folder: Folder) -> int:
     usage = shutil.disk_usage(folder.path)
     if given is not None:
         return parse_size(given, total_bytes=usage.total)
+    if usage.free >= 2 * DEFAULT_MOST:
+        return DEFAULT_MOST  # whatever the records take, which need not be listed for this
     return max(1, min(DEFAULT_MOST, (usage.free + folder.bytes()) // 2))
 
 

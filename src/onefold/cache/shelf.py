@@ -61,7 +61,7 @@ class Shelf:
         ledger.make_room = self.make_room
         ledger.making_room = self.making_room
         ledger.headroom = self._headroom
-        ledger.reclaimable = self.reclaimable_bytes
+        ledger.reclaimable = self._attainable_bytes
 
     # -- finding -------------------------------------------------------------------------
 
@@ -252,6 +252,10 @@ class Shelf:
                 points -= node.checkpoint.account.bytes
         return tokens * self.store.token_bytes + points
 
+    def _attainable_bytes(self) -> int:
+        """What making room could free: beside that, what comes back when records that wait for the disk are written."""
+        return self.reclaimable_bytes() + (0 if self.disk is None else self.disk.spiller.extra_bytes)
+
     def make_room(self, missing: int) -> None:
         """`making_room` in one go."""
         self._gate.run_held(self.making_room(missing))
@@ -277,9 +281,12 @@ class Shelf:
             yield from self.disk.spiller.awaiting_copies(self.store.busy)
         goal = self.ledger.used_bytes - missing
         yield from self.store.finishing_copies()  # nothing can be freed where another thread has begun one
+        until = time.monotonic() + patience
+        if self.disk is not None and self.ledger.used_bytes - goal > self.reclaimable_bytes():
+            yield from self.disk.spiller.draining(until)  # what nobody used then is needed now
+            yield from self.disk.spiller.awaiting_copies(self.store.busy)  # of what the writer has turned to since
         if self.ledger.used_bytes - goal > self.reclaimable_bytes():
             return
-        until = time.monotonic() + patience
         # what room alone cannot make up for goes first, so that its buffers are not copied before
         before = math.inf
         while before > (used := self.ledger.used_bytes) > goal + self._room_bytes():

@@ -19,8 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-import numpy as np
-
 from onefold.cache import host
 from onefold.cache.backlog import Backlog
 from onefold.cache.checkpoints import POINTS_SHARE
@@ -29,6 +27,7 @@ from onefold.cache.gate import Gate, Work
 from onefold.cache.ledger import Ledger, Purpose
 from onefold.cache.ondisk import OnDisk
 from onefold.cache.segment import Slab, Store
+from onefold.cache.staging import Staging
 from onefold.cache.tiers.layout import Layout
 from onefold.cache.tiers.order import below
 from onefold.cache.tiers.record import Content, Tensor, What
@@ -44,10 +43,16 @@ RECORD_BYTES = 8 << 20
 """The most KV of a range record."""
 HOLLOW_TOKENS = 1 << 16
 """The most tokens of a range that has no KV."""
-SLOTS_MOST = 8
-SLOT_LEAST = 1 << 16
-SLOTS_SHARE = 32
-"""Of the budget, that records on their way may take."""
+BUFFERS_MOST = 8
+BUFFER_LEAST = 1 << 16
+BUFFERS_SHARE = 32
+"""Of the budget, that is always reserved for records on their way."""
+STAGED_SHARE = 16
+"""Of the budget, that they may take for a while, if nobody else uses it."""
+PIECE_MOST = 1 << 20
+"""Bytes that are reserved for reading a checkpoint that does not lie in order."""
+POINTS_MOST = 8
+"""Checkpoints that wait to be written ahead of their turn."""
 YIELD_SECONDS = 0.02
 """That a request spends on copying out what it would otherwise hold up."""
 COPY_SECONDS = 1.0
@@ -99,12 +104,23 @@ class Spiller:
         self.record_bytes = min(RECORD_BYTES, max(1 << 16, ledger.budget_bytes // 64))
         per_token = store.token_bytes + 4
         self.record_tokens = max(1, self.record_bytes // per_token) if store.token_bytes else HOLLOW_TOKENS
-        slot_bytes = max(SLOT_LEAST, self.record_tokens * store.token_bytes)
-        n_slots = max(2, min(SLOTS_MOST, ledger.budget_bytes // SLOTS_SHARE // slot_bytes))
+        buffer_bytes = max(BUFFER_LEAST, self.record_tokens * store.token_bytes)
+        n_buffers = max(2, min(BUFFERS_MOST, ledger.budget_bytes // BUFFERS_SHARE // buffer_bytes))
         copies = 0 if host.addressable() else host.COPIED
-        self._account = ledger.open(Purpose.DISK, (n_slots + copies) * slot_bytes, "records on their way to the disk")
-        slots = [np.empty(slot_bytes, np.uint8) for _ in range(n_slots)]
-        self._writer = Writer(vault, gate, slots, self._next, self._settle, self._hurries, lambda: self._backlog.more)
+        piece_bytes = min(PIECE_MOST, buffer_bytes)
+        reserved = (n_buffers + copies) * buffer_bytes + piece_bytes
+        self._account = ledger.open(Purpose.DISK, reserved, "records on their way to the disk")
+        self._staging = Staging(ledger, buffer_bytes, n_buffers, ledger.budget_bytes // STAGED_SHARE)
+        self._writer = Writer(
+            vault,
+            gate,
+            self._staging,
+            piece_bytes // 2,
+            self._next,
+            self._settle,
+            self._hurries,
+            lambda: self._backlog.more,
+        )
         self._writer.start()
 
     # -- asked by the cache, with its lock held ----------------------------------------------------
@@ -154,26 +170,47 @@ class Spiller:
             yield 0.05
 
     def making_way(self, path: list[Node], slabs: Iterable[Slab]) -> Work[bool]:
-        """A request wants to go on in these buffers. What has to be on disk is copied out first, if that does not take
-        long; False if the request had better go on elsewhere, and leave them to the writer."""
-        until = time.monotonic() + YIELD_SECONDS
+        """A request wants to go on in these buffers. What has to be on disk is copied out first, if there is room for
+        all of it and that does not take long; False if the request had better go on elsewhere, and leave them to the
+        writer."""
+        if self.through and path and not self.vault.failed and not (yield from self._copying_out(path)):
+            return False
         yield from self.awaiting_copies(slabs)
-        if not self.through or not path or self.vault.failed:
-            return True
-        while self._owed(path) and self._writer.has_room and time.monotonic() < until:
-            job = self._job(path[-1])
+        return True
+
+    def _copying_out(self, path: list[Node]) -> Work[bool]:
+        """Stage what is owed to the disk; False if that cannot be all of it."""
+        until = time.monotonic() + YIELD_SECONDS
+        if not self._staging.fits(self._owed_bytes(path)):
+            return False
+        while owed := self._owed_bytes(path):
+            if time.monotonic() >= until or not self._staging.fits(min(owed, self._staging.buffer_bytes)):
+                return False
+            job = self._job(path[-1], points=self._writer.staged_points < POINTS_MOST)
             if job is None:
                 self._backlog.refuse(path[-1])
                 return True
             self._writer.stage(job)
             yield 0.0
-        return not self._owed(path)
+        return True
 
-    def _owed(self, path: list[Node]) -> bool:
-        """Whether some of it should be on disk, and could be copied out."""
-        if self._backlog.is_refused(path[-1]):
-            return False
-        return any(not self._covered(n) and n.span is not None for n in path) and self._writable(path[-1])
+    def _owed_bytes(self, path: list[Node]) -> int:
+        """What of it should be on disk, and could be copied out."""
+        owed = [n for n in path if not self._covered(n) and n.span is not None]
+        if not owed or self._backlog.is_refused(path[-1]) or not self._writable(path[-1]):
+            return 0
+        tokens = sum(n.end - (n.start if n.disk is None else max(n.start, n.disk.covered)) for n in owed)
+        return tokens * self._store.token_bytes
+
+    @property
+    def extra_bytes(self) -> int:
+        """That records on their way take for a while, beyond what is always theirs."""
+        return self._staging.extra_bytes
+
+    def draining(self, until: float) -> Work[None]:
+        """Wait, until then at most, for `extra_bytes` to come back."""
+        while self._staging.extra_bytes and self._writer.alive and time.monotonic() < until:
+            yield 0.05
 
     @property
     def pending(self) -> bool:
@@ -230,7 +267,8 @@ class Spiller:
         return self._writer.is_this_thread
 
     def _hurries(self) -> bool:
-        return self._backlog.is_urgent or self._flushing > 0 or not self._computing()
+        """Somebody waits, nobody is held up, or records come faster than the thread would take them at its ease."""
+        return self._backlog.is_urgent or self._flushing > 0 or self._staging.extra_bytes > 0 or not self._computing()
 
     def stop(self) -> None:
         """Without the lock."""
@@ -283,8 +321,9 @@ class Spiller:
     def _on_its_way(node: Node) -> bool:
         return any(not r.ready for n in node.path() if n.disk is not None for r in n.disk.all)
 
-    def _first_dirty(self, node: Node) -> Node | None:
-        """The first node of its path that is not wholly on disk, if it has something that could be."""
+    def _first_dirty(self, node: Node, *, points: bool = True) -> Node | None:
+        """The first node of its path that is not wholly on disk, if it has something that could be; without `points`,
+        checkpoints are left for later."""
         path = node.path()
         deepest = max((i for i, n in enumerate(path) if n.checkpoint is not None), default=-1)
         for i, n in enumerate(path):
@@ -292,7 +331,7 @@ class Spiller:
                 if n.span is None and self._store.specs and i > deepest:
                     return None  # what a rotation left without bytes, and nothing to be resumed behind it
                 return n
-            if n.checkpoint is not None and n.disk.point is None:
+            if points and n.checkpoint is not None and n.disk.point is None:
                 return n
         return None
 
@@ -300,11 +339,11 @@ class Spiller:
     def _covered(node: Node) -> bool:
         return node.disk is not None and node.disk.covered >= node.end
 
-    def _job(self, node: Node) -> Job | None:
+    def _job(self, node: Node, *, points: bool = True) -> Job | None:
         """The next record of a node's path. None if nothing is left to write, or it has no place on the disk. What is
         there already, and no node knew of, is not written: the node has it from then on."""
         space = self._space_of(node)
-        while space is not None and (first := self._first_dirty(node)) is not None:
+        while space is not None and (first := self._first_dirty(node, points=points)) is not None:
             job = self._point_job(first, space) if self._covered(first) else self._range_job(first, space)
             if not isinstance(job, Record):
                 return job

@@ -1,10 +1,11 @@
 """The thread that writes records, and the few buffers through which their bytes leave memory.
 
 - A record is copied out of the cache's buffers into one of ours, and written from there: however slow the disk is, the
-  copy takes two milliseconds. When all buffers are full nothing more is copied: that is the whole queue.
+  copy takes two milliseconds. When all buffers are full (`staging`) nothing more is copied: that is the whole queue.
 - The thread asks for the next record when it has none. A caller that is about to write to a buffer can have some copied
   at once (`stage`): they are written first, in order.
-- While requests are computed the thread takes a fortieth of one processor, unless somebody waits.
+- While requests are computed the thread takes a fortieth of one processor, unless somebody waits or its own buffers are
+  not enough.
 - What becomes of a record is told to whoever asked for it, with the lock held.
 
 Knows nothing of nodes, or of why a record is written.
@@ -27,6 +28,7 @@ from onefold.cache import host
 from onefold.cache.checkpoints import Checkpoint
 from onefold.cache.gate import Gate
 from onefold.cache.segment import Slab
+from onefold.cache.staging import Place, Staging
 from onefold.cache.tiers.record import Content
 from onefold.cache.tiers.vault import Record, Vault
 from onefold.cache.worker import Worker
@@ -58,7 +60,8 @@ class Job(NamedTuple):
 class Staged(NamedTuple):
     job: Job
     payload: Iterable[host.Bytes]
-    slot: host.Bytes
+    place: Place | None
+    """None of a record whose bytes are read when it is written: a checkpoint, or a range without any."""
 
 
 class Writer:
@@ -66,20 +69,24 @@ class Writer:
         self,
         vault: Vault,
         gate: Gate,
-        slots: list[host.Bytes],
+        staging: Staging,
+        piece_bytes: int,
         next_job: Callable[[], Job | None],
         settle: Callable[[Job, Exception | None, bool], None],
         hurries: Callable[[], bool],
         impatient: Callable[[], bool],
     ) -> None:
-        """`hurries` says whether somebody waits for a record, or nobody is held up by it; `impatient` whether there may
-        be a job though none was given."""
+        """A checkpoint is read in pieces of `piece_bytes` where it cannot be read as it lies. `hurries` says whether
+        somebody waits for a record, or nobody is held up by it; `impatient` whether there may be a job though none was
+        given."""
         self.busy = False
         self._vault, self._gate = vault, gate
-        self._slots = slots
+        self._staging, self._piece_bytes = staging, piece_bytes
         self._next_job, self._settle = next_job, settle
         self._hurries, self._impatient = hurries, impatient
         self._staged: deque[Staged] = deque()
+        self.staged_points = 0
+        """Checkpoints among those: they cannot be given up while they wait."""
         self._direct = host.addressable()
         self._stop = self._died = False
         self._thread = Worker(self._run, "onefold-disk")
@@ -95,14 +102,11 @@ class Writer:
     def alive(self) -> bool:
         return self._thread.working and not self._stop and not self._died
 
-    @property
-    def has_room(self) -> bool:
-        return bool(self._slots)
-
     def stage(self, job: Job) -> None:
         """Copy a record out now, on this thread and with the lock held; there must be room."""
         with self._given_up_if_not_copied(job):
-            self._staged.append(self._copied(job, self._slots.pop()))
+            self._staged.append(self._copied(job, self._place(job)))
+            self.staged_points += job.checkpoint is not None
 
     def stop(self) -> None:
         """End the thread. Without the lock: it may need it to end."""
@@ -139,20 +143,22 @@ class Writer:
     def _turn(self) -> bool:
         """One record; False when it is time to end."""
         with self._gate.inner:
-            job, slot = self._wait()
+            job, place = self._wait()
             if self._stop and job is None and not self._staged:
                 return False
             staged = self._staged.popleft() if self._staged else None
+            if staged is not None:
+                self.staged_points -= staged.job.checkpoint is not None
             touched = self._vault.take_touched() if job is None else []
         began, idle = time.thread_time(), job is None and staged is None
-        if job is not None and slot is not None:  # at once: whoever wants to write there waits for it
+        if job is not None:  # at once: whoever wants to write there waits for it
             with self._given_up_if_not_copied(job):
-                staged = self._copied(job, slot)
+                staged = self._copied(job, place)
         self._vault.empty_bin()
         self._vault.note(touched, force=idle)
         if staged is not None:
             self._write(staged)
-        job = slot = staged = None  # while it rests, the thread holds on to nothing that was written
+        job = place = staged = None  # while it rests, the thread holds on to nothing that was written
         self._rest(time.thread_time() - began)
         return True
 
@@ -164,13 +170,14 @@ class Writer:
             while (left := until - time.monotonic()) > 0 and not self._stop and not self._hurries():
                 self._gate.wait(min(left, LOOK_AGAIN))
 
-    def _wait(self) -> tuple[Job | None, host.Bytes | None]:
-        """Until there is something to do; a job, with a buffer for it, if none is staged."""
+    def _wait(self) -> tuple[Job | None, Place | None]:
+        """Until there is something to do; a job, with a place for its bytes, if none is staged."""
         while not self._staged and not self._vault.has_bin and not self._vault.has_touched:
-            job = None if self._stop or not self._slots else self._next_job()
+            ready = not self._stop and self._staging.fits(self._staging.buffer_bytes)
+            job = self._next_job() if ready else None
             if job is not None or self._stop:
                 self.busy = job is not None
-                return job, self._slots.pop() if job is not None else None
+                return job, None if job is None else self._place(job)
             if self._vault.unnoted:  # a burst is over
                 break
             self.busy = False
@@ -194,24 +201,32 @@ class Writer:
                     self._settle(job, error, False)
                 self._gate.tell()
 
-    def _copied(self, job: Job, slot: host.Bytes) -> Staged:
-        """Raises RuntimeError, among others, if the arrays are not computed yet; then the slot is free again."""
+    def _place(self, job: Job) -> Place | None:
+        """Where its bytes are copied to; None if they are read when it is written."""
+        if job.slab is None:
+            return None
+        return self._staging.take(len(job.content.tokens) * job.slab.store.token_bytes)
+
+    def _copied(self, job: Job, place: Place | None) -> Staged:
+        """Raises RuntimeError, among others, if the arrays are not computed yet; then the place is free again."""
         if job.slab is None:
             arrays = {} if job.checkpoint is None else job.checkpoint.arrays()
-            return Staged(job, host.Payload(arrays.values(), len(slot) // 2, direct=self._direct), slot)
+            return Staged(job, host.Payload(arrays.values(), self._piece_bytes, direct=self._direct), None)
         n = len(job.content.tokens)
-        into = slot[: n * job.slab.store.token_bytes]
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._slots.append, slot)
-            try:
-                host.copy_out(job.slab, job.lo, job.lo + n, into, direct=self._direct)
-            finally:
-                with self._gate.inner:
-                    job.slab.copies -= 1
-                    job.slab.settle()
-                    self._gate.tell()
-            undo.pop_all()
-        return Staged(job, [into], slot)
+        copied = False
+        try:
+            if place is None:
+                raise MemoryError("no room among the records on their way")
+            host.copy_out(job.slab, job.lo, job.lo + n, place.bytes, direct=self._direct)
+            copied = True
+        finally:
+            with self._gate.inner:
+                if place is not None and not copied:
+                    self._staging.give(place)
+                job.slab.copies -= 1
+                job.slab.settle()
+                self._gate.tell()
+        return Staged(job, [place.bytes], place)
 
     def _write(self, staged: Staged) -> None:
         record, content = staged.job.record, staged.job.content
@@ -231,6 +246,7 @@ class Writer:
             self._end(staged, error)
 
     def _end(self, staged: Staged, error: Exception | None, *, written: bool = True) -> None:
-        self._slots.append(staged.slot)
+        if staged.place is not None:
+            self._staging.give(staged.place)
         self._settle(staged.job, error, written)
         self._gate.tell()

@@ -78,11 +78,13 @@ def run(arguments: list[str]) -> int:
     name = f"{NAME} {given.action}"
     if not given.disk:
         return complain(name, "which folder? Give --disk DIR, or set ONEFOLD_DISK")
+    from onefold.collecting import paused
     from onefold.errors import FolderInUse, OnefoldError
 
     told: dict[str, Any] | None = None
     try:
-        code, told = _do(given)
+        with paused():
+            code, told = _do(given)
         _tell(given, told)
         return code
     except FolderInUse as error:

@@ -19,6 +19,7 @@ from typing import Any
 
 from onefold.cache.tiers.folder import LOCK, MARKER, WRITTEN, Filed, Folder
 from onefold.cache.tiers.heads import Wanted, read_heads
+from onefold.cache.tiers.index import NO_STAMP, Index, Said, Stamp
 from onefold.cache.tiers.record import VERSION, Named, What, file_name
 from onefold.cache.tiers.vault import is_passing, on_disk
 from onefold.errors import RecordError
@@ -30,7 +31,7 @@ WAITS = "goes on from a record that cannot be read now"
 MISPLACED = "begins outside of the record that it goes on from"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Entry:
     """A record, as its name and its head tell of it."""
 
@@ -38,6 +39,7 @@ class Entry:
     named: Named
     size: int
     used: float
+    stamp: Stamp = NO_STAMP
     tokens: int = 0
     hollow: bool = False
     """A range that has tokens and no KV."""
@@ -47,19 +49,17 @@ class Entry:
     """The problem is that it, or what it goes on from, cannot be read now: that says nothing of what it holds."""
     parent: Entry | None = None
     parent_address: bytes = b""
+    start: int = field(init=False)
+    order: tuple[int, bool, bytes] = field(init=False)
+    """By where it begins: so it comes after what it goes on from."""
+
+    def __post_init__(self) -> None:
+        what, self.start, address = self.named
+        self.order = self.start, what is What.RANGE, address
 
     @property
     def name(self) -> str:
         return file_name(*self.named)
-
-    @property
-    def order(self) -> tuple[int, str, bytes]:
-        """By where it begins: so it comes after what it goes on from."""
-        return self.named.start, self.named.what.value, self.named.address
-
-    @property
-    def start(self) -> int:
-        return self.named.start
 
     @property
     def end(self) -> int:
@@ -103,9 +103,10 @@ def take(folder: Folder, namespaces: Iterable[str] | None = None, *, heads: bool
     found = []
     for namespace in folder.namespaces() if namespaces is None else namespaces:
         space = Space(namespace, folder.about(namespace), [])
-        for name in folder.strangers(namespace):
+        there = folder.listing(namespace)
+        for name in there.strangers:
             (space.leftovers if folder.is_leftover(namespace, name) else space.strangers).append(name)
-        listed = [_entry(namespace, filed) for filed in folder.records(namespace)]
+        listed = [_entry(namespace, filed) for filed in there.records]
         if heads and not space.foreign:
             listed = _with_heads(folder, namespace, listed)
         space.entries = sorted(listed, key=lambda e: e.order)
@@ -123,20 +124,21 @@ def reason(error: OSError | RecordError) -> str:
 
 
 def _entry(namespace: str, filed: Filed) -> Entry:
-    return Entry(namespace, filed.named, filed.size, filed.used)
+    return Entry(namespace, filed.named, filed.size, filed.used, filed.stamp)
 
 
 def _with_heads(folder: Folder, namespace: str, listed: list[Entry]) -> list[Entry]:
     held: dict[Named, Entry] = {}
     ranges: dict[bytes, Entry] = {}
+    index = Index(namespace, folder.index(namespace))
     for look in range(_LOOKS):
         if look:
             listed = [_entry(namespace, filed) for filed in folder.records(namespace)]
             there = {e.named for e in listed}
             held = {named: e for named, e in held.items() if named in there}
-        for entry in listed:
-            if entry.named not in held and _look(folder, entry):
-                held[entry.named] = entry
+        new = [e for e in listed if e.named not in held]
+        heads = read_heads(folder, namespace, (Wanted(e.named, e.size, e.stamp) for e in new), index)
+        held |= {e.named: e for e, head in zip(new, heads, strict=True) if _learn(e, head)}
         ranges = {e.named.address: e for e in held.values() if e.named.what is What.RANGE}
         if all(not e.parent_address or e.parent_address in ranges for e in held.values()):
             break
@@ -144,16 +146,15 @@ def _with_heads(folder: Folder, namespace: str, listed: list[Entry]) -> list[Ent
     return list(held.values())
 
 
-def _look(folder: Folder, entry: Entry) -> bool:
-    """Read its head; False if it has gone."""
-    (head,) = read_heads(folder, entry.namespace, [Wanted(entry.named, entry.size)])
+def _learn(entry: Entry, head: Said | OSError | RecordError) -> bool:
+    """What its head says; False if it has gone."""
     if isinstance(head, FileNotFoundError):
         return False
     if isinstance(head, OSError | RecordError):
         entry.problem, entry.unread = reason(head), is_passing(head)
         return True
     entry.tokens = len(head.tokens)
-    entry.hollow = head.what is What.RANGE and head.n_tensors == 0
+    entry.hollow = head.hollow
     entry.parent_address = head.parent
     return True
 

@@ -4,6 +4,7 @@
     DIR/lock                      held by the one process that writes here; names it
     DIR/written.json              bytes written, today and ever
     DIR/<namespace>/about.json    what the namespace is of, for people
+    DIR/<namespace>/index         what the heads of its records say, to be read faster
     DIR/<namespace>/*.safetensors records
     DIR/<namespace>/*.tmp         a record on its way; swept when found
 
@@ -39,10 +40,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from onefold.cache.tiers.directory import ABSENT, NEW, Directory
+from onefold.cache.tiers.index import MAGIC, NO_STAMP, Stamp
 from onefold.cache.tiers.record import Named, parse_name
 from onefold.errors import ConfigError, FolderInUse
 
-MARKER, LOCK, WRITTEN, ABOUT = "onefold.json", "lock", "written.json", "about.json"
+MARKER, LOCK, WRITTEN, ABOUT, INDEX = "onefold.json", "lock", "written.json", "about.json", "index"
 LAYOUT = 1
 _MARKED = {"is": "a Onefold cache", "layout": LAYOUT}
 JSON_MOST = 1 << 20
@@ -56,8 +58,12 @@ _LOCK_SECONDS = 0.2
 """That the lock is waited for: whoever asks who holds it has it for an instant."""
 IOV_MOST = 512
 PIECE_MOST = 2 << 20
+_INDEX_BEGINS = MAGIC[: len(b"onefold index ")]
+INDEX_MOST = 1 << 28
+"""Bytes; a longer one is not read."""
 WRITE_MOST = 1 << 30
 """Bytes; macOS refuses twice as many in one call."""
+Bytes = bytes  # where `Folder.bytes` hides it
 _OPEN: weakref.WeakSet[Folder] = weakref.WeakSet()
 
 
@@ -68,6 +74,15 @@ class Filed(NamedTuple):
     size: int
     used: float
     """When it was written or last used: its modification time."""
+    stamp: Stamp
+
+
+class Listing(NamedTuple):
+    """What lies in a namespace's folder."""
+
+    records: list[Filed]
+    strangers: list[str]
+    """What is no record: leftovers of a crash, and whatever was put there."""
 
 
 class Written(NamedTuple):
@@ -232,18 +247,20 @@ class Folder:
         with Directory.at(self.path) as top:
             return sorted(e.name for e in top.entries() if _is_namespace(e.name) and e.is_dir(follow_symlinks=False))
 
+    def listing(self, namespace: str) -> Listing:
+        """What a namespace's folder holds beside the word of what it is of, and its index."""
+        with _absent_is_empty(), self._inside(namespace) as inside:
+            return _listing(inside, namespace)
+        return Listing([], [])
+
     def records(self, namespace: str) -> list[Filed]:
         """The records of a namespace, by their names alone."""
-        with _absent_is_empty(), self._inside(namespace) as inside:
-            return _records(inside)
-        return []
+        return self.listing(namespace).records
 
     def strangers(self, namespace: str) -> list[str]:
         """What lies among the records and is none, nor says what they are of: leftovers of a crash, and whatever else
         was put there."""
-        with _absent_is_empty(), self._inside(namespace) as inside:
-            return _strangers(inside, namespace)
-        return []
+        return self.listing(namespace).strangers
 
     def top_level(self) -> list[str]:
         """What lies beside the namespaces, our own files included."""
@@ -262,15 +279,12 @@ class Folder:
         with self._inside(namespace) as inside:
             return inside.stat(name)
 
-    def sweep(self, namespace: str) -> None:
-        """Remove what writing left behind when it was cut off."""
-        left = list[str]()
-        with _absent_is_empty(), self._inside(namespace) as inside:
-            named = [e.name for e in inside.entries() if e.name.endswith(TEMPORARY)]
-            left = [name for name in named if _is_leftover(inside, namespace, name)]
-        for name in left:
-            with contextlib.suppress(OSError):
-                self.remove(namespace, name)
+    def sweep(self, namespace: str, strangers: Iterable[str]) -> None:
+        """Remove what writing left behind when it was cut off, among these."""
+        for name in strangers:
+            if name.endswith(TEMPORARY) and self.is_leftover(namespace, name):
+                with contextlib.suppress(OSError):
+                    self.remove(namespace, name)
 
     def bytes(self) -> int:
         """Of all records."""
@@ -283,7 +297,30 @@ class Folder:
             return {key: value for key, value in found.items() if key != "namespace"}
         return {}
 
+    def stamp(self, namespace: str, name: str) -> Stamp:
+        """Of a record's file as it is now; `NO_STAMP` if it cannot be told."""
+        try:
+            return _stamp(self.stat(namespace, name))
+        except OSError:
+            return NO_STAMP
+
+    def index(self, namespace: str) -> Bytes:
+        """What the namespace's index holds; nothing if there is none, or none that can be read."""
+        with contextlib.suppress(OSError), self._inside(namespace) as inside, open(inside.open(INDEX), "rb") as file:
+            found = os.fstat(file.fileno())
+            if stat.S_ISREG(found.st_mode) and found.st_size <= INDEX_MOST:
+                return file.read(INDEX_MOST)
+        return b""
+
     # -- files -----------------------------------------------------------------------------------------
+
+    def write_index(self, namespace: str, data: Any) -> None:
+        """In place of the one that there is. Raises OSError, and FileExistsError if something else has its name; makes
+        no folder."""
+        with self._changing() as top, top.below(namespace) as inside:
+            if inside.has(INDEX) and not _is_an_index(inside):
+                raise FileExistsError(errno.EEXIST, "something else has the index's name", INDEX)
+            _write(inside, INDEX, [data])
 
     def describe(self, namespace: str, about: dict[str, Any]) -> None:
         """What a namespace is of: it says so in its folder, which is made when its first record is written. One that an
@@ -322,12 +359,17 @@ class Folder:
                     self._ours.add(namespace)
 
     def remove_if_empty(self, namespace: str) -> bool:
-        """A namespace that has nothing but the word of what it is of goes; False if something else is there, or if it
-        is an empty folder that may be anybody's. Raises OSError."""
+        """A namespace that has nothing but the word of what it is of goes, with its index; where something else was put
+        there, the index goes alone. False if something else is there, or if it is an empty folder that may be
+        anybody's. Raises OSError."""
         with self._changing() as top, contextlib.suppress(FileNotFoundError), top.below(namespace) as inside:
-            if _records(inside) or _strangers(inside, namespace):
+            found = _listing(inside, namespace)
+            if found.records:
                 return False
-            if not inside.has(ABOUT) and namespace not in self._ours:
+            with contextlib.suppress(OSError):
+                if _is_an_index(inside):
+                    inside.remove(INDEX)
+            if found.strangers or (not inside.has(ABOUT) and namespace not in self._ours):
                 return False
             with contextlib.suppress(OSError):
                 inside.remove(ABOUT)
@@ -379,20 +421,32 @@ class Folder:
             _write_json(top, WRITTEN, written._asdict())
 
 
-def _records(inside: Directory) -> list[Filed]:
-    found = []
+def _listing(inside: Directory, namespace: str) -> Listing:
+    records, strangers = list[Filed](), list[str]()
     for entry in inside.entries():
         named = parse_name(entry.name)
-        if named is not None and entry.is_file(follow_symlinks=False):
-            with contextlib.suppress(FileNotFoundError):
-                held = entry.stat(follow_symlinks=False)
-                found.append(Filed(named, held.st_size, held.st_mtime))
-    return found
+        if named is None or not entry.is_file(follow_symlinks=False):
+            strangers.append(entry.name)
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            held = entry.stat(follow_symlinks=False)
+            records.append(Filed(named, held.st_size, held.st_mtime, _stamp(held)))
+    if ABOUT in strangers and _is_ours(_read_json(inside, ABOUT), namespace):
+        strangers.remove(ABOUT)
+    if INDEX in strangers and _is_an_index(inside):
+        strangers.remove(INDEX)
+    return Listing(records, sorted(strangers))
 
 
-def _strangers(inside: Directory, namespace: str) -> list[str]:
-    other = [e.name for e in inside.entries() if parse_name(e.name) is None or not e.is_file(follow_symlinks=False)]
-    return sorted(name for name in other if name != ABOUT or not _is_ours(_read_json(inside, ABOUT), namespace))
+def _stamp(held: os.stat_result) -> Stamp:
+    return Stamp(held.st_size, held.st_mtime_ns, held.st_ino)
+
+
+def _is_an_index(inside: Directory) -> bool:
+    """Whether what has an index's name begins as one of any version does."""
+    with contextlib.suppress(OSError):
+        return _first_bytes(inside, INDEX, len(_INDEX_BEGINS)) == _INDEX_BEGINS
+    return False
 
 
 def _is_ours(about: dict[str, Any], namespace: str) -> bool:
@@ -411,6 +465,9 @@ def _is_leftover(inside: Directory, namespace: str, name: str) -> bool:
             return of in (MARKER, WRITTEN)
         if of == ABOUT:
             return _is_ours(_read_json(inside, ABOUT), namespace) or _begins_as_ours(inside, name, namespace)
+        if of == INDEX:
+            found = _first_bytes(inside, name, len(_INDEX_BEGINS))
+            return _INDEX_BEGINS.startswith(found)
         return parse_name(of) is not None
     return False
 

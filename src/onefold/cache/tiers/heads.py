@@ -8,17 +8,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from onefold.cache.tiers.folder import Folder
+from onefold.cache.tiers.index import NO_STAMP, Index, Said, Stamp
 from onefold.cache.tiers.record import (
     HEAD_MOST,
+    VERSION,
     Content,
     Head,
     Named,
     What,
+    address_from,
     address_of,
     content_of,
     file_name,
@@ -27,6 +33,12 @@ from onefold.cache.tiers.record import (
 from onefold.errors import RecordError
 
 _BEGIN = 8 << 10
+_PLAIN = re.compile(
+    rb'\{"__metadata__":\{"onefold":"%d","what":"range","namespace":"[0-9a-f]{32}","parent":"((?:[0-9a-f]{40})?)",'
+    rb'"start":"([0-9]{1,10})","tokens":"([0-9]{1,10})","tensors":"([0-9]{1,7})","checksum":"[0-9a-f]{32}","state":""\}'
+    % VERSION
+)
+"""How the header of a range begins."""
 _AHEAD = 16
 """Files that are open before their turn."""
 _MOST = HEAD_MOST + (64 << 20)
@@ -52,33 +64,70 @@ def read_head(file: int, namespace: str, named: Named, size: int) -> Head:
 class Wanted(NamedTuple):
     named: Named
     size: int
+    stamp: Stamp = NO_STAMP
 
 
-def read_heads(folder: Folder, namespace: str, wanted: Iterable[Wanted]) -> Iterator[Head | OSError | RecordError]:
-    """Of many records of a namespace, in order, each when its turn comes: a head takes much more than what is
-    kept of it. The next few files are open by then, and the device reads them meanwhile."""
+def read_said(file: int, namespace: str, named: Named, size: int) -> Said:
+    """The same as `read_head`, of which only that is kept which a tree needs. Raises RecordError and OSError."""
+    begin = os.pread(file, _BEGIN, 0)
+    said = _plain(begin, namespace, named)
+    if said is not None:
+        return said
+    head = read_head(file, namespace, named, size)
+    return Said(head.parent, head.tokens, head.hollow)
+
+
+def _plain(begin: bytes, namespace: str, named: Named) -> Said | None:
+    """What nearly every range's first bytes say, without the cost of JSON; None if they had better be looked at
+    closely."""
+    data_at = 8 + int.from_bytes(begin[:8], "little")
+    found = _PLAIN.match(begin, 8) if named.what is What.RANGE and data_at <= len(begin) else None
+    if found is None or found.end() > data_at or not begin[8:data_at].isascii():
+        return None
+    parent, start, n_tokens, hollow = bytes.fromhex(found[1].decode()), int(found[2]), int(found[3]), not int(found[4])
+    end = data_at + 4 * n_tokens
+    if not n_tokens or end > len(begin) or start != named.start:
+        return None
+    tokens = np.frombuffer(begin[data_at:end], "<i4")
+    if address_from(namespace, What.RANGE, parent, start, tokens, hollow=hollow) != named.address:
+        return None
+    return Said(parent, tokens, hollow)
+
+
+def read_heads(
+    folder: Folder, namespace: str, wanted: Iterable[Wanted], index: Index
+) -> Iterator[Said | OSError | RecordError]:
+    """Of many records of a namespace, in order, each when its turn comes: what the index says, or else the head of the
+    file. The next few files are open by then, and the device reads them meanwhile."""
     with contextlib.ExitStack() as held:
         try:
             opens = held.enter_context(folder.opening(namespace))
         except OSError as error:
             yield from (error for _ in wanted)
             return
-        yield from _read_heads(opens, namespace, wanted)
+        yield from _read_heads(opens, namespace, wanted, index)
 
 
 def _read_heads(
-    opens: Callable[[str], int], namespace: str, wanted: Iterable[Wanted]
-) -> Iterator[Head | OSError | RecordError]:
-    ahead: deque[tuple[Wanted, int | OSError]] = deque()
+    opens: Callable[[str], int], namespace: str, wanted: Iterable[Wanted], index: Index
+) -> Iterator[Said | OSError | RecordError]:
+    ahead: deque[tuple[Wanted, int | Said | OSError]] = deque()
     try:
         for one in wanted:
-            found = _begin(opens, one)
+            known = index.find(one.named, one.stamp)
+            if known is not None and not ahead:
+                yield known
+                continue
+            found = _begin(opens, one) if known is None else known
             if isinstance(found, OSError) and found.errno == errno.EMFILE:
-                yield from _in_turn(namespace, ahead, 0)
+                while ahead:
+                    yield _end(namespace, *ahead.popleft())
                 found = _begin(opens, one)
             ahead.append((one, found))
-            yield from _in_turn(namespace, ahead, _AHEAD)
-        yield from _in_turn(namespace, ahead, 0)
+            if len(ahead) > _AHEAD:
+                yield _end(namespace, *ahead.popleft())
+        while ahead:
+            yield _end(namespace, *ahead.popleft())
     finally:
         for _, held in ahead:
             if isinstance(held, int):
@@ -96,22 +145,15 @@ def _begin(opens: Callable[[str], int], one: Wanted) -> int | OSError:
     return file
 
 
-def _in_turn(
-    namespace: str, ahead: deque[tuple[Wanted, int | OSError]], most: int
-) -> Iterator[Head | OSError | RecordError]:
-    """The first of them, until there are no more than so many."""
-    while len(ahead) > most:
-        one, file = ahead.popleft()
-        if isinstance(file, OSError):
-            yield file
-            continue
-        try:
-            found: Head | OSError | RecordError = read_head(file, namespace, one.named, one.size)
-        except (OSError, RecordError) as error:
-            found = error
-        finally:
-            os.close(file)
-        yield found
+def _end(namespace: str, one: Wanted, file: int | Said | OSError) -> Said | OSError | RecordError:
+    if not isinstance(file, int):
+        return file
+    try:
+        return read_said(file, namespace, one.named, one.size)
+    except (OSError, RecordError) as error:
+        return error
+    finally:
+        os.close(file)
 
 
 def read_content(file: int, namespace: str, named: Named, size: int) -> tuple[Head, Content]:

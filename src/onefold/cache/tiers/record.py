@@ -47,6 +47,12 @@ class What(enum.Enum):
     POINT = "point"  # the state of window and recurrent layers after a token
 
 
+_KINDS = {what.value: what for what in What}
+_ENDINGS = {what: f".{what.value}{SUFFIX}" for what in What}
+_PERSONS = {What.RANGE: b"onefold range", What.POINT: b"onefold point"}
+_VERSION_BYTES = struct.pack("<I", VERSION)
+
+
 class Tensor(NamedTuple):
     name: str
     dtype: str
@@ -167,23 +173,33 @@ class Head(NamedTuple):
     rest: str
     """Of the header: the tensors."""
 
+    @property
+    def hollow(self) -> bool:
+        """A range that has tokens and no KV."""
+        return self.what is What.RANGE and self.n_tensors == 0
+
 
 def address_of(head: Head, namespace: str) -> bytes:
     return _address(namespace, head.what, head.parent, head.start, head.tokens, head.n_tensors)
 
 
 def _address(namespace: str, what: What, parent: bytes, start: int, tokens: Tokens, n_tensors: int) -> bytes:
+    hollow = what is What.RANGE and n_tensors == 0
+    return address_from(namespace, what, parent, start, tokens, hollow=hollow)
+
+
+def address_from(namespace: str, what: What, parent: bytes, start: int, tokens: Tokens, *, hollow: bool) -> bytes:
     """A range without KV has another than one of the same tokens that has it: both may be there."""
-    person = f"onefold {what.value}" if n_tensors or what is What.POINT else "onefold hollow"
-    digest = hashlib.blake2b(digest_size=ADDRESS_BYTES, person=person.encode())
-    digest.update(struct.pack("<I", VERSION) + namespace.encode() + b"\0")
-    digest.update(struct.pack("<B", len(parent)) + parent + struct.pack("<q", start))
-    digest.update(np.ascontiguousarray(tokens, "<i4").data)
-    return digest.digest()
+    hashed = b"%b%b\0%c%b%b%b" % (
+        _VERSION_BYTES, namespace.encode(), len(parent), parent, start.to_bytes(8, "little", signed=True),
+        tokens.astype("<i4", copy=False).tobytes(),
+    )  # fmt: skip
+    person = b"onefold hollow" if hollow else _PERSONS[what]
+    return hashlib.blake2b(hashed, digest_size=ADDRESS_BYTES, person=person).digest()
 
 
 def file_name(what: What, start: int, at: bytes) -> str:
-    return f"{start:08d}-{at.hex()}.{what.value}{SUFFIX}"
+    return f"{start:08d}-{at.hex()}{_ENDINGS[what]}"
 
 
 class Named(NamedTuple):
@@ -199,7 +215,7 @@ def parse_name(name: str) -> Named | None:
     found = _NAME.fullmatch(name)
     if found is None or (start := int(found[1])) > FURTHEST:
         return None
-    return Named(What(found[3]), start, bytes.fromhex(found[2]))
+    return Named(_KINDS[found[3]], start, bytes.fromhex(found[2]))
 
 
 _NAME = re.compile(
@@ -227,7 +243,7 @@ def parse_head(begin: bytes) -> Head | int:
         said, end = _DECODER.raw_decode(text, len(_OPENING))
         if said["onefold"] != str(VERSION):
             raise RecordError(OTHER_FORMAT)
-        what, parent = What(said["what"]), bytes.fromhex(said["parent"])
+        what, parent = _KINDS[said["what"]], bytes.fromhex(said["parent"])
         start, n_tokens, n_tensors = int(said["start"]), int(said["tokens"]), int(said["tensors"])
         found, state = str(said["checksum"]), str(said["state"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:

@@ -23,9 +23,11 @@ import numpy as np
 
 from onefold.cache.tiers.folder import Filed, Folder, Written, day_of
 from onefold.cache.tiers.heads import Wanted, read_heads
+from onefold.cache.tiers.index import NO_STAMP, Index, Indexed, Said, pack
 from onefold.cache.tiers.order import oldest_tails_first
-from onefold.cache.tiers.record import OTHER_FORMAT, Head, Named, What, file_name
+from onefold.cache.tiers.record import OTHER_FORMAT, Named, What, file_name
 from onefold.cache.tree import Tokens
+from onefold.collecting import paused
 from onefold.sizes import show_size
 
 log = logging.getLogger("onefold")
@@ -67,6 +69,7 @@ class Record:
         "pins",
         "ready",
         "size",
+        "stamp",
         "start",
         "unread",
         "used",
@@ -96,6 +99,8 @@ class Record:
         """It could not be read, and is not tried before then."""
         self.unread = False
         """Its head could not be read: where it ends, and what it goes on from, is not known."""
+        self.stamp = NO_STAMP
+        """By which its file is known again, until its head was read."""
 
     @property
     def named(self) -> Named:
@@ -141,6 +146,8 @@ class Vault:
         self._clock = clock
         self._records: dict[str, dict[bytes, Record]] = {}
         self._doomed: deque[Record] = deque()
+        self._indexes: deque[tuple[str, bytes]] = deque()
+        """Namespaces' indexes that are to be written."""
         self._linked: set[str] = set()
         """Namespaces whose records know what they go on from."""
         self._apart: dict[str, set[Record]] = {}
@@ -148,6 +155,8 @@ class Vault:
         self._retries: dict[str, _Retry] = {}
         self._touched: set[Record] = set()
         self._touched_at = time.monotonic()
+        self._retimed: dict[str, set[Record]] = {}
+        """By namespace, records whose files have another modification time than the index knows."""
         self._said_limit = ""
         self._coming = 0
         """Bytes that are about to be written."""
@@ -156,16 +165,17 @@ class Vault:
         """What was last used before this found no room, and would not now."""
         self._day, self.written_today, self.written_ever = folder.written()
         self._noted = self.written_ever
-        self._scan()
+        with paused():
+            self._scan()
 
     def _scan(self) -> None:
         """Count what is there, sweep what a crash left, and be within the budget."""
         for namespace in self.folder.namespaces():
-            self.folder.sweep(namespace)
-            found = self.folder.records(namespace)
-            if not found:
+            found = self.folder.listing(namespace)
+            self.folder.sweep(namespace, found.strangers)
+            if not found.records:
                 self._remove_if_empty(namespace)
-            for filed in found:
+            for filed in found.records:
                 self._add(_record(namespace, filed, self._clock()))
         if self.total_bytes > _LINK_FROM * self.budget_bytes:
             self._link_all()  # while nobody waits
@@ -197,9 +207,17 @@ class Vault:
         """The records of a namespace with their tokens, each after the one that it goes on from. What cannot be
         understood, or goes on from nothing, is removed; what cannot be read now is left to `load_again`."""
         self._linked.discard(namespace)
-        found = list(self._link(namespace, ours=True))
+        index = self._index(namespace)
+        found = list(self._link(namespace, ours=True, index=index))
+        if index.is_stale(len(found)):
+            self._indexes.append((namespace, pack(namespace, map(_indexed, found))))
+        for record, _ in found:
+            record.stamp = NO_STAMP  # it is used and written from now on
         self._retry_in(namespace, RETRY_SECONDS)
         return found
+
+    def _index(self, namespace: str) -> Index:
+        return Index(namespace, self.folder.index(namespace))
 
     def load_again(self, namespace: str) -> list[Loaded]:
         """Those records that could not be read before and can be now, with what goes on from them, in the order of
@@ -209,7 +227,7 @@ class Vault:
             return []
         apart = self._apart[namespace]
         apart -= {r for r in apart if r.nodes or not r.ready}  # written again meanwhile, or found to be the same
-        found = list(self._read(namespace, sorted(apart, key=lambda r: r.start), ours=True))
+        found = list(self._read(namespace, sorted(apart, key=lambda r: r.start), ours=True, index=Index(namespace)))
         self._retry_in(namespace, RETRY_SECONDS if found else min(2 * retry.waited, RETRY_MOST))
         return found
 
@@ -222,10 +240,10 @@ class Vault:
         """Learn what goes on from what in the namespaces that nobody has used yet, before any of theirs is given up."""
         for namespace in self._records:
             if namespace not in self._linked:
-                for _ in self._link(namespace, ours=False):
+                for _ in self._link(namespace, ours=False, index=self._index(namespace)):
                     pass
 
-    def _link(self, namespace: str, *, ours: bool) -> Iterator[Loaded]:
+    def _link(self, namespace: str, *, ours: bool, index: Index) -> Iterator[Loaded]:
         """Read the heads of a namespace's records; each comes after the one that it goes on from. What another version
         wrote is left to it, in the order of its names."""
         self._linked.add(namespace)
@@ -233,14 +251,15 @@ class Vault:
         for record in held.values():
             record.parent, record.children = None, 0
         self._apart[namespace] = set(held.values())
-        yield from self._read(namespace, sorted(held.values(), key=lambda r: r.start), ours=ours)  # parents come first
+        there = sorted(held.values(), key=lambda r: r.start)  # parents come first
+        yield from self._read(namespace, there, ours=ours, index=index)
 
-    def _read(self, namespace: str, there: list[Record], *, ours: bool) -> Iterator[Loaded]:
+    def _read(self, namespace: str, there: list[Record], *, ours: bool, index: Index) -> Iterator[Loaded]:
         """Read the heads of these, which stay apart until their own and those of all that they go on from were read."""
         held, apart = self._records.get(namespace, {}), self._apart[namespace]
-        heads = read_heads(self.folder, namespace, (Wanted(r.named, r.size) for r in there))
+        heads = read_heads(self.folder, namespace, (Wanted(r.named, r.size, r.stamp) for r in there), index)
         for record, head in zip(there, heads, strict=True):
-            if not isinstance(head, Head):
+            if not isinstance(head, Said):
                 if is_passing(head):
                     self._set_apart(record, head)
                 elif ours or str(head) != OTHER_FORMAT:
@@ -255,7 +274,7 @@ class Vault:
                 continue
             self.learn(record, parent, record.start + len(head.tokens))
             record.unread = False
-            record.hollow = record.what is What.RANGE and head.n_tensors == 0
+            record.hollow = head.hollow
             if not waits:
                 apart.discard(record)
                 yield Loaded(record, head.tokens)
@@ -378,6 +397,7 @@ class Vault:
         if record.parent is not None:
             record.parent.children -= 1
         self._touched.discard(record)
+        self._retimed.get(record.namespace, set()).discard(record)
         self._doomed.append(record)
 
     def reject(self, record: Record, reason: str) -> None:
@@ -398,8 +418,14 @@ class Vault:
         log.log(level, "a record on disk is not used and removed: %s (%s)%s", reason, name, more)
 
     def empty_bin(self) -> None:
-        """Remove the files of what was given up, and namespaces that have none any more. May run beside the other
-        methods, but not while records are written: one thread does both."""
+        """Remove the files of what was given up, and namespaces that have none any more; write indexes. May run beside
+        the other methods, but not while records are written: one thread does both."""
+        while self._indexes:
+            namespace, data = self._indexes.popleft()
+            try:
+                self.folder.write_index(namespace, data)
+            except OSError as error:  # the records have it all
+                log.debug("the index of %s could not be written: %s", namespace, error)
         emptied = set[str]()
         while self._doomed:
             record = self._doomed.popleft()
@@ -425,7 +451,7 @@ class Vault:
 
     @property
     def has_bin(self) -> bool:
-        return bool(self._doomed)
+        return bool(self._doomed or self._indexes)
 
     # -- use ---------------------------------------------------------------------------------------------
 
@@ -459,6 +485,7 @@ class Vault:
         for record in touched:
             if record.ready:
                 self.folder.touch(record.namespace, record.name, record.used)
+                self._retimed.setdefault(record.namespace, set()).add(record)
         if self.unnoted and (force or self.written_ever - self._noted >= _NOTE_EVERY):
             self._noted = self.written_ever
             try:
@@ -468,6 +495,18 @@ class Vault:
                     log.debug("how much was written is not noted: %s", error)
                 elif error.errno not in PASSING:
                     self.fail(error)
+
+    def refresh_indexes(self) -> None:
+        """Have the indexes know the files again whose last use was written down. At the end: nothing is used any
+        more."""
+        for namespace, records in self._retimed.items():
+            index = self._index(namespace)
+            if len(index) and not self.failed:
+                stamps = {r.address: self.folder.stamp(namespace, r.name) for r in records}
+                if data := index.restamped(stamps):
+                    self._indexes.append((namespace, data))
+        self._retimed.clear()
+        self.empty_bin()
 
     # -- details -----------------------------------------------------------------------------------------
 
@@ -507,7 +546,15 @@ class Vault:
 def _record(namespace: str, filed: Filed, now: float) -> Record:
     """Whatever its file says, it was not used in the future."""
     start, used = filed.named.start, min(filed.used, now)
-    return Record(namespace, filed.named.what, filed.named.address, start, start, filed.size, used)
+    found = Record(namespace, filed.named.what, filed.named.address, start, start, filed.size, used)
+    found.stamp = filed.stamp
+    return found
+
+
+def _indexed(loaded: Loaded) -> Indexed:
+    record, above = loaded.record, loaded.record.parent
+    parent = b"" if above is None else above.address
+    return Indexed(record.address, record.start, record.stamp, parent, loaded.tokens, record.hollow)
 
 
 def _free(record: Record) -> bool:

@@ -19,6 +19,7 @@ from test_tiers import OTHER, SPACE, content, put
 from onefold.cache.tiers.directory import Directory
 from onefold.cache.tiers.folder import Folder, Written
 from onefold.cache.tiers.heads import Wanted, read_heads
+from onefold.cache.tiers.index import Index
 from onefold.cache.tiers.record import Named
 from onefold.cache.tiers.vault import Vault
 from onefold.cli.cache import run
@@ -109,7 +110,8 @@ def test_the_command_line_leaves_the_target_of_a_link_alone(action: list[str], f
 
 def heads_of(folder: Folder) -> list[Any]:
     made = content()
-    return list(read_heads(folder, SPACE, [Wanted(Named(made.what, made.start, made.address), made.size)]))
+    wanted = Wanted(Named(made.what, made.start, made.address), made.size)
+    return list(read_heads(folder, SPACE, [wanted], Index(SPACE)))
 
 
 def read_through(folder: Folder) -> bytes:

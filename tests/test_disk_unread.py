@@ -27,15 +27,18 @@ KINDS = {"full": ("full", "full"), "hybrid": HYBRID}
 @contextmanager
 def unreadable(monkeypatch: pytest.MonkeyPatch, names: set[str], code: int = errno.EIO) -> Iterator[None]:
     """The heads of these records cannot be read meanwhile."""
-    real = heads.read_head
 
-    def fails(file: int, namespace: str, named: Any, size: int) -> Any:
-        if heads.file_name(*named) in names:
-            raise OSError(code, os.strerror(code))
-        return real(file, namespace, named, size)
+    def failing(real: Any) -> Any:
+        def read(file: int, namespace: str, named: Any, size: int) -> Any:
+            if heads.file_name(*named) in names:
+                raise OSError(code, os.strerror(code))
+            return real(file, namespace, named, size)
+
+        return read
 
     with monkeypatch.context() as patched:
-        patched.setattr(heads, "read_head", fails)
+        for name in ("read_head", "read_said"):
+            patched.setattr(heads, name, failing(getattr(heads, name)))
         yield
 
 
@@ -213,6 +216,7 @@ def test_a_writer_that_ends_is_done_without(
             assert not cache.flush(10, everything=True)
         disk = cache.stats().disk
         assert disk.failed == "the thread that writes has ended (KeyError)" and not disk.pending
+        assert cache._disk.spiller._staging.extra_bytes == 0 and cache._disk.spiller._staging.fits(1)
         began = time.monotonic()
         for i in range(3):  # more than memory has room for
             said = turn(model, cache, text(250, i))

@@ -236,7 +236,7 @@ def test_an_index_that_cannot_be_written_is_done_without(
 
 
 def test_it_is_ours_and_goes_with_the_records(folder: Path) -> None:
-    (namespace_of(folder) / (INDEX + ".tmp")).write_text("cut off")
+    (namespace_of(folder) / (INDEX + ".tmp")).write_text("onefold in")
     told = cache_actions.stat(Folder.look(folder))
     assert told["strangers"] == [] and [n.rpartition("/")[2] for n in told["leftovers"]] == [INDEX + ".tmp"]
     space = namespace_of(folder)

@@ -107,7 +107,7 @@ class Spiller:
         buffer_bytes = max(BUFFER_LEAST, self.record_tokens * store.token_bytes)
         n_buffers = max(2, min(BUFFERS_MOST, ledger.budget_bytes // BUFFERS_SHARE // buffer_bytes))
         copies = 0 if host.addressable() else host.COPIED
-        piece_bytes = min(PIECE_MOST, buffer_bytes)
+        piece_bytes = min(PIECE_MOST, buffer_bytes) if layout.has_points else 0
         reserved = (n_buffers + copies) * buffer_bytes + piece_bytes
         self._account = ledger.open(Purpose.DISK, reserved, "records on their way to the disk")
         self._staging = Staging(ledger, buffer_bytes, n_buffers, ledger.budget_bytes // STAGED_SHARE)

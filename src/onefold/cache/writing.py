@@ -85,6 +85,8 @@ class Writer:
         self._next_job, self._settle = next_job, settle
         self._hurries, self._impatient = hurries, impatient
         self._staged: deque[Staged] = deque()
+        self._current: Staged | None = None
+        """The one that is being written."""
         self.staged_points = 0
         """Checkpoints among those: they cannot be given up while they wait."""
         self._direct = host.addressable()
@@ -137,8 +139,19 @@ class Writer:
                     why = type(sys.exc_info()[1]).__name__
                     self._vault.fail(OSError(0, f"the thread that writes has ended ({why})"))
                     self.busy, self._died = False, True
+                    self._give_back()
                     self._gate.tell()
             host.leave_thread()
+
+    def _give_back(self) -> None:
+        """The places of records that will not be written."""
+        waiting = [*self._staged, *([] if self._current is None else [self._current])]
+        self._staged.clear()
+        self._current = None
+        self.staged_points = 0
+        for staged in waiting:
+            if staged.place is not None:
+                self._staging.give(staged.place)
 
     def _turn(self) -> bool:
         """One record; False when it is time to end."""
@@ -146,14 +159,14 @@ class Writer:
             job, place = self._wait()
             if self._stop and job is None and not self._staged:
                 return False
-            staged = self._staged.popleft() if self._staged else None
+            staged = self._current = self._staged.popleft() if self._staged else None
             if staged is not None:
                 self.staged_points -= staged.job.checkpoint is not None
             touched = self._vault.take_touched() if job is None else []
         began, idle = time.thread_time(), job is None and staged is None
         if job is not None:  # at once: whoever wants to write there waits for it
             with self._given_up_if_not_copied(job):
-                staged = self._copied(job, place)
+                staged = self._current = self._copied(job, place)
         self._vault.empty_bin()
         self._vault.note(touched, force=idle)
         if staged is not None:
@@ -246,6 +259,7 @@ class Writer:
             self._end(staged, error)
 
     def _end(self, staged: Staged, error: Exception | None, *, written: bool = True) -> None:
+        self._current = None
         if staged.place is not None:
             self._staging.give(staged.place)
         self._settle(staged.job, error, written)

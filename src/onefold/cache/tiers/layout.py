@@ -39,6 +39,11 @@ class Layout:
             return isinstance(self._points, list)
         return _range_tensors(self._ranges, 1) is not None
 
+    @property
+    def has_points(self) -> bool:
+        """Whether there may be checkpoints."""
+        return not isinstance(self._points, list) or any(leaf.get("slots") for leaf in self._points)
+
     def require(self, content: Content) -> None:
         """Raises RecordError if a record's tensors are not what this layout says, in names, order, types or shapes."""
         if content.what is What.POINT:

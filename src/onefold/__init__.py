@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
     from onefold.generation import async_stream_generate, generate, stream_generate
 
-__version__ = "0.5.0"
+__version__ = "0.5.1"
 
 _WHERE = {
     "Batch": "cache.batch",

@@ -441,6 +441,7 @@ def test_a_page_whose_name_points_here_can_ask_for_nothing(client, engine, path,
         ("::", (), ["10.0.0.1", "[2001:db8::1]"], ["box.lan"]),
         ("10.0.0.1", (), ["10.0.0.1", "localhost"], ["10.0.0.2", "box.lan"]),
         ("box.lan", (), ["box.lan:8080"], ["box.lan.evil.example"]),
+        ("127.0.0.1", (), [], ["localhost:1@evil.example", "127.0.0.1:x.evil.example", "[::1].evil.example", "."]),
     ],
 )
 def test_names_that_a_server_goes_by(engine, bound, allowed, ours, foreign):

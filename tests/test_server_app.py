@@ -670,6 +670,18 @@ def test_too_many_requests_that_wait_to_be_read(client, engine, monkeypatch):
         assert sock.recv(1000).startswith(b"HTTP/1.1 200")
 
 
+def test_whoever_hangs_up_counts_until_the_thread_is_free(client, engine, monkeypatch):
+    monkeypatch.setattr("onefold.server.service.MOST_PREPARING", 1)
+    making, go_on = hold_up(engine, "chat")
+    sock = raw_request(str(client.base_url), *CHAT)
+    assert making.wait(30)
+    sock.close()
+    time.sleep(0.2)
+    assert client.post(TALK[0], json=TALK[1]).status_code == 503
+    go_on.set()
+    wait_until(lambda: client.post(TALK[0], json=TALK[1]).status_code == 200, "the thread is not free again", 10)
+
+
 def test_a_client_that_does_not_read_is_hung_up_on(engine, caplog):
     def torrent(request: Any) -> Any:
         yield Started(HIT)

@@ -384,7 +384,7 @@ def test_paths_with_and_without_their_version(client, caplog, path, body):
     with caplog.at_level("INFO", "onefold.server"):
         for name in (bare, path, f"/v1{path}"):
             assert client.post(name, json=body).status_code == 200
-    wait_until(lambda: caplog.text.count(f"POST {path} 200") == 3, "they are not one endpoint")
+        wait_until(lambda: caplog.text.count(f"POST {path} 200") == 3, "they are not one endpoint")
     refused = client.post(bare, json={})
     assert refused.status_code == 400 and refused.json().keys() == client.post(path, json={}).json().keys()
     assert client.get("/models/default").json() == client.get("/v1/models/default").json()

@@ -247,3 +247,34 @@ def test_a_turn_that_fails_lets_the_next_one_in() -> None:
         raise ValueError("no")
     with turnstile.turn(Visitor(), 1):
         pass
+
+
+@pytest.mark.parametrize(
+    ("crossing", "text"),
+    [
+        ("),", "word \u2474, word"),  # NFKC makes (1) of the one character
+        ("f(", "word f\uff08word"),  # and a plain bracket of the full-width one
+    ],
+)
+def test_a_cut_is_exact_for_what_a_normalizer_makes_of_the_text(
+    crossing: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    letters = sorted({chr(i) for i in range(0x20, 0x7F)} | set("".join(cutting.SAMPLES)) | set(cutting.SEPARATORS))
+    vocabulary = {token: i for i, token in enumerate([*letters, crossing])}
+    backend = Tokenizer(models.BPE(vocabulary, [(crossing[0], crossing[1])]))
+    backend.normalizer = normalizers.NFKC()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    monkeypatch.setattr(cutting, "PIECE", text.index("\u2474" if "\u2474" in text else "f") + 2)
+    pieces = list(Cuts(tokenizer).pieces(text))
+    assert len(pieces) > 1
+    assert [token for piece in pieces for token in tokenizer.encode(piece)] == tokenizer.encode(text)
+
+
+def test_a_tokenizer_that_joins_contractions_to_words_is_not_cut_at_apostrophes() -> None:
+    pattern = r"[^\r\n\p{L}\p{N}]?\p{L}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"
+    alphabet = [*ALPHABET, "ta"]
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, [("t", "a")]))
+    backend.pre_tokenizer = split(pattern)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    pattern_found = Cuts(tokenizer)._rule.pattern
+    assert pattern_found is not None and pattern_found.search("a,b") and not pattern_found.search("don'tall")

@@ -384,7 +384,7 @@ def test_paths_with_and_without_their_version(client, caplog, path, body):
     with caplog.at_level("INFO", "onefold.server"):
         for name in (bare, path, f"/v1{path}"):
             assert client.post(name, json=body).status_code == 200
-    wait_until(lambda: caplog.text.count(f"POST {path} 200") == 3, "they are not one endpoint")
+        wait_until(lambda: caplog.text.count(f"POST {path} 200") == 3, "they are not one endpoint")
     refused = client.post(bare, json={})
     assert refused.status_code == 400 and refused.json().keys() == client.post(path, json={}).json().keys()
     assert client.get("/models/default").json() == client.get("/v1/models/default").json()
@@ -441,6 +441,7 @@ def test_a_page_whose_name_points_here_can_ask_for_nothing(client, engine, path,
         ("::", (), ["10.0.0.1", "[2001:db8::1]"], ["box.lan"]),
         ("10.0.0.1", (), ["10.0.0.1", "localhost"], ["10.0.0.2", "box.lan"]),
         ("box.lan", (), ["box.lan:8080"], ["box.lan.evil.example"]),
+        ("127.0.0.1", (), [], ["localhost:1@evil.example", "127.0.0.1:x.evil.example", "[::1].evil.example", "."]),
     ],
 )
 def test_names_that_a_server_goes_by(engine, bound, allowed, ours, foreign):
@@ -667,6 +668,18 @@ def test_too_many_requests_that_wait_to_be_read(client, engine, monkeypatch):
         assert response.status_code == 503 and response.headers["retry-after"] == "1"
         go_on.set()
         assert sock.recv(1000).startswith(b"HTTP/1.1 200")
+
+
+def test_whoever_hangs_up_counts_until_the_thread_is_free(client, engine, monkeypatch):
+    monkeypatch.setattr("onefold.server.service.MOST_PREPARING", 1)
+    making, go_on = hold_up(engine, "chat")
+    sock = raw_request(str(client.base_url), *CHAT)
+    assert making.wait(30)
+    sock.close()
+    time.sleep(0.2)
+    assert client.post(TALK[0], json=TALK[1]).status_code == 503
+    go_on.set()
+    wait_until(lambda: client.post(TALK[0], json=TALK[1]).status_code == 200, "the thread is not free again", 10)
 
 
 def test_a_client_that_does_not_read_is_hung_up_on(engine, caplog):

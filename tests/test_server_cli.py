@@ -100,6 +100,8 @@ def test_keys_in_a_file(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("ONEFOLD_API_KEY", "three")
     monkeypatch.setenv("ONEFOLD_API_KEY_FILE", str(file))
     assert serve._settings(given("m")).api_keys == ("three", "one", "two")
+    file.write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
+    assert serve._settings(given("m")).api_keys == ("three", "one", "two")
     assert caplog.text == ""
     for mode in (0o640, 0o604):
         caplog.clear()
@@ -116,6 +118,7 @@ def test_a_file_without_keys_is_one_line(tmp_path, capsys, content, said):
     told = wrong(capsys, "m", "--api-key-file", str(file))
     assert said in told and str(file) in told
     assert "cannot be read: Is a directory" in wrong(capsys, "m", "--api-key-file", str(tmp_path))
+    assert "cannot be read: No such file" in wrong(capsys, "m", "--api-key-file", "~nobody-of-this-name/keys")
 
 
 @pytest.mark.parametrize(

@@ -115,13 +115,23 @@ def test_a_server_that_ends_does_not_tokenise_to_the_end(engine: Engine, pieces:
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * (body.MOST_ITEMS + 1)}]},
         {"messages": [{"role": "user", "content": "x"}], "tools": [{f"k{i}": 1 for i in range(body.MOST_ITEMS + 1)}]},
         {"messages": [{"role": "user", "content": [{}] * 2000} for _ in range(100)]},
+        {"messages": [1, *[{}] * body.MOST_ITEMS, 1]},
+        {"messages": [1, [[]] * (body.MOST_ITEMS + 1), 1]},
     ],
-    ids=["messages", "parts", "keys", "all"],
+    ids=["messages", "parts", "keys", "all", "between numbers", "in a list between numbers"],
 )
 def test_more_values_than_can_be_checked_in_a_moment(content: Any) -> None:
     given = json.dumps(content).encode()
     with pytest.raises(onefold.errors.BadRequest, match="is the most"):
         parse(given, ChatRequest)
+
+
+def test_what_is_wrong_with_many_values_is_found_in_a_moment() -> None:
+    given = json.dumps({"messages": [{"role": "user", "content": [{}] * body.MOST_ITEMS}]}).encode()
+    began = time.process_time()
+    with pytest.raises(onefold.errors.BadRequest, match="required"):
+        parse(given, ChatRequest)
+    assert time.process_time() - began < 2
 
 
 def test_a_prompt_of_many_tokens_is_no_list_of_many_values() -> None:

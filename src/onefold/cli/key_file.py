@@ -5,6 +5,7 @@ One key a line; empty lines and those that begin with # are left out.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import stat
 from pathlib import Path
@@ -16,9 +17,11 @@ log = logging.getLogger("onefold")
 
 def read_keys(name: str) -> tuple[str, ...]:
     """The keys of the file, at least one. A file that others may read is said in the log. Raises ConfigError."""
-    path = Path(name).expanduser()
+    path = Path(name)
     try:
-        with path.open(encoding="utf-8") as file:
+        with contextlib.suppress(RuntimeError):  # ~somebody, whom there is not: a name as any other
+            path = path.expanduser()
+        with path.open(encoding="utf-8-sig") as file:  # some editors begin a file with a mark
             mode = path.stat().st_mode
             lines = [line.strip() for line in file]
     except (OSError, UnicodeDecodeError) as error:

@@ -3,9 +3,12 @@
 A cut lies between a letter and a separator (a space, a newline, a comma ...). It is exact for a separator if
 
 - no token of the vocabulary has a letter right before that separator, so no token can lie across the cut;
+- none has one before what a tokenizer may make of that separator first (a full-width comma becomes a plain one);
 - no added token swallows the space behind it where it ends in a letter;
 - the tokenizer gives the same tokens for samples, whole and in two pieces. This finds tokenizers that add something to
   the beginning of a text, or strip it.
+
+Only a letter that stays letters in every normal form of Unicode is one here: of \u2474 a tokenizer may make "(1)".
 
 A tokenizer that puts a space before every text (Llama 2's does) is cut at single spaces, and the space is left out: it
 comes back. A tokenizer for which nothing passes is never cut. Knows nothing of MLX or of the cache.
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import re
+import unicodedata
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -31,6 +35,7 @@ SAMPLES = (
     "data{0}12 and x{0}\n\nnext  line{0}\ttab",
     "中文{0}文字更多文字{0} 结束",
     "Привет{0}мир{0}'s and{0}'ll",
+    "don{0}tall it{0}seen we{0}really he{0}ll she{0}dared",
 )
 
 
@@ -58,10 +63,11 @@ class Cuts:
         limit = start + PIECE
         for window in (256, PIECE):
             found = [match.end() for match in pattern.finditer(text, max(start, limit - window), limit)]
-            if found:
-                return found[-1]
-        later = pattern.search(text, limit - 1)
-        return later.end() if later else len(text)
+            last = next((end for end in reversed(found) if _stays_letters(text[end - 1])), None)
+            if last is not None:
+                return last
+        later = (match.end() for match in pattern.finditer(text, limit - 1))
+        return next((end for end in later if _stays_letters(text[end - 1])), len(text))
 
     @functools.cached_property
     def _rule(self) -> Rule:
@@ -100,7 +106,11 @@ def separators(tokenizer: Any) -> str:
         left -= set(crossing.findall(added.content))
         if added.rstrip and added.content[-1:].isalpha():
             left -= {" ", "\n"}
-    return "".join(s for s in SEPARATORS if s in left)
+    return "".join(s for s in SEPARATORS if s in left and unicodedata.normalize("NFKC", s) in left)
+
+
+def _stays_letters(letter: str) -> bool:
+    return unicodedata.normalize("NFKD", letter).isalpha()
 
 
 def _read(token: str) -> str:

@@ -90,13 +90,13 @@ def _bound(given: Any) -> None:
         where, value = left.pop()
         if not isinstance(value, (dict, list)) or not value:
             continue
-        inner = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-        numbers = isinstance(value, list) and type(value[0]) is int and type(value[-1]) is int
+        numbers = isinstance(value, list) and all(type(item) is int for item in value)
         most = MOST_NUMBERS if numbers else MOST_ITEMS
-        if len(inner) > most:
-            raise BadRequest(f"This has {len(inner)} items; {most} is the most.", where=".".join(where))
+        if len(value) > most:
+            raise BadRequest(f"This has {len(value)} items; {most} is the most.", where=".".join(where))
         if not numbers:
-            seen += len(inner)
+            seen += len(value)
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
             left += [((*where, str(name)), item) for name, item in inner]
         if seen > MOST_VALUES:
             raise BadRequest(f"The body has more than {MOST_VALUES} values, which is the most.")
@@ -176,7 +176,11 @@ def _path(detail: ErrorDetails, given: Any) -> tuple[str, ...]:
     """Where in the body it is. Pydantic also names the member of a union that it tried; the body has no such place."""
     path, here = [], given
     for step in detail["loc"]:
-        if step in here if isinstance(here, dict) else isinstance(here, list) and step in range(len(here)):
+        if isinstance(here, dict):
+            inside = step in here
+        else:  # a word is looked for in a range one number at a time
+            inside = isinstance(here, list) and isinstance(step, int) and 0 <= step < len(here)
+        if inside:
             here = here[step]
         elif not (detail["type"] == "missing" and step == detail["loc"][-1]):
             continue

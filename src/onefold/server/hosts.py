@@ -13,6 +13,7 @@ A request without a Host is let pass: only HTTP/1.0 has those, and no browser se
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -24,6 +25,7 @@ SAID = (
     "This server does not go by the name that it was asked by. Ask for it as localhost or by its address, or start it "
     "with --allowed-host NAME."
 )
+_HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^\[\]:@/]+))(?::[0-9]*)?")
 
 
 class Hosts:
@@ -41,20 +43,19 @@ class Hosts:
 
     def _ours(self, host: str) -> bool:
         name = name_of(host)
-        if not name or self._names & {"*", name}:
+        if not host or self._names & {"*", name}:
             return True
         at = _address(name)
         return at is not None and (at.is_loopback or self._any_address)
 
 
 def name_of(host: str) -> str:
-    """A Host without its port and without brackets, in lower case."""
+    """A Host without its port and without brackets, in lower case. What is no such thing stays as it is."""
     host = host.strip().lower()
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    if _address(host) is None:
-        host = host.rpartition(":")[0] or host
-    return host.rstrip(".")
+    if _address(host) is not None:
+        return host
+    found = _HOST.fullmatch(host)
+    return (found[1] or found[2]).rstrip(".") if found else host
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,6 +33,7 @@ class Service:
         self.metrics = Metrics(engine.stats)
         self._threads: ThreadPoolExecutor | None = None
         self._preparing = 0
+        self._counting = threading.Lock()
 
     async def prepare(self, make: Callable[[], T]) -> T:
         """Runs `make` on a thread for prompts. Raises Busy if there are too many of them."""
@@ -39,12 +41,18 @@ class Service:
             raise Busy(f"{self._preparing} requests are waiting to be read.", retry_after=1)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(MOST_PREPARING, thread_name_prefix="onefold-prompt")
-        self._preparing += 1
+        work = self._threads.submit(make)
+        with self._counting:
+            self._preparing += 1
+        work.add_done_callback(self._prepared)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, make)
+            return await asyncio.wrap_future(work)
         except RecursionError:  # a template may go down into a tool's schema by calling itself
             raise BadRequest("Something in this request is nested too deeply.") from None
-        finally:
+
+    def _prepared(self, _: object) -> None:
+        """When the thread is free, not when the client is gone: until then the body is held."""
+        with self._counting:
             self._preparing -= 1
 
     def close(self) -> None:

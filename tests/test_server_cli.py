@@ -174,6 +174,13 @@ def test_a_model_that_takes_no_bound_is_served_without_the_default_one(monkeypat
         (["m", "--nonsense"], "--nonsense"),
         (["m", "another"], "another"),
         (["m", "--api-key", "ü"], "ASCII"),
+        (["m", "--api-key", ""], "it is empty: give a key"),
+        (["m", "--api-key-file", ""], "it is empty: give a file"),
+        (["m", "--allowed-host", "http://box:80/"], "a name such as box.local"),
+        (["m", "--allowed-host", "*.example"], "a name such as box.local"),
+        (["m", "--prefill-share", "1"], "a number from 0.01 to 0.99 is needed, not '1'"),
+        (["m", "--prefill-share", "nan"], "a number from 0.01 to 0.99"),
+        (["m", "--prefill-share", "half"], "a number from 0.01 to 0.99"),
         (["m", "--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
     ],
 )
@@ -300,6 +307,18 @@ def ends_while_it_streams(process: Any, client: httpx.Client, press: Callable[[]
     said: str = process.stderr.read()
     assert "Traceback" not in said and "ERROR" not in said
     return said
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM"])
+def test_a_signal_in_the_moment_before_the_port_listens_is_not_lost(model, how):
+    code = (
+        "import os, signal, sys; from onefold.cli import main; from onefold.server import running; real = "
+        f"running.Server.run; running.Server.run = lambda self, s: (os.kill(os.getpid(), signal.{how}), real(self, s))"
+        "; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "serve", str(model), "--port", "0", "--budget", "64MB"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize("presses", [2, 3])

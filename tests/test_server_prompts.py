@@ -134,6 +134,18 @@ def test_what_is_wrong_with_many_values_is_found_in_a_moment() -> None:
     assert time.process_time() - began < 2
 
 
+@pytest.mark.parametrize(
+    "given",
+    [b'{"x":[' + b"[]," * 1_000_001 + b"[]]}", b'{"x":{' + b'"a":1,' * 1_000_001 + b'"b":1}}'],
+    ids=["lists", "fields"],
+)
+def test_so_many_lists_or_fields_are_not_even_parsed(given: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "from_json", None)
+    with pytest.raises(onefold.errors.BadRequest, match="is the most"):
+        parse(given, ChatRequest)
+    assert body.parse_arguments(given.decode()) == given.decode()
+
+
 def test_a_prompt_of_many_tokens_is_no_list_of_many_values() -> None:
     assert parse(json.dumps({"prompt": [1] * 60_000}).encode(), CompletionRequest).prompt == [1] * 60_000
     with pytest.raises(onefold.errors.BadRequest, match="is the most"):

@@ -77,6 +77,20 @@ def test_a_chunk_that_took_too_long_is_made_up_for() -> None:
     assert 7 <= steps <= 10
 
 
+def test_a_stall_of_the_disk_does_not_starve_prompts_for_long() -> None:
+    share = Share(0.5, 2048)
+    share.streamed(STEP)
+    share.prefilled(1000.0)
+    steps = 0
+    while not share.due and steps < 1000:
+        share.streamed(STEP)
+        steps += 1
+    assert steps < 60
+    share.prefilled(1000.0)
+    share.rested()
+    assert share.tolerates
+
+
 def test_streams_that_ran_alone_for_long_owe_two_chunks_and_no_more() -> None:
     share = Share(0.5, 2048)
     for _ in range(10_000):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from importlib.metadata import version
 
+import onefold
 from onefold.cli import cache, chat, demo, mlx_lm_server, serve
 
 COMMANDS = {"serve": serve, "chat": chat, "demo": demo, "cache": cache, "mlx-lm-server": mlx_lm_server}
@@ -14,7 +14,7 @@ COMMANDS = {"serve": serve, "chat": chat, "demo": demo, "cache": cache, "mlx-lm-
 def main(argv: list[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="onefold", description="Holds every token's KV once.")
-    parser.add_argument("--version", action="version", version=f"onefold {version('onefold')}")
+    parser.add_argument("--version", action="version", version=f"onefold {onefold.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         commands.add_parser(name, help=command.HELP, add_help=False)

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import ipaddress
 import logging
+import math
 import os
 import signal
 import socket
@@ -54,10 +55,32 @@ def _number(text: str, kind: type = float, least: float = 0, most: float = 1e15,
 
 
 def _share(text: str) -> float:
-    found: float = _number(text, most=1, above=True)
-    if found == 1:
-        raise argparse.ArgumentTypeError(f"a number above 0 and below 1 is needed, not {text!r}")
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0.01 <= found <= 0.99:
+        raise argparse.ArgumentTypeError(f"a number from 0.01 to 0.99 is needed, not {text!r}")
     return found
+
+
+def _name(text: str) -> str:
+    """A host's name or address, or *."""
+    if text != "*" and (not text.strip() or set(text) & set("/*@?# ")):
+        raise argparse.ArgumentTypeError(f"a name such as box.local, or * for any, is needed, not {text!r}")
+    return text
+
+
+def _key(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty: give a key, or leave it out")
+    return text
+
+
+def _key_file(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty: give a file with one key a line, or leave it out")
+    return text
 
 
 def size(text: str, total_bytes: int | None = 1 << 40) -> str:
@@ -125,7 +148,8 @@ class Flag:
             on = given.lower() in ("1", "true", "yes", "on")
             parser.add_argument(f"--{self.name}", action=argparse.BooleanOptionalAction, default=on, help=told)
         elif self.many:
-            parser.add_argument(f"--{self.name}", action="append", metavar=self.metavar, help=told)
+            kind = partial(self._read, parser)
+            parser.add_argument(f"--{self.name}", action="append", type=kind, metavar=self.metavar, help=told)
         else:
             default = _FromEnvironment(given) if given else self.default
             kind = partial(self._read, parser)
@@ -146,12 +170,12 @@ class Flag:
 
 
 API_KEY = Flag("api-key", "a key that clients must send; may be given again. The list of processes shows what is on a "
-               "command line: rather use --api-key-file or the variable", metavar="KEY", many=True)  # fmt: skip
-API_KEY_FILE = Flag("api-key-file", "a file with such keys, one a line", metavar="FILE")
+               "command line: rather use --api-key-file or the variable", _key, metavar="KEY", many=True)  # fmt: skip
+API_KEY_FILE = Flag("api-key-file", "a file with such keys, one a line", _key_file, metavar="FILE")
 ALIAS = Flag("alias", "a name that requests may use, * for any; may be given again", metavar="NAME", many=True)
 CORS_ORIGIN = Flag("cors-origin", "a web page that may ask, * for any; may be given again", metavar="ORIGIN", many=True)
 ALLOWED_HOST = Flag("allowed-host", "a name that clients reach the server by, beside localhost and its addresses, "
-                    "* for any; may be given again", metavar="NAME", many=True)  # fmt: skip
+                    "* for any; may be given again", _name, metavar="NAME", many=True)  # fmt: skip
 
 FLAGS = (
     Flag("host", "address to listen on", default="127.0.0.1", metavar="ADDRESS"),
@@ -181,8 +205,8 @@ FLAGS = (
     Flag("max-queue", "requests that may wait; more are refused with 503", positive, "128", "REQUESTS"),
     Flag("queue-timeout", "how long a request may wait", seconds, "600", "SECONDS"),
     Flag("prefill-chunk", "tokens of a prompt that are run at once", positive, "2048", "TOKENS"),
-    Flag("prefill-share", "of the time in which answers are streamed, what prompts get (0 to 1)", _share, "0.5",
-         "SHARE"),
+    Flag("prefill-share", "while answers are streamed, the share of the time that prompts get (0.01 to 0.99)", _share,
+         "0.5", "SHARE"),
     Flag("max-tokens", "of an answer, if a request does not say; by default until the model ends", positive, None,
          "TOKENS"),
     Flag("temperature", "if a request does not say; by default as the model recommends", partial(_number, most=2), None,
@@ -360,12 +384,13 @@ def _listen(engine: Engine, settings: Settings, sock: socket.socket) -> int:
     from onefold.server.app import make_app
     from onefold.server.running import Server
 
-    # uvicorn raises the signal that ended it once more, for those who were there before: they have nothing to add
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
     ready = partial(_greet, engine, settings, sock)
+    server = Server(make_app(engine, settings), engine, settings, ready)
+    # for signals before uvicorn has handlers of its own; it raises the one that ended it once more, which is as well
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: server.end())
     try:
-        Server(make_app(engine, settings), engine, settings, ready).run([sock])
+        server.run([sock])
     except OSError as error:  # two servers took the address before one of them listened
         return _complain(f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}")
     return 0

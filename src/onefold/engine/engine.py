@@ -179,16 +179,16 @@ class Engine:
         try:
             yield
         except TooLong as error:
-            self._check_length(error.tokens)
+            self._check_length(error.tokens, "about ")
             raise
 
-    def _check_length(self, tokens: int) -> None:
+    def _check_length(self, tokens: int, about: str = "") -> None:
         """Raises TooLong, with the smaller of the two limits."""
         made_for = self.context_length
         if tokens > self.most_tokens and (made_for is None or self.most_tokens < made_for):
-            raise too_long(tokens, self.most_tokens, self.cache)
+            raise too_long(tokens, self.most_tokens, self.cache, about)
         if made_for is not None and tokens > made_for:
-            message = f"this prompt has {tokens} tokens, and the model was made for {made_for}; shorten it"
+            message = f"this prompt has {about}{tokens} tokens, and the model was made for {made_for}; shorten it"
             raise TooLong(message, tokens=tokens, most=made_for)
 
     def _going_on(self) -> None:

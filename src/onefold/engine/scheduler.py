@@ -110,6 +110,8 @@ class Scheduler:
         if streams:
             self._share.prefilled(self._prompt_seconds)
             self._share.streamed(time.perf_counter() - begun - self._prompt_seconds)
+        else:
+            self._share.rested()
 
     # -- coming and going ----------------------------------------------------------------------
 
@@ -453,7 +455,7 @@ def _broken(error: Exception) -> RequestError:
     return RequestError(f"this request failed: {type(error).__name__}: {error}")
 
 
-def too_long(tokens: int, most: int, cache: PrefixCache) -> TooLong:
+def too_long(tokens: int, most: int, cache: PrefixCache, about: str = "") -> TooLong:
     budget = show_size(cache.budget_bytes)
-    message = f"this prompt has {tokens} tokens; the memory budget of {budget} has room for {most}"
+    message = f"this prompt has {about}{tokens} tokens; the memory budget of {budget} has room for {most}"
     return TooLong(message, tokens=tokens, most=most)

@@ -10,7 +10,7 @@ Knows nothing of MLX, of requests or of memory.
 
 from __future__ import annotations
 
-CHUNK_STEPS = 2.3
+CHUNK_STEPS = 2.15
 """Decode steps that a chunk may cost, if the share is not larger than that. At a share of a half fewer than half of the
 tokens then wait for a chunk."""
 LEAST_TOKENS = 16
@@ -22,6 +22,8 @@ ALONE_SECONDS = 1.0
 LEAST_TOKENS_ALONE = 512
 DEBT_CHUNKS = 2.0
 """Chunks that short prompts may be ahead of their share."""
+DEBT_MOST = 20.0
+"""Chunks that a single stall, of the disk say, can cost the prompts after it."""
 WEIGHT = 0.3
 """Of the newest figure in a mean."""
 
@@ -78,7 +80,11 @@ class Share:
 
     def prefilled(self, seconds: float) -> None:
         """Streams were held up for so long by prompts."""
-        self._credit_seconds -= seconds
+        self._credit_seconds = max(self._credit_seconds - seconds, -DEBT_MOST * self.chunk_seconds)
+
+    def rested(self) -> None:
+        """No stream runs: prompts owe nobody anything."""
+        self._credit_seconds = max(self._credit_seconds, 0.0)
 
     def timed(self, position: int, n_tokens: int, seconds: float) -> None:
         """A chunk that began at `position` took so long."""
@@ -93,7 +99,7 @@ class Share:
         else:
             wanted = int(rate * ALONE_SECONDS) if rate else self._most_tokens
             least = LEAST_TOKENS_ALONE
-        step = 64 if wanted >= 512 else 8
+        step = 64 if wanted >= 512 else 8 if wanted >= 64 else 4
         return min(self._most_tokens, max(least, wanted // step * step))
 
 

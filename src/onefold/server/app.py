@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from importlib.metadata import version
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -18,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
+from onefold import __version__
 from onefold.engine.engine import Engine
 from onefold.errors import OnefoldError
 from onefold.server import info
@@ -45,7 +45,7 @@ def make_app(engine: Engine, settings: Settings = Settings()) -> ASGIApp:  # noq
         yield
         service.close()
 
-    app = FastAPI(title="Onefold", version=version("onefold"), docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(title="Onefold", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.include_router(generation(service))
     app.include_router(info.routes(service))
     app.openapi = document(app, [ChatRequest, CompletionRequest, MessagesRequest, Conversation])  # type: ignore[method-assign]

@@ -23,6 +23,8 @@ MOST_ITEMS = 10_000
 """Of a list or an object."""
 MOST_NUMBERS = 1 << 18
 """Of a list of numbers: the tokens of a prompt."""
+MOST_BRACKETS = 1_000_000
+"""In the text of a body, and names of fields: parsing holds up other threads for as long as it takes."""
 MOST_VALUES = 100_000
 """Of a whole body; a list of numbers counts as one."""
 
@@ -128,6 +130,8 @@ def _objects(found: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ..
 
 def parse_json(text: bytes | str) -> Any:
     """Raises BadRequest."""
+    if _brackets(text) > MOST_BRACKETS:
+        raise BadRequest(f"The body has more than {MOST_BRACKETS} lists, objects and fields, which is the most.")
     try:
         return from_json(text, allow_inf_nan=False)
     except ValueError as error:
@@ -141,12 +145,19 @@ def parse_json(text: bytes | str) -> Any:
         raise BadRequest(f"The body is not valid JSON: {error}{hint}.") from None
 
 
+def _brackets(text: bytes | str) -> int:
+    """About how many lists, objects and fields; at least so many, as those in strings count too."""
+    if isinstance(text, str):
+        return text.count("[") + text.count("{") + text.count('":')
+    return text.count(b"[") + text.count(b"{") + text.count(b'":')
+
+
 def parse_arguments(given: str | Mapping[str, Any] | None) -> Any:
     """Those of a tool's call as an object, which is what templates go through. Text that is none (a model may have
     written it) stays text."""
     if given is None or given == "":
         return {}
-    if not isinstance(given, str):
+    if not isinstance(given, str) or _brackets(given) > MOST_VALUES:
         return given
     try:
         found = from_json(given, allow_inf_nan=False)

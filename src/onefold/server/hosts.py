@@ -7,7 +7,7 @@ A web page can have its own name point at this machine (DNS rebinding), and then
     --host         as it was given; where that is every address (0.0.0.0, ::), any address, as none is a name
     --allowed-host names beside these; * is any
 
-A request without a Host is let pass: only HTTP/1.0 has those, and no browser sends them.
+A request without a Host, or with an empty one, is let pass: a browser always sends the page's name.
 """
 
 from __future__ import annotations

@@ -70,7 +70,6 @@ def model_shape(service: Service, since: int) -> dict[str, Any]:
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(since))
     openai = {"id": name, "object": "model", "created": since, "owned_by": "onefold"}
     made = openai | {"type": "model", "display_name": name, "created_at": at}
-    if engine.context_length is not None:
-        fits = min(engine.context_length, engine.most_tokens)
-        made |= {"context_length": engine.context_length, "max_model_len": fits, "max_input_tokens": fits}
-    return made
+    fits = min(engine.context_length or engine.most_tokens, engine.most_tokens)
+    made |= {"max_model_len": fits, "max_input_tokens": fits}
+    return made if engine.context_length is None else made | {"context_length": engine.context_length}

@@ -73,6 +73,10 @@ class Server(uvicorn.Server):
             await asyncio.sleep(min(left, LOOK_SECONDS))
         self._engine.stop(timeout_seconds=0)
 
+    def end(self) -> None:
+        """Have it end, before or after it listens."""
+        self.should_exit = True
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Twice is no reason to cut connections off, as uvicorn does: clients would be left without an end."""
         if self.should_exit:

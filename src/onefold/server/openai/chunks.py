@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from importlib.metadata import version
 from typing import Any
 
+from onefold import __version__
 from onefold.engine.request import Logprob
 from onefold.server.errors import Problem, openai_shape
 from onefold.server.outcome import Usage
@@ -14,7 +14,7 @@ from onefold.server.reply import sse
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-FINGERPRINT = f"onefold-{version('onefold')}"
+FINGERPRINT = f"onefold-{__version__}"
 NEVER = -9999.0
 """What OpenAI writes for a probability of nothing, which JSON has no number for."""
 

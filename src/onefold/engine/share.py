@@ -10,10 +10,12 @@ Knows nothing of MLX, of requests or of memory.
 
 from __future__ import annotations
 
-CHUNK_STEPS = 2.15
+import math
+
+CHUNK_STEPS = 2.3
 """Decode steps that a chunk may cost, if the share is not larger than that. At a share of a half fewer than half of the
 tokens then wait for a chunk."""
-LEAST_TOKENS = 16
+LEAST_TOKENS = 8
 """Of a chunk, however slow it is."""
 FIRST_TOKENS = 64
 """Of a chunk beside streams while no speed is known."""
@@ -22,6 +24,8 @@ ALONE_SECONDS = 1.0
 LEAST_TOKENS_ALONE = 512
 DEBT_CHUNKS = 2.0
 """Chunks that short prompts may be ahead of their share."""
+DEPTHS = 4
+"""Speeds that are kept for each doubling of the position."""
 DEBT_MOST = 20.0
 """Chunks that a single stall, of the disk say, can cost the prompts after it."""
 WEIGHT = 0.3
@@ -44,7 +48,7 @@ class Speed:
         depth = _depth(position)
         earlier = max((d for d in self._rates if d <= depth), default=None)
         if earlier is not None:
-            return self._rates[earlier] / (1 << (depth - earlier))
+            return self._rates[earlier] * 2 ** ((earlier - depth) / DEPTHS)
         return self._rates[min(self._rates)] if self._rates else 0.0
 
 
@@ -104,7 +108,7 @@ class Share:
 
 
 def _depth(position: int) -> int:
-    return (position // 512).bit_length()
+    return int(DEPTHS * math.log2(1 + position / 512))
 
 
 def _mean(before: float, now: float) -> float:

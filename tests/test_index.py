@@ -266,3 +266,32 @@ def test_what_is_packed_is_found(folder: Path) -> None:
     again = Index(space.name, pack(space.name, entries))
     assert len(again) == len(whole) == len(held)
     assert not whole.is_stale(len(held)) and Index(space.name).is_stale(len(held))
+
+
+@pytest.mark.parametrize("modified", [12 * 10**18, -10 * 10**18])
+def test_a_file_from_another_age_is_not_indexed(modified: int, folder: Path, tmp_path: Path, read: list[str]) -> None:
+    """An index has 64 bits for nanoseconds; a clock that went wrong, or a damaged file system, has more."""
+    said, _ = without_index(folder, tmp_path / "copy")
+    path = files(folder)[0]
+    os.utime(path, ns=(0, modified))
+    if path.stat().st_mtime_ns != modified:
+        pytest.skip("this file system has no such time")
+    index_of(folder).unlink()
+    read.clear()
+    assert loaded(folder) == said and index_of(folder).is_file()
+    read.clear()
+    assert loaded(folder) == said
+    assert len(read) == 1
+
+
+def test_a_folder_in_its_place_costs_no_descriptor(folder: Path) -> None:
+    index_of(folder).unlink()
+    index_of(folder).mkdir()
+    held, space = Folder.look(folder), namespace_of(folder).name
+    before = os.dup(0)
+    os.close(before)
+    for _ in range(5):
+        assert held.index(space) == b""
+    after = os.dup(0)
+    os.close(after)
+    assert after == before, "the lowest free one is the same"

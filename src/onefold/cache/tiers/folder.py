@@ -306,10 +306,15 @@ class Folder:
 
     def index(self, namespace: str) -> Bytes:
         """What the namespace's index holds; nothing if there is none, or none that can be read."""
-        with contextlib.suppress(OSError), self._inside(namespace) as inside, open(inside.open(INDEX), "rb") as file:
-            found = os.fstat(file.fileno())
-            if stat.S_ISREG(found.st_mode) and found.st_size <= INDEX_MOST:
-                return file.read(INDEX_MOST)
+        with contextlib.suppress(OSError), self._inside(namespace) as inside:
+            held = inside.open(INDEX)
+            try:
+                found = os.fstat(held)
+                if stat.S_ISREG(found.st_mode) and found.st_size <= INDEX_MOST:
+                    with open(held, "rb", closefd=False) as file:
+                        return file.read(INDEX_MOST)
+            finally:
+                os.close(held)
         return b""
 
     # -- files -----------------------------------------------------------------------------------------
@@ -439,7 +444,9 @@ def _listing(inside: Directory, namespace: str) -> Listing:
 
 
 def _stamp(held: os.stat_result) -> Stamp:
-    return Stamp(held.st_size, held.st_mtime_ns, held.st_ino)
+    """Of a file that says it is from after 2262, or before 1678, none: an index has 64 bits for that."""
+    known = -(1 << 63) <= held.st_mtime_ns < 1 << 63
+    return Stamp(held.st_size, held.st_mtime_ns, held.st_ino) if known else NO_STAMP
 
 
 def _is_an_index(inside: Directory) -> bool:

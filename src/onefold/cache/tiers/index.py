@@ -93,7 +93,7 @@ class Index:
     def find(self, named: Named, stamp: Stamp) -> Said | None:
         """What a record's head says; None if that is not known of the file that there is now."""
         found = self._entries.get(named.address)
-        if found is None:
+        if found is None or stamp == NO_STAMP:
             return None
         start, known, parent, hollow, first, stop = found
         is_range = named.what is What.RANGE
@@ -144,9 +144,11 @@ class Index:
 
 
 def pack(namespace: str, entries: Iterable[Indexed]) -> bytes:
-    """An index of these records, as it is written."""
+    """An index of these records, as it is written; of those whose files can be known again."""
     fixed, tokens = list[bytes](), [np.empty(0, np.int32)]
     for address, start, stamp, parent, own, hollow in entries:
+        if stamp == NO_STAMP:
+            continue
         fixed.append(_ENTRY.pack(address, parent, len(parent), hollow, start, len(own), *stamp))
         tokens.append(own)
     said = np.concatenate(tokens).astype("<i4", copy=False).tobytes()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disk_caches import files, flip, opened, small_records, turn
+from disk_caches import Held, files, flip, opened, small_records, turn
 from fake import FakeModel, Session, settled, text
 from test_disk import HYBRID
 
@@ -105,6 +105,26 @@ def test_what_could_not_be_read_is_tried_again(code: int, tmp_path: Path, monkey
         assert session.cached == len(said)
         session.prefill().commit()
         settled(cache)
+
+
+def test_what_goes_on_from_one_that_has_gone_meanwhile_is_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First one could not be read, then it is not there, and the one that goes on from it cannot be read."""
+    model, said = filled(KINDS["full"], tmp_path)
+    monkeypatch.setattr(vault, "RETRY_SECONDS", 0.0)
+    first, second = files(tmp_path)[:2]
+    with unreadable(monkeypatch, {first.name}):
+        cache = reopened(model, tmp_path, "back")
+        assert cache.matched(said) == 0
+    with cache:
+        first.unlink()
+        with unreadable(monkeypatch, {second.name}):
+            assert cache.matched(said) == 0
+            settled(cache)
+        assert cache.matched(said) == 0
+        settled(cache)
+    assert not files(tmp_path), "orphans"
 
 
 def test_one_that_is_not_yet_to_be_tried_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,3 +246,22 @@ def test_a_writer_that_ends_is_done_without(
         assert not cache.flush(10) and not cache.flush(10, everything=True)
     assert time.monotonic() - began < 4
     assert caplog.text.count("is switched off: the thread that writes has ended") == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_checkpoints_that_a_writer_leaves_behind_are_not_counted_for_ever(tmp_path: Path) -> None:
+    model = FakeModel(("full", "recurrent"))
+    with opened(model, tmp_path, disk_mode="through", min_checkpoint_tokens=10) as cache:
+        assert cache._disk is not None
+        disk = Held(cache)
+        disk.fails = [KeyError("a bug")]  # type: ignore[list-item]
+        said: list[int] = []
+        for i in range(6):
+            said = turn(model, cache, [*said, *text(60, i)])
+        with cache._lock:
+            assert cache._disk.spiller._writer.staged_points
+        disk.go()
+        assert not cache.flush(10) and cache.stats().disk.failed
+        cache.clear()
+        assert cache.stats().bytes["checkpoint"] == 0
+        settled(cache)

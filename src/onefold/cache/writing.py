@@ -144,7 +144,7 @@ class Writer:
             host.leave_thread()
 
     def _give_back(self) -> None:
-        """The places of records that will not be written."""
+        """The places of records that will not be written, and their checkpoints."""
         waiting = [*self._staged, *([] if self._current is None else [self._current])]
         self._staged.clear()
         self._current = None
@@ -152,6 +152,8 @@ class Writer:
         for staged in waiting:
             if staged.place is not None:
                 self._staging.give(staged.place)
+            if staged.job.checkpoint is not None:
+                staged.job.checkpoint.release()
 
     def _turn(self) -> bool:
         """One record; False when it is time to end."""

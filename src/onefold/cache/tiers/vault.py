@@ -261,6 +261,8 @@ class Vault:
         for record, head in zip(there, heads, strict=True):
             if not isinstance(head, Said):
                 if is_passing(head):
+                    if record.parent is not None and held.get(record.parent.address) is not record.parent:
+                        self.learn(record, None, record.end)  # that has gone since; an orphan, once it can be read
                     self._set_apart(record, head)
                 elif ours or str(head) != OTHER_FORMAT:
                     self.reject(record, reason_of(head))

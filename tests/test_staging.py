@@ -110,6 +110,19 @@ def test_no_more_buffers_are_made_of_bytes_that_somebody_uses() -> None:
     assert [held.take(900) is None for _ in range(3)] == [False, False, True]
 
 
+def test_a_buffer_that_the_system_has_no_memory_for_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, ledger = staging()
+
+    def refused(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("onefold.cache.staging.np.empty", refused)
+        assert [held.take(900) is None for _ in range(3)] == [False, False, True]
+    assert ledger.used_bytes == held.extra_bytes == 0
+    assert held.take(900) is not None and held.extra_bytes == BUFFER
+
+
 def test_a_request_gets_the_bytes_that_waiting_records_took(tmp_path: Path) -> None:
     """They took what nobody used; whoever needs it has them written first, and is not refused."""
     model = FakeModel(("full",), dim=64)

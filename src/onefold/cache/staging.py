@@ -19,9 +19,9 @@ from onefold.cache.ledger import Account, Ledger, Purpose
 
 
 class Buffer:
-    def __init__(self, n_bytes: int, account: Account | None) -> None:
+    def __init__(self, n_bytes: int) -> None:
         self.bytes = np.empty(n_bytes, np.uint8)
-        self.account = account
+        self.account: Account | None = None
         """Of one that was made for a while."""
         self.filled = 0
         """Bytes that were given out since it was last empty."""
@@ -42,7 +42,7 @@ class Staging:
         take at most `most_bytes`."""
         self.buffer_bytes = buffer_bytes
         self._ledger = ledger
-        self._free = [Buffer(buffer_bytes, None) for _ in range(n_buffers)]
+        self._free = [Buffer(buffer_bytes) for _ in range(n_buffers)]
         self._filling: Buffer | None = None
         self._more = max(0, most_bytes // buffer_bytes - n_buffers)
         """Buffers that may still be made."""
@@ -88,7 +88,11 @@ class Staging:
         """One for a while, of bytes that nobody uses."""
         if self._more <= 0 or not self._ledger.fits(self.buffer_bytes):
             return None
-        account = self._ledger.open(Purpose.DISK, self.buffer_bytes, "records on their way to the disk")
+        try:
+            buffer = Buffer(self.buffer_bytes)
+        except MemoryError:
+            return None
+        buffer.account = self._ledger.open(Purpose.DISK, self.buffer_bytes, "records on their way to the disk")
         self._more -= 1
         self.extra_bytes += self.buffer_bytes
-        return Buffer(self.buffer_bytes, account)
+        return buffer

@@ -12,9 +12,10 @@ import pytest
 from disk_caches import Held, opened
 from fake import FakeModel, text
 
-from onefold.cache import host
+from onefold.cache import host, spilling
 from onefold.cache.ledger import Ledger, Purpose
 from onefold.cache.staging import Staging
+from onefold.cache.writing import Job, Writer
 
 BUFFER = 1000
 
@@ -69,6 +70,41 @@ def test_turns_that_follow_at_once_go_on_in_place(
         cache.check()
         assert cache.flush(60)
         assert [cache.durable(tokens) for tokens in said] == [2500] * conversations
+        cache.check()
+
+
+def test_nothing_is_copied_out_of_a_buffer_that_a_request_writes_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where a checkpoint, which waits for its turn, comes before it."""
+    monkeypatch.setattr(spilling, "POINTS_MOST", 0)
+    written_to: list[int] = []
+    stage = Writer.stage
+
+    def staged(self: Writer, job: Job) -> None:
+        written_to.append(0 if job.slab is None else len(job.slab.writers))
+        stage(self, job)
+
+    monkeypatch.setattr(Writer, "stage", staged)
+    model = FakeModel(("full", "recurrent"))
+    with opened(model, tmp_path, disk_mode="through", min_checkpoint_tokens=10) as cache:
+        disk = Held(cache)
+        with cache.lease(busy := text(50, 9)) as lease:  # the writer has this one meanwhile
+            mx.eval(model(mx.array([busy]), cache=lease.layers))
+            lease.commit(busy)
+        assert disk.begun.wait(10)
+        tokens: list[int] = []
+        leases = []
+        for i in range(3):
+            tokens = [*tokens, *text(50, i)]
+            leases.append(lease := cache.lease(tokens))
+            mx.eval(model(mx.array([tokens[lease.cached :]]), cache=lease.layers))
+            lease.commit(tokens, close=i == 0)
+        for lease in leases[1:]:
+            lease.cancel()
+        assert written_to and not any(written_to)
+        disk.go()
+        assert cache.flush(30) and cache.durable(tokens) == len(tokens)
         cache.check()
 
 

@@ -181,23 +181,25 @@ class Spiller:
     def _copying_out(self, path: list[Node]) -> Work[bool]:
         """Stage what is owed to the disk; False if that cannot be all of it."""
         until = time.monotonic() + YIELD_SECONDS
-        if not self._staging.fits(self._owed_bytes(path)):
+        points = self._writer.staged_points < POINTS_MOST
+        if not self._staging.fits(self._owed_bytes(path, points=points)):
             return False
-        while owed := self._owed_bytes(path):
+        while owed := self._owed_bytes(path, points=points):
             if time.monotonic() >= until or not self._staging.fits(min(owed, self._staging.buffer_bytes)):
                 return False
-            job = self._job(path[-1], points=self._writer.staged_points < POINTS_MOST)
+            job = self._job(path[-1], points=points)
             if job is None:
                 self._backlog.refuse(path[-1])
                 return True
             self._writer.stage(job)
             yield 0.0
+            points = self._writer.staged_points < POINTS_MOST
         return True
 
-    def _owed_bytes(self, path: list[Node]) -> int:
+    def _owed_bytes(self, path: list[Node], *, points: bool) -> int:
         """What of it should be on disk, and could be copied out."""
         owed = [n for n in path if not self._covered(n) and n.span is not None]
-        if not owed or self._backlog.is_refused(path[-1]) or not self._writable(path[-1]):
+        if not owed or self._backlog.is_refused(path[-1]) or not self._writable(path[-1], points=points):
             return 0
         tokens = sum(n.end - (n.start if n.disk is None else max(n.start, n.disk.covered)) for n in owed)
         return tokens * self._store.token_bytes
@@ -304,11 +306,11 @@ class Spiller:
             return lambda: sorted((n for n in self._nodes() if n.checkpoint is not None), key=lambda n: n.last_use)
         return None
 
-    def _writable(self, node: Node) -> bool:
-        """Whether some of it, or of what goes before it, can be written now."""
+    def _writable(self, node: Node, *, points: bool = True) -> bool:
+        """Whether some of it, or of what goes before it, can be written now; without `points`, of ranges alone."""
         if node.parent is None or self.vault.failed or self._space_of(node) is None:
             return False
-        first = self._first_dirty(node)
+        first = self._first_dirty(node, points=points)
         if first is None or self._backlog.is_refused(first):
             return False
         return first.span is None or _quiet(first.span.slab) or self._covered(first)

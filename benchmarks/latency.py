@@ -185,7 +185,7 @@ async def count(url: str) -> list[Row]:
         Row("short chat, median", median(spent["chat"]), median(spent["chat beside"]), 2),
         Row("short chat, longest", max(spent["chat"]), max(spent["chat beside"]), None),
         Row("/health, longest", max(spent["health"]), max(spent["health beside"]), None),
-        Row("gap of a stream, median", median(alone), median(beside), 2),
+        Row("gap of a stream, median", median(alone), median(beside), None),
         Row("gap of a stream, longest", max(alone), max(beside), None),
     ]
 

@@ -224,7 +224,8 @@ def order_of(lefts: list[int], pieces: int) -> list[int]:
         pool.submit(first)
         ready.acquire()
         waiting = [pool.submit(visit, i) for i in range(len(lefts))]
-        time.sleep(0.05)
+        while len(turnstile._waiting) < len(lefts):
+            time.sleep(0.001)
         hold.set()
         for future in waiting:
             future.result(60)

@@ -14,9 +14,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from onefold.engine import cutting, tokenising
+from onefold.engine.ageing import PASSED_OVER
 from onefold.engine.cutting import Cuts, separators
 from onefold.engine.tokenising import Tokeniser
-from onefold.engine.turnstile import PASSED_OVER, Turnstile, Visitor
+from onefold.engine.turnstile import Turnstile, Visitor
 from onefold.errors import TooLong
 
 COMMA, STOP = "\uff0c", "\u3002"

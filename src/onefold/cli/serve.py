@@ -71,15 +71,9 @@ def _name(text: str) -> str:
     return text
 
 
-def _key(text: str) -> str:
+def _not_empty(text: str, wanted: str) -> str:
     if not text.strip():
-        raise argparse.ArgumentTypeError("it is empty: give a key, or leave it out")
-    return text
-
-
-def _key_file(text: str) -> str:
-    if not text.strip():
-        raise argparse.ArgumentTypeError("it is empty: give a file with one key a line, or leave it out")
+        raise argparse.ArgumentTypeError(f"it is empty: give {wanted}, or leave it out")
     return text
 
 
@@ -144,15 +138,14 @@ class Flag:
     def add_to(self, parser: argparse.ArgumentParser) -> None:
         told = self.help + (f" (default {self.default})" if self.default else "") + f" [{self.variable}]"
         given = os.environ.get(self.variable, "").strip()
+        kind = partial(self._read, parser)
         if self.type is bool:
             on = given.lower() in ("1", "true", "yes", "on")
             parser.add_argument(f"--{self.name}", action=argparse.BooleanOptionalAction, default=on, help=told)
         elif self.many:
-            kind = partial(self._read, parser)
             parser.add_argument(f"--{self.name}", action="append", type=kind, metavar=self.metavar, help=told)
         else:
             default = _FromEnvironment(given) if given else self.default
-            kind = partial(self._read, parser)
             parser.add_argument(f"--{self.name}", type=kind, default=default, metavar=self.metavar, help=told)
 
     def _read(self, parser: argparse.ArgumentParser, text: str) -> Any:
@@ -170,8 +163,10 @@ class Flag:
 
 
 API_KEY = Flag("api-key", "a key that clients must send; may be given again. The list of processes shows what is on a "
-               "command line: rather use --api-key-file or the variable", _key, metavar="KEY", many=True)  # fmt: skip
-API_KEY_FILE = Flag("api-key-file", "a file with such keys, one a line", _key_file, metavar="FILE")
+               "command line: rather use --api-key-file or the variable", partial(_not_empty, wanted="a key"),
+               metavar="KEY", many=True)  # fmt: skip
+API_KEY_FILE = Flag("api-key-file", "a file with such keys, one a line",
+                    partial(_not_empty, wanted="a file with one key a line"), metavar="FILE")  # fmt: skip
 ALIAS = Flag("alias", "a name that requests may use, * for any; may be given again", metavar="NAME", many=True)
 CORS_ORIGIN = Flag("cors-origin", "a web page that may ask, * for any; may be given again", metavar="ORIGIN", many=True)
 ALLOWED_HOST = Flag("allowed-host", "a name that clients reach the server by, beside localhost and its addresses, "
@@ -386,7 +381,8 @@ def _listen(engine: Engine, settings: Settings, sock: socket.socket) -> int:
 
     ready = partial(_greet, engine, settings, sock)
     server = Server(make_app(engine, settings), engine, settings, ready)
-    # for signals before uvicorn has handlers of its own; it raises the one that ended it once more, which is as well
+    # A signal may come before uvicorn has installed its handlers. When uvicorn has ended, it raises the signal again
+    # for the handlers that were there before: to end twice does no harm.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: server.end())
     try:

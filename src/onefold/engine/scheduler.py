@@ -26,6 +26,7 @@ import mlx.core as mx
 
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.tree import common_length
+from onefold.engine.ageing import next_of, note_turn
 from onefold.engine.job import Job
 from onefold.engine.request import Finish
 from onefold.engine.sampling import Chooser, Chosen
@@ -39,8 +40,6 @@ WORTH_WAITING_FOR = 64
 """Tokens of another request's prefill."""
 SHORT_REST = 64
 """A rest of so many tokens is run whole, its last token included: one forward instead of two."""
-PASSED_OVER = 4
-"""Chunks of shorter prompts, after which a prompt gets one of its own."""
 TRY_AGAIN_SECONDS = 0.25
 """After which a request that waits for memory is tried again though nobody has let go of any."""
 READ_SECONDS = 0.01
@@ -290,8 +289,8 @@ class Scheduler:
         if self.prefilling and (not streams or self._share.due):
             done = max(1, self._prefill_some(self._next_to_prefill()))
         while self.prefilling and (not streams or self._share.tolerates):
-            job = self._least_to_do()
-            if done + len(job.tokens) - job.position > SHORT_REST:
+            job = min(self.prefilling, key=_to_do)
+            if done + _to_do(job) > SHORT_REST:
                 return
             done += max(1, self._prefill_some(job))
 
@@ -319,19 +318,14 @@ class Scheduler:
 
     def _next_to_prefill(self) -> Job:
         """The one with the least to do; but one that was passed over too often comes first."""
-        oldest = max(self.prefilling, key=lambda j: j.passed_over)
-        chosen = oldest if oldest.passed_over >= PASSED_OVER else self._least_to_do()
-        for job in self.prefilling:
-            job.passed_over = 0 if job is chosen else job.passed_over + 1
+        chosen = next_of(self.prefilling, _to_do)
+        note_turn(chosen, self.prefilling)
         return chosen
-
-    def _least_to_do(self) -> Job:
-        return min(self.prefilling, key=lambda j: len(j.tokens) - j.position)
 
     def _run_chunk(self, job: Job) -> None:
         lease = job.lease
         assert lease is not None
-        rest = len(job.tokens) - job.position
+        rest = _to_do(job)
         chunk_tokens = self._share.chunk(job.position, streams=bool(self.decoding))
         whole = 1 < rest <= min(SHORT_REST, chunk_tokens) and lease.chunk_limit(rest) == rest
         if whole and self._cache.resumes_anywhere and job.left:
@@ -435,6 +429,11 @@ class Scheduler:
             self._finish(job, "length")
         else:
             self._fail(job, too_long(len(job.tokens), min(self.most_tokens, reached), self._cache))
+
+
+def _to_do(job: Job) -> int:
+    """Tokens that its layers do not hold yet."""
+    return len(job.tokens) - job.position
 
 
 def _inputs(rows: list[Job]) -> mx.array:

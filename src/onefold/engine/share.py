@@ -87,7 +87,7 @@ class Share:
         self._credit_seconds = max(self._credit_seconds - seconds, -DEBT_MOST * self.chunk_seconds)
 
     def rested(self) -> None:
-        """No stream runs: prompts owe nobody anything."""
+        """No stream runs: clears what prompts took beyond their share."""
         self._credit_seconds = max(self._credit_seconds, 0.0)
 
     def timed(self, position: int, n_tokens: int, seconds: float) -> None:

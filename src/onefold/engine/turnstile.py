@@ -1,4 +1,4 @@
-"""Lets one thread at a time do a piece of work: the one that has the least left, unless another waited too often.
+"""Lets one thread at a time do a piece of work, in the order of `ageing`: the one that has the least left comes first.
 
 For work in pieces that must not take more than one core, nor hold up what is short behind what is long.
 """
@@ -9,8 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-PASSED_OVER = 4
-"""Pieces of shorter work, after which longer work gets one of its own."""
+from onefold.engine.ageing import next_of, note_turn
 
 
 class Visitor:
@@ -39,9 +38,7 @@ class Turnstile:
                 self._inside = True
             finally:
                 self._waiting.remove(visitor)
-            visitor.passed_over = 0
-            for other in self._waiting:
-                other.passed_over += 1
+            note_turn(visitor, self._waiting)
         try:
             yield
         finally:
@@ -50,5 +47,4 @@ class Turnstile:
                 self._changed.notify_all()
 
     def _next(self) -> Visitor:
-        neglected = max(self._waiting, key=lambda v: v.passed_over)
-        return neglected if neglected.passed_over >= PASSED_OVER else min(self._waiting, key=lambda v: v.left)
+        return next_of(self._waiting, lambda visitor: visitor.left)

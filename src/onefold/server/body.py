@@ -24,7 +24,7 @@ MOST_ITEMS = 10_000
 MOST_NUMBERS = 1 << 18
 """Of a list of numbers: the tokens of a prompt."""
 MOST_BRACKETS = 1_000_000
-"""In the text of a body, and names of fields: parsing holds up other threads for as long as it takes."""
+"""Opening brackets and field names in the text of a body. Other threads wait while it is parsed."""
 MOST_VALUES = 100_000
 """Of a whole body; a list of numbers counts as one."""
 
@@ -189,7 +189,7 @@ def _path(detail: ErrorDetails, given: Any) -> tuple[str, ...]:
     for step in detail["loc"]:
         if isinstance(here, dict):
             inside = step in here
-        else:  # a word is looked for in a range one number at a time
+        else:  # not `step in range(n)`, which compares a string with all n numbers
             inside = isinstance(here, list) and isinstance(step, int) and 0 <= step < len(here)
         if inside:
             here = here[step]

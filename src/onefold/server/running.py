@@ -74,7 +74,7 @@ class Server(uvicorn.Server):
         self._engine.stop(timeout_seconds=0)
 
     def end(self) -> None:
-        """Have it end, before or after it listens."""
+        """Tells the server to end, whether it listens yet or not."""
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -17,7 +17,7 @@
 - The folder itself may be a symbolic link, which is for its owner to decide; it is looked up once in each call. No link
   below it is followed, nor one that is put there in the middle of a call (`directory`).
 - Only what a cache wrote is removed: records and their temporary names, an `about.json` that says so, and folders that
-  held nothing else.
+  held nothing else. But a file is always written anew: whatever has its temporary name by then is removed first.
 - The file cache of the operating system is told to let go of what was written or read.
 
 Knows nothing of what records mean, but for their names. No MLX in this file.

@@ -24,6 +24,8 @@ from test_disk import HYBRID
 from onefold import PrefixCache
 from onefold.cache.tiers import record as format
 from onefold.cache.tiers.folder import Folder
+from onefold.cli import cache_actions, cache_report  # noqa: F401  an ordinary user may not be able to import them
+from onefold.cli.cache import run
 from onefold.errors import ConfigError
 
 KINDS = {"full": ("full", "full"), "hybrid": HYBRID}
@@ -431,6 +433,25 @@ def test_a_file_in_the_way_is_a_mistake(name: str, tmp_path: Path) -> None:
 def _ordinary_folder() -> Iterator[Path]:
     with ordinary_folder() as folder:
         yield folder
+
+
+def test_a_namespace_without_access_is_named_and_done_without(
+    ordinary_folder: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, other = FakeModel(("full",)), FakeModel(("full", "full"))
+    with opened(other, ordinary_folder) as cache:
+        turn(other, cache, text(100))
+    closed = files(ordinary_folder)[0].parent
+    with opened(model, ordinary_folder) as cache:
+        said = turn(model, cache, text(100))
+    closed.chmod(0)
+    with opened(model, ordinary_folder, disk_budget=None) as cache:
+        assert Session(model, cache, [*said, 1]).cached == len(said)
+        assert cache.flush(10, everything=True) and not cache.stats().disk.failed
+    assert f"{closed} cannot be read, and is not used: Permission denied" in caplog.text
+    capsys.readouterr()
+    assert run(["ls", "--disk", str(ordinary_folder)]) == 2
+    assert closed.name in capsys.readouterr().err, "who looks at it all is told why not"
 
 
 @pytest.mark.parametrize("mode", ["back", "through"])

@@ -160,6 +160,65 @@ def test_what_is_read_later_meets_what_was_computed_meanwhile(
         settled(cache)
 
 
+@contextmanager
+def broken_content(monkeypatch: pytest.MonkeyPatch, paths: list[Path]) -> Iterator[None]:
+    """The heads of these files can be read meanwhile, and nothing behind them."""
+    real, inodes = os.preadv, {p.stat().st_ino for p in paths}
+
+    def read(file: int, *rest: Any) -> int:
+        if os.fstat(file).st_ino in inodes:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(file, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", read)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("mode", "kinds", "which"),
+    [("back", "full", 0), ("through", "full", 2), ("through", "hybrid", 1), ("back", "hybrid", -1)],
+)
+def test_a_record_whose_content_cannot_be_read_is_dirty_again(
+    mode: str, kinds: str, which: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`flush` and `durable` do not count on it: what memory has of it is written again."""
+    model, said = filled(KINDS[kinds], tmp_path)
+    broken = [p for p in files(tmp_path) if (".point." in p.name) == (which < 0)][which]
+    inode = broken.stat().st_ino
+    with broken_content(monkeypatch, [broken]), reopened(model, tmp_path, mode) as cache:
+        first = Session(model, cache, [*said, 1])
+        assert first.cached < len(said)
+        assert cache.durable(said) < len(said)
+        again = first.prefill().decode(2).commit()
+        assert cache.flush(10, everything=True)
+        assert cache.durable(again) == len(again) and cache.stats().disk.rejected_records == 0
+        assert cache.stats().reasons["disk: unreadable"] == 1
+        settled(cache)
+    assert broken.stat().st_ino != inode, "it is a new file"
+    with opened(model, tmp_path) as cache:
+        assert Session(model, cache, [*again, 1]).cached == len(again)
+
+
+def test_a_record_whose_content_could_not_be_read_is_used_when_all_of_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, said = filled(KINDS["full"], tmp_path)
+    monkeypatch.setattr(vault, "RETRY_SECONDS", 0.0)
+    third = files(tmp_path)[2]
+    inode = third.stat().st_ino
+    with reopened(model, tmp_path, "back") as cache:
+        with broken_content(monkeypatch, [third]):
+            lease = cache.lease([*said, 1])
+            assert lease.cached == 40
+            lease.cancel()
+            assert cache.matched(said) == 40, "its head can be read, and that is not enough"
+            settled(cache)
+        assert Session(model, cache, [*said, 1]).cached == len(said)
+        settled(cache)
+    assert third.stat().st_ino == inode
+
+
 @pytest.mark.parametrize("mode", ["back", "through"])
 def test_what_cannot_be_written_again_is_left_as_it_was(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -42,7 +42,6 @@ from onefold.sizes import parse_size, show_size
 log = logging.getLogger("onefold")
 
 MODES = ("back", "through")
-ASIDE_SECONDS = 30.0
 ABANDONED_SECONDS = 30.0
 DEFAULT_MOST = 100 * 1000**3
 
@@ -204,11 +203,17 @@ class Disk:
         tails = [tail for tail in self.forget([record]) if tail is not record]
         self.vault.count_rejected(record, reason, tails)
 
-    def set_aside(self, record: Record, error: Exception) -> None:
-        """It could not be read, through no fault of its own: for a while it is as if it were not there."""
-        self.reasons["unreadable"] += 1
-        log.warning("a record on disk cannot be read now, and is left there: %s", error)
-        record.aside = time.monotonic() + ASIDE_SECONDS
+    def set_apart(self, record: Record, error: Exception) -> None:
+        """The record cannot be read now. Takes it and its descendants from their nodes, so that what memory has of
+        them is dirty again; the files stay, and are tried again later."""
+        tails = sorted(below(self.vault.records(), [record]), key=lambda r: -r.start)
+        nodes = {node for tail in tails for node in tail.nodes}
+        for tail in tails:
+            self.take_from_nodes(tail)
+        self.vault.set_apart(record, tails, error)
+        for node in nodes:
+            if node.parent is not None and (node.span is not None or node.checkpoint is not None):
+                self.spiller.committed(node)
 
     def clear(self) -> None:
         """Everything of this model's that no node has, in whatever namespace, but for what is on its way."""

@@ -97,7 +97,7 @@ def _resumable(node: Node, reach: int) -> bool:
     """Whether a request can begin at its end, with KV that reaches so far."""
     if node.checkpoint is not None:
         return node.end <= reach or node.checkpoint.spanless
-    if node.disk is None or node.disk.point is None or not _there(node.disk.point):
+    if node.disk is None or node.disk.point is None or not node.disk.point.ready:
         return False
     return node.end <= reach or _rotated(node)
 
@@ -105,10 +105,6 @@ def _resumable(node: Node, reach: int) -> bool:
 def _rotated(node: Node) -> bool:
     """Whether it lies behind tokens without KV: then its checkpoint does without as well."""
     return any(r.hollow for n in node.path() if n.disk is not None for r in n.disk.records)
-
-
-def _there(record: Record) -> bool:
-    return record.ready and record.aside <= time.monotonic()
 
 
 def kv_reach(cache: PrefixCache, path: list[Node], matched: int) -> int:
@@ -121,7 +117,7 @@ def kv_reach(cache: PrefixCache, path: list[Node], matched: int) -> int:
             at = node.end
             continue
         for record in [] if node.disk is None else node.disk.records:
-            if not _there(record) or record.hollow:
+            if not record.ready or record.hollow:
                 return min(at, matched)
             at = min(node.end, record.end)
         if at < node.end:
@@ -311,7 +307,7 @@ class Restore:
             self._left.clear()
             self.rejected = True
             if is_passing(error):
-                self._disk.set_aside(record, error)
+                self._disk.set_apart(record, error)
             else:
                 self._disk.reject(record, reason_of(error))
         except BudgetError:

@@ -189,7 +189,8 @@ class Spiller:
                 return False
             job = self._job(path[-1], points=points)
             if job is None:
-                self._backlog.refuse(path[-1])
+                if self._writable(path[-1]):
+                    self._backlog.refuse(path[-1])
                 return True
             self._writer.stage(job)
             yield 0.0
@@ -290,7 +291,8 @@ class Spiller:
             job = self._job(node)
             if job is not None:
                 return job
-            self._backlog.refuse(node)
+            if self._writable(node):  # else it comes again when its request has ended
+                self._backlog.refuse(node)
             self._gate.tell()
         self._backlog.more = True
         return None
@@ -345,7 +347,9 @@ class Spiller:
         """The next record of a node's path. None if nothing is left to write, or it has no place on the disk. What is
         there already, and no node knew of, is not written: the node has it from then on."""
         space = self._space_of(node)
-        while space is not None and (first := self._first_dirty(node, points=points)) is not None:
+        while space is not None and self._writable(node, points=points):
+            first = self._first_dirty(node, points=points)
+            assert first is not None
             job = self._point_job(first, space) if self._covered(first) else self._range_job(first, space)
             if not isinstance(job, Record):
                 return job

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onefold.cache.tiers.folder import Filed, Folder, Written, day_of
+from onefold.cache.tiers.folder import Filed, Folder, Written, day_of, read_all
 from onefold.cache.tiers.heads import Wanted, read_heads
 from onefold.cache.tiers.index import NO_STAMP, Index, Indexed, Said, pack
 from onefold.cache.tiers.order import oldest_tails_first
@@ -48,6 +48,9 @@ _TOUCH_EVERY = 60.0
 RETRY_SECONDS = 30.0
 """After which heads that could not be read are tried again; twice as long after each time that was in vain."""
 RETRY_MOST = 3600.0
+TRIAL_SECONDS = 0.2
+"""For which, in one go, records are read whole that could not be; the lock is held meanwhile."""
+_TRIAL_BYTES = 1 << 20
 
 
 def on_disk(size: int) -> int:
@@ -59,10 +62,10 @@ class Record:
 
     __slots__ = (
         "address",
-        "aside",
         "children",
         "end",
         "hollow",
+        "in_doubt",
         "namespace",
         "nodes",
         "parent",
@@ -95,10 +98,10 @@ class Record:
         """It is being read."""
         self.ready = True
         """The file is there, under its name."""
-        self.aside = 0.0
-        """It could not be read, and is not tried before then."""
         self.unread = False
-        """Its head could not be read: where it ends, and what it goes on from, is not known."""
+        """It could not be read. If that was its head, its end and its parent are not known."""
+        self.in_doubt = False
+        """Its head can be read, and its content could not be: it is not used before all of it was read once."""
         self.stamp = NO_STAMP
         """By which its file is known again, until its head was read."""
 
@@ -171,7 +174,11 @@ class Vault:
     def _scan(self) -> None:
         """Count what is there, sweep what a crash left, and be within the budget."""
         for namespace in self.folder.namespaces():
-            found = self.folder.listing(namespace)
+            try:
+                found = self.folder.listing(namespace)
+            except PermissionError as error:
+                log.warning("%s/%s cannot be read, and is not used: %s", self.folder.path, namespace, error.strerror)
+                continue
             self.folder.sweep(namespace, found.strangers)
             if not found.records:
                 self._remove_if_empty(namespace)
@@ -257,6 +264,7 @@ class Vault:
     def _read(self, namespace: str, there: list[Record], *, ours: bool, index: Index) -> Iterator[Loaded]:
         """Read the heads of these, which stay apart until their own and those of all that they go on from were read."""
         held, apart = self._records.get(namespace, {}), self._apart[namespace]
+        until = time.monotonic() + TRIAL_SECONDS
         heads = read_heads(self.folder, namespace, (Wanted(r.named, r.size, r.stamp) for r in there), index)
         for record, head in zip(there, heads, strict=True):
             if not isinstance(head, Said):
@@ -275,11 +283,35 @@ class Vault:
                 self.reject(record, "orphan")
                 continue
             self.learn(record, parent, record.start + len(head.tokens))
-            record.unread = False
+            if record.in_doubt and (time.monotonic() > until or not self._is_readable(record)):
+                continue
+            record.unread = record.in_doubt = False
             record.hollow = head.hollow
             if not waits:
                 apart.discard(record)
                 yield Loaded(record, head.tokens)
+
+    def _is_readable(self, record: Record) -> bool:
+        """Reads the whole file."""
+        place = bytearray(min(record.size, _TRIAL_BYTES))
+        try:
+            with self.folder.reading(record.namespace, record.name) as file:
+                for at in range(0, record.size, len(place)):
+                    read_all(file, [place], at)
+        except OSError:
+            return False
+        return True
+
+    def set_apart(self, record: Record, tails: Iterable[Record], error: Exception) -> None:
+        """Its content could not be read, and no node has it or its `tails` any more: they are tried again later."""
+        self._set_apart(record, error)
+        record.in_doubt = True
+        self._keep_apart(record, tails)
+
+    def _keep_apart(self, record: Record, tails: Iterable[Record]) -> None:
+        self._apart.setdefault(record.namespace, set()).update(r for r in (record, *tails) if r.ready)
+        if record.namespace not in self._retries:
+            self._retry_in(record.namespace, RETRY_SECONDS)
 
     def _set_apart(self, record: Record, error: Exception) -> None:
         if not record.unread:
@@ -359,15 +391,13 @@ class Vault:
         """It was not written once more: it is there as it was, with these that go on from it, and no node has them."""
         record.ready = True
         self._coming -= record.size
-        self._apart[record.namespace] |= {r for r in (record, *tails) if r.ready}
-        if record.namespace not in self._retries:
-            self._retry_in(record.namespace, RETRY_SECONDS)
+        self._keep_apart(record, tails)
 
     def arrived(self, record: Record) -> None:
         """It was written, whether anybody wants it still or not."""
         if not record.ready:
             self._coming -= record.size
-        record.ready, record.unread = True, False
+        record.ready, record.unread, record.in_doubt = True, False, False
         self._today()
         self.written_today += record.size
         self.written_ever += record.size

@@ -108,6 +108,19 @@ def test_a_server_that_ends_does_not_tokenise_to_the_end(engine: Engine, pieces:
     assert answers[0].status_code == 503
 
 
+def test_the_prompt_of_a_client_that_hung_up_is_not_tokenised_to_the_end(engine: Engine, pieces: list[int]) -> None:
+    content = {"messages": [{"role": "user", "content": "hello world " * 1_000_000}]}
+    with listening(engine) as url:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url + "/v1/messages/count_tokens", json=content, timeout=1)
+        before = -1
+        while before != sum(pieces):
+            before = sum(pieces)
+            time.sleep(0.3)
+        assert 0 < before < 11_000_000
+        assert post(url, "/v1/chat/completions", SHORT).status_code == 200
+
+
 @pytest.mark.parametrize(
     "content",
     [

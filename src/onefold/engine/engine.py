@@ -25,6 +25,7 @@ from onefold.cache.counting import Stats
 from onefold.cache.disk import DiskSettings
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.worker import Worker
+from onefold.engine import wanted
 from onefold.engine.context_length import context_length
 from onefold.engine.job import Deliver, Job
 from onefold.engine.prompt import PromptMaker
@@ -194,6 +195,7 @@ class Engine:
     def _going_on(self) -> None:
         if self._ended:
             raise EngineStopped("the engine has stopped")
+        wanted.check()
 
     # -- requests ------------------------------------------------------------------------------
 

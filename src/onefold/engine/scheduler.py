@@ -283,16 +283,17 @@ class Scheduler:
     # -- prefill -------------------------------------------------------------------------------
 
     def _prefill(self) -> None:
-        """One chunk, if prompts have that much time; or several that are short, of as many requests, and together no
-        longer than the shortest chunk."""
-        streams, done = bool(self.decoding), 0
-        if self.prefilling and (not streams or self._share.due):
-            done = max(1, self._prefill_some(self._next_to_prefill()))
-        while self.prefilling and (not streams or self._share.tolerates):
-            job = min(self.prefilling, key=_to_do)
-            if done + _to_do(job) > SHORT_REST:
+        """Runs one chunk, if prompts have earned it; then those prompts that are short, all together no longer than
+        `SHORT_REST`, one chunk of each."""
+        streams, left, done = bool(self.decoding), list(self.prefilling), 0
+        if left and (not streams or self._share.due):
+            left.remove(job := self._next_to_prefill())
+            done = max(1, self._prefill_some(job))
+        for job in sorted(left, key=_to_do):
+            if done + _to_do(job) > SHORT_REST or (streams and not self._share.tolerates):
                 return
-            done += max(1, self._prefill_some(job))
+            if job in self.prefilling:  # it may have given way
+                done += max(1, self._prefill_some(job))
 
     def _prefill_some(self, job: Job) -> int:
         """Runs the next chunk of a prompt. Returns the number of its tokens."""

@@ -15,6 +15,9 @@ import math
 CHUNK_STEPS = 2.3
 """Decode steps that a chunk may cost, if the share is not larger than that. At a share of a half fewer than half of the
 tokens then wait for a chunk."""
+CATCH_UP = 1.5
+"""Times what streams earn in one step, that a chunk takes at least: at most one chunk runs between two steps, so one
+that took no more than was earned could never make up for a step that was shorter than usual."""
 LEAST_TOKENS = 8
 """Of a chunk, however slow it is."""
 FIRST_TOKENS = 64
@@ -28,8 +31,11 @@ DEPTHS = 4
 """Speeds that are kept for each doubling of the position."""
 DEBT_MOST = 20.0
 """Chunks that a single stall, of the disk say, can cost the prompts after it."""
-WEIGHT = 0.3
+WEIGHT = 0.2
 """Of the newest figure in a mean."""
+WEIGHT_WARNING = 0.6
+"""Of one that makes chunks shorter: a chunk that takes too long holds up every stream, one that is too short costs
+little."""
 
 
 class Speed:
@@ -40,7 +46,7 @@ class Speed:
 
     def note(self, position: int, n_tokens: int, seconds: float) -> None:
         depth = _depth(position)
-        self._rates[depth] = _mean(self._rates.get(depth, 0.0), n_tokens / max(seconds, 1e-6))
+        self._rates[depth] = _cautious(self._rates.get(depth, 0.0), n_tokens / max(seconds, 1e-6))
 
     def at(self, position: int) -> float:
         """0 if nothing is known. Where only earlier tokens were timed, each doubling of the position is taken to halve
@@ -64,7 +70,7 @@ class Share:
     @property
     def chunk_seconds(self) -> float:
         """What a chunk should take beside streams."""
-        return self._step_seconds * max(CHUNK_STEPS, self._earned_per_second)
+        return self._step_seconds * max(CHUNK_STEPS, CATCH_UP * self._earned_per_second)
 
     @property
     def due(self) -> bool:
@@ -78,7 +84,7 @@ class Share:
 
     def streamed(self, seconds: float) -> None:
         """Streams ran for so long: one decode step."""
-        self._step_seconds = _mean(self._step_seconds, seconds)
+        self._step_seconds = _cautious(self._step_seconds, seconds)
         earned = self._credit_seconds + seconds * self._earned_per_second
         self._credit_seconds = min(earned, 2 * self.chunk_seconds)
 
@@ -111,5 +117,7 @@ def _depth(position: int) -> int:
     return int(DEPTHS * math.log2(1 + position / 512))
 
 
-def _mean(before: float, now: float) -> float:
-    return now if not before else (1 - WEIGHT) * before + WEIGHT * now
+def _cautious(before: float, now: float) -> float:
+    """A running mean that leans towards the lower figures."""
+    weight = WEIGHT_WARNING if now < before else WEIGHT
+    return now if not before else (1 - weight) * before + weight * now

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
+from onefold.engine import wanted
 from onefold.engine.engine import Engine
 from onefold.engine.request import Hit, Sampling
 from onefold.errors import BadRequest, Busy, UnknownModel
@@ -36,17 +37,22 @@ class Service:
         self._counting = threading.Lock()
 
     async def prepare(self, make: Callable[[], T]) -> T:
-        """Runs `make` on a thread for prompts. Raises Busy if there are too many of them."""
+        """Runs `make` on a thread for prompts; if this is cancelled, `make` ends at its next piece of text. Raises Busy
+        if there are too many of them."""
         if self._preparing >= MOST_PREPARING:
             raise Busy(f"{self._preparing} requests are waiting to be read.", retry_after=1)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(MOST_PREPARING, thread_name_prefix="onefold-prompt")
-        work = self._threads.submit(make)
+        unwanted = threading.Event()
+        work = self._threads.submit(wanted.run, unwanted, make)
         with self._counting:
             self._preparing += 1
         work.add_done_callback(self._prepared)
         try:
             return await asyncio.wrap_future(work)
+        except asyncio.CancelledError:
+            unwanted.set()
+            raise
         except RecursionError:  # a template may go down into a tool's schema by calling itself
             raise BadRequest("Something in this request is nested too deeply.") from None
 

@@ -29,8 +29,8 @@ from mlx_lm.models.cache import LRUPromptCache, PromptTrie, make_prompt_cache
 from rich.console import Console
 from rich.table import Table
 
-from onefold.cache.device import weight_bytes
-from onefold.cache.tree import Tree
+from onefold.cache.memory.device import weight_bytes
+from onefold.cache.memory.tree import Tree
 
 sys.path.insert(0, str(Path(__file__).parent))
 from shapes import hybrid_model, llama_model

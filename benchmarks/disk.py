@@ -38,8 +38,8 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from fake import FakeModel
 
-from onefold.cache import foreign
-from onefold.cache.tiers.record import Content, What, parse_name, range_tensors
+from onefold.cache.request import adopting
+from onefold.cache.tiers.records.record import Content, What, parse_name, range_tensors
 from onefold.sizes import show_size
 
 TURN = 32
@@ -293,7 +293,7 @@ def part_commit(given: Settings) -> dict[str, Any]:
                     tokens = conversation(given.tokens, 400 + i)
                 for upto in range(512, given.tokens + 1, 512):
                     with cache.lease(tokens[:upto]) as lease:
-                        foreign.fill(lease, kv, upto)
+                        adopting.fill(lease, kv, upto)
                         found[name].append(timed(lambda: lease.commit(tokens[:upto])))  # noqa: B023
                     if name != "busy":
                         written(cache)

@@ -4,7 +4,7 @@
 
 Each row: queries, whether the slice of keys and values begins at 0 or further on, how many of the shapes tried gave
 NaN or another result than the same values in a buffer of their own, or how the process ended. Onefold gives the kernel
-no slice that begins past 0 on CUDA (`cache/attention.py`); its last rows run its own attention on such pieces.
+no slice that begins past 0 on CUDA (`cache/model/attention.py`); its last rows run its own attention on such pieces.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import onefold  # noqa: F401  first: it preloads a real BLAS
 # isort: split
 import mlx.core as mx
 
-from onefold.cache.attention import Handle, View, attention
-from onefold.cache.kinds.full import PlainCodec
+from onefold.cache.model.attention import Handle, View, attention
+from onefold.cache.model.kinds.full import PlainCodec
 
 QUERIES = (1, 2, 9, 512)
 

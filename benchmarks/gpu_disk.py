@@ -24,7 +24,7 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 from shapes import llama_model
 
-from onefold.cache import host
+from onefold.cache.tiers.disk import host
 
 
 def words(n: int, seed: int = 0) -> list[int]:

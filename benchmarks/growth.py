@@ -28,8 +28,8 @@ from mlx_lm.models import gemma3_text, llama
 from rich.console import Console
 from rich.table import Table
 
-from onefold.cache.gate import Gate, Work
-from onefold.cache.segment import Slab
+from onefold.cache.memory.lock import CacheLock, Work
+from onefold.cache.memory.segment import Slab
 
 VOCAB = 8192
 FEW, MANY = 10, 5000
@@ -226,7 +226,7 @@ class Timed:
 
 
 def watched(cache: onefold.PrefixCache) -> Timed:
-    gate: Gate = cache._lock
+    gate: CacheLock = cache._lock
     gate._outer = Timed(gate._outer)  # type: ignore[assignment]
     return gate._outer  # type: ignore[return-value]
 

@@ -40,12 +40,12 @@ from rich.console import Console
 from rich.table import Table
 from shapes import gemma_model, hybrid_model, llama_model
 
-from onefold.cache.device import memory_bytes
-from onefold.cache.kinds.base import Snapshot
-from onefold.cache.kinds.recurrent import RecurrentLayer
-from onefold.cache.kinds.rotating import RotatingLayer
-from onefold.cache.pace import Pace
-from onefold.cache.tree import as_tokens
+from onefold.cache.memory.device import memory_bytes
+from onefold.cache.memory.tree import as_tokens
+from onefold.cache.model.kinds.base import Snapshot
+from onefold.cache.model.kinds.recurrent import RecurrentLayer
+from onefold.cache.model.kinds.rotating import RotatingLayer
+from onefold.cache.tiers.disk.pace import Pace
 
 ROOT = Path(__file__).resolve().parent.parent
 NONE = "—"
@@ -884,7 +884,7 @@ def b8_over_turns() -> Shown:
 # -- C. unbounded growth --------------------------------------------------------------------------------
 
 
-class Ears(logging.Handler):
+class ModelObserver(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.said: list[str] = []
@@ -896,7 +896,7 @@ class Ears(logging.Handler):
 @contextmanager
 def listening() -> Iterator[list[str]]:
     """What Onefold logs, here instead of on the screen."""
-    log, ears = logging.getLogger("onefold"), Ears()
+    log, ears = logging.getLogger("onefold"), ModelObserver()
     log.addHandler(ears)
     propagate, log.propagate = log.propagate, False
     try:

@@ -39,7 +39,7 @@ from listening import listening
 from local_model import write_model
 from traffic import Ask, longest, plan, unique_tokens
 
-from onefold.cache.device import weight_bytes
+from onefold.cache.memory.device import weight_bytes
 from onefold.engine.engine import Engine
 from onefold.engine.prompt import PromptMaker
 from onefold.engine.scheduler import Limits

@@ -52,10 +52,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from disk_caches import ordinary_folder
 from fake import FakeModel, Session, settled, text
 
-from onefold.cache.tiers.folder import TEMPORARY
-from onefold.cache.tiers.record import content_of, parse_head, parse_name
-from onefold.cache.tiers.vault import BLOCK, on_disk
-from onefold.cache.tree import as_tokens
+from onefold.cache.memory.tree import as_tokens
+from onefold.cache.tiers.records.catalog import BLOCK, on_disk
+from onefold.cache.tiers.records.folder import TEMPORARY
+from onefold.cache.tiers.records.record import content_of, parse_head, parse_name
 from onefold.errors import RecordError
 
 MODELS = (("full", "full"), ("full", "recurrent"), ("rotating", "full"), ("composite", "full"))

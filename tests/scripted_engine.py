@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from onefold.cache.counting import Stats
-from onefold.cache.disk import DiskStats
+from onefold.cache.stats import Stats
+from onefold.cache.tiers.disk.tier import DiskStats
 from onefold.engine.engine import EngineStats
 from onefold.engine.request import Done, Event, Hit, Prompt, Request, Sampling, Started, Text
 from onefold.errors import EngineStopped

@@ -274,7 +274,7 @@ def test_a_device_that_fails_while_compacting_costs_only_the_miss(model, monkeyp
                 raise RuntimeError("no more")
             real(*args)
 
-        monkeypatch.setattr("onefold.cache.segment.mx.eval", second_fails)
+        monkeypatch.setattr("onefold.cache.memory.segment.mx.eval", second_fails)
         slab = max(cache._store.slabs, key=lambda s: s.capacity)
         assert not cache._lock.run(cache._shelf.compacting(slab))
         monkeypatch.undo()

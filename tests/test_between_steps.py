@@ -18,14 +18,14 @@ from disk_walk import Walk
 from fake import FakeModel, Session, settled, text
 
 import onefold
-from onefold.cache.restoring import Restore
-from onefold.cache.segment import Slab, Track
+from onefold.cache.memory.segment import Slab, Track
+from onefold.cache.tiers.disk.restoring import Restore
 
 
 @pytest.fixture(autouse=True)
 def steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock is let go after every step, and nobody waits for another thread's forward."""
-    monkeypatch.setattr("onefold.cache.gate.STRETCH_SECONDS", -1.0)
+    monkeypatch.setattr("onefold.cache.memory.lock.STRETCH_SECONDS", -1.0)
     monkeypatch.setattr("onefold.cache.prefix_cache.FORWARD_MOST", 0.0)
 
 
@@ -294,7 +294,7 @@ def test_a_copy_that_is_broken_off(
             evaluate(*arrays)
 
         with monkeypatch.context() as patch, contextlib.suppress(error, onefold.OnefoldError):
-            patch.setattr("onefold.cache.segment.mx.eval", failing)
+            patch.setattr("onefold.cache.memory.segment.mx.eval", failing)
             act()
         assert copies[0] >= 3
         for lease in list(cache._leases):
@@ -399,7 +399,7 @@ def test_threads_that_want_one_conversation_from_disk_read_it_once(
 
 def test_closing_beside_threads_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them hears that the cache is closed, and nothing is left of what they did."""
-    monkeypatch.setattr("onefold.cache.gate.STRETCH_SECONDS", 0.005)
+    monkeypatch.setattr("onefold.cache.memory.lock.STRETCH_SECONDS", 0.005)
     model, heard = FakeModel(("full",) * 3), list[BaseException]()
     for _ in range(3):
         cache = onefold.PrefixCache(model, "64MB")

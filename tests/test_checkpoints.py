@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.cache.checkpoints import GRID, PER_PATH, Checkpoint, Place, surplus, wanted
-from onefold.cache.kinds.base import Snapshot
-from onefold.cache.ledger import Ledger, Purpose
+from onefold.cache.memory.checkpoints import GRID, PER_PATH, Checkpoint, Place, surplus, wanted
+from onefold.cache.memory.ledger import Ledger, Purpose
+from onefold.cache.model.kinds.base import Snapshot
 
 NOTHING: frozenset[int] = frozenset()
 

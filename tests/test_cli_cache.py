@@ -24,12 +24,12 @@ from fake import FakeModel, Session, text
 from terminal import environment, on_terminal
 
 from onefold import PrefixCache
-from onefold.cache.tiers import census
-from onefold.cache.tiers.folder import Folder
-from onefold.cache.tiers.layout import Layout
-from onefold.cache.tiers.order import below
-from onefold.cache.tiers.record import Content, Named, What, file_name, parse_name
-from onefold.cache.tiers.vault import NO_TOKENS, on_disk
+from onefold.cache.tiers.records import census
+from onefold.cache.tiers.records.catalog import NO_TOKENS, on_disk
+from onefold.cache.tiers.records.folder import Folder
+from onefold.cache.tiers.records.layout import Layout
+from onefold.cache.tiers.records.order import below
+from onefold.cache.tiers.records.record import Content, Named, What, file_name, parse_name
 from onefold.cli import cache_actions, cache_report, main, serve
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "disk-format.md"
@@ -540,7 +540,7 @@ def test_a_namespace_of_another_format_is_left_alone(run, told, folder) -> None:
 
 
 def test_memory_does_not_depend_on_the_record(folder, monkeypatch) -> None:
-    from onefold.cache.tiers import verify
+    from onefold.cache.tiers.records import verify
 
     monkeypatch.setattr(verify, "PIECE", 64)
     sizes: list[int] = []
@@ -718,9 +718,9 @@ def test_a_bar_is_shown_on_a_terminal(folder) -> None:
 @pytest.fixture
 def in_use(folder: Path) -> Iterator[int]:
     code = (
-        "import sys; from onefold.cache.tiers.folder import Folder; f = Folder.make(sys.argv[1]); print(flush=True); "
+        "import sys; from onefold.cache.tiers.records.folder import Folder; f = Folder.make(sys.argv[1]); "
+        "print(flush=True); sys.stdin.read()"
     )
-    code += "sys.stdin.read()"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code, str(folder)], stdin=pipe, stdout=pipe) as process:
         try:

@@ -26,7 +26,7 @@ import pytest
 import tiny_gguf
 
 import onefold
-from onefold.cache import device
+from onefold.cache.memory import device
 from onefold.engine import demo_model
 
 KEPT = demo_model.cache_folder()

@@ -24,9 +24,10 @@ from test_scenarios_fake import CASES, Case
 from tiny import tiny
 
 from onefold import ConfigError, PrefixCache
-from onefold.cache import fingerprint, host
-from onefold.cache.disk import DiskStats
-from onefold.cache.pace import Pace
+from onefold.cache.model import fingerprint
+from onefold.cache.tiers.disk import host
+from onefold.cache.tiers.disk.pace import Pace
+from onefold.cache.tiers.disk.tier import DiskStats
 from onefold.errors import FolderInUse
 
 

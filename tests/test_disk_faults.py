@@ -22,8 +22,8 @@ from fake import FakeModel, Session, settled, text
 from test_disk import HYBRID
 
 from onefold import PrefixCache
-from onefold.cache.tiers import record as format
-from onefold.cache.tiers.folder import Folder
+from onefold.cache.tiers.records import record as format
+from onefold.cache.tiers.records.folder import Folder
 from onefold.cli import cache_actions, cache_report  # noqa: F401  an ordinary user may not be able to import them
 from onefold.cli.cache import run
 from onefold.errors import ConfigError
@@ -282,7 +282,7 @@ def test_a_disk_that_takes_no_more_is_done_without(
         raise OSError(code, os.strerror(code))
 
     with opened(model, tmp_path, budget="1MB", disk_mode=mode) as cache:
-        monkeypatch.setattr("onefold.cache.tiers.folder.write_all", full)
+        monkeypatch.setattr("onefold.cache.tiers.records.folder.write_all", full)
         serves_on(model, cache, 12)
         cache.flush(10)
         assert Session(model, cache, [*tokens, 1]).cached == len(tokens), "what is there can be read"
@@ -518,7 +518,7 @@ def test_the_lock_ends_with_the_process(tmp_path: Path) -> None:
         [
             sys.executable,
             "-c",
-            "import sys, time\nfrom onefold.cache.tiers.folder import Folder\n"
+            "import sys, time\nfrom onefold.cache.tiers.records.folder import Folder\n"
             "f = Folder.make(sys.argv[1]); print('held', flush=True); time.sleep(60)",
             str(tmp_path),
         ],

@@ -27,11 +27,11 @@ from disk_caches import MODES, files, flip, opened, small_records, turn
 from fake import FakeModel, Session, settled, text
 
 from onefold import BudgetError, PrefixCache
-from onefold.cache import host
-from onefold.cache.restoring import Restore
-from onefold.cache.tiers.folder import Folder
-from onefold.cache.tiers.heads import read_content
-from onefold.cache.tiers.record import Content, parse_name
+from onefold.cache.tiers.disk import host
+from onefold.cache.tiers.disk.restoring import Restore
+from onefold.cache.tiers.records.folder import Folder
+from onefold.cache.tiers.records.heads import read_content
+from onefold.cache.tiers.records.record import Content, parse_name
 from onefold.errors import ConfigError, FolderInUse
 
 
@@ -183,7 +183,7 @@ def test_a_write_that_fails_for_now_does_not_end_it_all(
             raise OSError(code, os.strerror(code))
 
         with monkeypatch.context() as patched:
-            patched.setattr("onefold.cache.tiers.folder.write_all", fails)
+            patched.setattr("onefold.cache.tiers.records.folder.write_all", fails)
             first = turn(model, cache, text(60))
             assert not cache.flush(10) and cache.stats().disk.failed == ""
         again = turn(model, cache, [*first, 7])
@@ -199,7 +199,7 @@ def test_a_disk_that_is_too_slow_is_waited_for_once(model: FakeModel, tmp_path: 
         write(self, *what)
 
     monkeypatch.setattr(Folder, "write", slow)
-    monkeypatch.setattr("onefold.cache.shelf.PATIENCE", 0.2)
+    monkeypatch.setattr("onefold.cache.memory.nodes.PATIENCE", 0.2)
     with opened(model, tmp_path, budget="3MB") as cache:
         began = time.monotonic()
         for i in range(20):
@@ -319,7 +319,7 @@ def test_a_child_process_does_not_keep_the_folder(tmp_path: Path) -> None:
     """The lock ends with the process that took it, also if that had a child."""
     script = f"""
         import os, sys, time
-        from onefold.cache.tiers.folder import Folder
+        from onefold.cache.tiers.records.folder import Folder
         folder = Folder.make({str(tmp_path)!r})
         child = os.fork()
         if child == 0:

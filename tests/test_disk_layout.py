@@ -13,9 +13,9 @@ from fake import FakeModel, Session, settled, text
 from test_disk import HYBRID
 
 from onefold.cache.states import points_of
-from onefold.cache.tiers import record as form
-from onefold.cache.tiers.layout import Layout
-from onefold.cache.tiers.record import Content, Tensor, What
+from onefold.cache.tiers.records import record as form
+from onefold.cache.tiers.records.layout import Layout
+from onefold.cache.tiers.records.record import Content, Tensor, What
 from onefold.cli.cache import run
 from onefold.errors import RecordError
 

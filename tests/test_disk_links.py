@@ -16,12 +16,12 @@ from disk_caches import MODES, files, opened, ordinary_folder, turn
 from fake import FakeModel, Session, settled, text
 from test_tiers import OTHER, SPACE, content, put
 
-from onefold.cache.tiers.directory import Directory
-from onefold.cache.tiers.folder import Folder, Written
-from onefold.cache.tiers.heads import Wanted, read_heads
-from onefold.cache.tiers.index import Index
-from onefold.cache.tiers.record import Named
-from onefold.cache.tiers.vault import Vault
+from onefold.cache.tiers.records.catalog import Catalog
+from onefold.cache.tiers.records.directory import Directory
+from onefold.cache.tiers.records.folder import Folder, Written
+from onefold.cache.tiers.records.heads import Wanted, read_heads
+from onefold.cache.tiers.records.index import Index
+from onefold.cache.tiers.records.record import Named
 from onefold.cli.cache import run
 from onefold.errors import ConfigError
 
@@ -133,7 +133,7 @@ OPERATIONS: dict[str, Callable[[Folder], Any]] = {
     "heads": heads_of,
     "stat": lambda f: f.stat(SPACE, content().name),
     "leftover": lambda f: f.is_leftover(SPACE, content().name + ".tmp"),
-    "open a vault": lambda f: Vault(f, 1),
+    "open a vault": lambda f: Catalog(f, 1),
 }
 
 
@@ -237,7 +237,7 @@ def test_a_link_in_a_namespace_is_not_followed(name: str, folder: Folder, tmp_pa
     put(folder, content())
     assert len(folder.records(SPACE)) == 1
     folder.sweep(SPACE, folder.strangers(SPACE))
-    Vault(folder, 1)
+    Catalog(folder, 1)
     assert everything(tmp_path)["thesis.txt"] == before
 
 
@@ -269,7 +269,7 @@ def test_clearing_leaves_what_no_cache_wrote(folder: Folder, capsys: pytest.Capt
     assert cli("stat", "--json", "--disk", folder.path) == 0
     assert {f"{OTHER}/about.json", "lock.tmp"} <= set(json.loads(capsys.readouterr().out)["strangers"])
     again = Folder.make(folder.path)
-    Vault(again, 1 << 20)
+    Catalog(again, 1 << 20)
     again.unlock()
     assert all(one.exists() for one in theirs) and (folder.path / ("b" * 32)).is_dir(), "opening leaves them too"
 
@@ -280,7 +280,7 @@ def test_what_an_earlier_version_described_goes_with_its_last_record(folder: Fol
     (path.parent / "about.json").write_text(json.dumps(about, indent=1))
     path.unlink()
     (path.parent / "about.json.tmp").write_text('{\n "label": "half')
-    Vault(folder, 1 << 20)
+    Catalog(folder, 1 << 20)
     assert not path.parent.exists()
 
 

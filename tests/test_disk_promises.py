@@ -24,9 +24,10 @@ from fake import FakeModel, Session, settled, text
 from mlx_lm.tuner.lora import LoRALinear
 
 from onefold import ConfigError, PrefixCache
-from onefold.cache import fingerprint, host
-from onefold.cache.gate import Gate
-from onefold.cache.worker import Worker
+from onefold.cache.memory.lock import CacheLock
+from onefold.cache.model import fingerprint
+from onefold.cache.tiers.disk import host
+from onefold.worker import Worker
 
 
 @pytest.fixture
@@ -356,7 +357,7 @@ def test_requests_go_on_while_somebody_waits_for_the_disk(model: FakeModel, tmp_
 
 @pytest.mark.usefixtures("interruptible")
 def test_a_gate_that_was_interrupted_on_the_way_in_is_open() -> None:
-    gate = Gate()
+    gate = CacheLock()
     inside, leave = threading.Event(), threading.Event()
 
     def writer() -> None:

@@ -15,10 +15,10 @@ from disk_caches import Held, files, flip, opened, small_records, turn
 from fake import FakeModel, Session, logits_of, settled, text
 
 from onefold import BudgetError, PrefixCache
-from onefold.cache import host, spilling
-from onefold.cache.ledger import Purpose
-from onefold.cache.tiers.folder import Folder
-from onefold.cache.tree import as_tokens
+from onefold.cache.memory.ledger import Purpose
+from onefold.cache.memory.tree import as_tokens
+from onefold.cache.tiers.disk import host, spilling
+from onefold.cache.tiers.records.folder import Folder
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from fake import FakeModel, Session, settled, text
 from test_disk import HYBRID
 
 from onefold import PrefixCache
-from onefold.cache.tiers import heads, vault
+from onefold.cache.tiers.records import catalog, heads
 from onefold.cli.cache import run
 
 KINDS = {"full": ("full", "full"), "hybrid": HYBRID}
@@ -95,7 +95,7 @@ def test_what_could_not_be_read_is_written_again_if_it_is_computed_again(
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EMFILE])
 def test_what_could_not_be_read_is_tried_again(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, said = filled(KINDS["hybrid"], tmp_path)
-    monkeypatch.setattr(vault, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(catalog, "RETRY_SECONDS", 0.0)
     with unreadable(monkeypatch, {files(tmp_path)[0].name}, code):
         cache = reopened(model, tmp_path, "back")
         assert cache.matched(said) == cache.matched(said) == 0
@@ -112,7 +112,7 @@ def test_what_goes_on_from_one_that_has_gone_meanwhile_is_no_part_of_it(
 ) -> None:
     """First one could not be read, then it is not there, and the one that goes on from it cannot be read."""
     model, said = filled(KINDS["full"], tmp_path)
-    monkeypatch.setattr(vault, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(catalog, "RETRY_SECONDS", 0.0)
     first, second = files(tmp_path)[:2]
     with unreadable(monkeypatch, {first.name}):
         cache = reopened(model, tmp_path, "back")
@@ -143,7 +143,7 @@ def test_what_is_read_later_meets_what_was_computed_meanwhile(
 ) -> None:
     """Half of the conversation is in memory by then, and another that branches off inside it."""
     model, said = filled(KINDS[kinds], tmp_path)
-    monkeypatch.setattr(vault, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(catalog, "RETRY_SECONDS", 0.0)
     with unreadable(monkeypatch, {p.name for p in files(tmp_path)[:2]}):
         cache = reopened(model, tmp_path, mode)
         half = turn(model, cache, said[:47])
@@ -204,7 +204,7 @@ def test_a_record_whose_content_could_not_be_read_is_used_when_all_of_it_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, said = filled(KINDS["full"], tmp_path)
-    monkeypatch.setattr(vault, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(catalog, "RETRY_SECONDS", 0.0)
     third = files(tmp_path)[2]
     inode = third.stat().st_ino
     with reopened(model, tmp_path, "back") as cache:
@@ -233,7 +233,7 @@ def test_what_cannot_be_written_again_is_left_as_it_was(
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patched:
-        patched.setattr("onefold.cache.tiers.folder.write_all", none_left)
+        patched.setattr("onefold.cache.tiers.records.folder.write_all", none_left)
         assert turn(model, cache, text(100)) == said
         assert not cache.flush(10, everything=True)
         settled(cache)

@@ -449,7 +449,7 @@ def test_a_bounded_conversation_may_be_longer_than_the_budget(loaded, n):
 
 def test_a_common_slab_for_tails_under_memory_pressure(loaded, monkeypatch):
     """As on a GPU, where rows that share a prefix have their tails side by side."""
-    monkeypatch.setattr("onefold.cache.device.on_gpu", lambda: True)
+    monkeypatch.setattr("onefold.cache.memory.device.on_gpu", lambda: True)
     with Engine(*loaded, budget=SMALL) as engine:
         system = words(200)
         for round in range(3):

@@ -14,9 +14,9 @@ from asking import ask, ask_all, cold, prompt_of, request
 from disk_caches import Held, files, flip
 from test_engine import words
 
-from onefold.cache.disk import DiskSettings
-from onefold.cache.pace import Pace
-from onefold.cache.restoring import Restore
+from onefold.cache.tiers.disk.pace import Pace
+from onefold.cache.tiers.disk.restoring import Restore
+from onefold.cache.tiers.disk.tier import DiskSettings
 from onefold.cli import serve
 from onefold.engine.engine import Engine
 from onefold.engine.job import READS

@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.cache.eviction import SMALLEST_CUT, Leaves, Victim, consider, leaves
-from onefold.cache.tree import Node, Tree
+from onefold.cache.memory.eviction import SMALLEST_CUT, Leaves, Victim, consider, leaves
+from onefold.cache.memory.tree import Node, Tree
 
 TOKEN_BYTES = 10
 

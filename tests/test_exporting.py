@@ -19,8 +19,8 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 from tiny import tiny
 
 import onefold
-from onefold.cache.served import Table
 from onefold.mlx_lm import LRUPromptCache
+from onefold.mlx_lm.stand_ins import Table
 
 
 def words(n: int, seed: int = 0) -> list[int]:

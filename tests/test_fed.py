@@ -12,7 +12,7 @@ from mlx_lm.generate import generate_step
 from tiny import tiny
 
 import onefold
-from onefold.cache.fed import Fed
+from onefold.cache.request.fed import Fed
 
 
 def words(n: int, seed: int = 0) -> list[int]:

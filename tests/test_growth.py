@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tiny import tiny
 
 import onefold
-from onefold.cache.ranking import Ranking
+from onefold.cache.memory.ranking import Ranking
 
 
 def words(n: int, seed: int = 0) -> list[int]:
@@ -162,7 +162,7 @@ def test_what_a_ranking_passes_over_comes_again() -> None:
 @pytest.mark.parametrize("what", ["set_budget", "shrink", "clear"])
 def test_other_threads_get_in_while_much_is_given_up(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In short stretches, between which the lock is free and the books are right."""
-    monkeypatch.setattr("onefold.cache.gate.STRETCH_SECONDS", -1.0)
+    monkeypatch.setattr("onefold.cache.memory.lock.STRETCH_SECONDS", -1.0)
     model = tiny("llama")
     with onefold.PrefixCache(model, "64MB") as cache:
         for i in range(12):

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache, trim_prompt_
 from tiny import tiny
 
 import onefold
-from onefold.cache.ledger import Purpose
+from onefold.cache.memory.ledger import Purpose
 
 
 def words(n: int, seed: int = 0) -> list[int]:

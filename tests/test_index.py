@@ -14,10 +14,10 @@ import xxhash
 from disk_caches import files, flip, opened, small_records, turn
 from fake import FakeModel, text
 
-from onefold.cache.tiers import census, heads, index
-from onefold.cache.tiers.folder import INDEX, Folder
-from onefold.cache.tiers.index import Index, Indexed, pack
-from onefold.cache.tiers.vault import Vault
+from onefold.cache.tiers.records import census, heads, index
+from onefold.cache.tiers.records.catalog import Catalog
+from onefold.cache.tiers.records.folder import INDEX, Folder
+from onefold.cache.tiers.records.index import Index, Indexed, pack
 from onefold.cli import cache_actions
 
 KINDS = ("full", "recurrent")
@@ -56,7 +56,7 @@ def loaded(folder: Path) -> list[Any]:
     """What a cache that opens the folder learns of it, as far as it can be compared."""
     held = Folder.make(folder)
     try:
-        vault = Vault(held, 1 << 40)
+        vault = Catalog(held, 1 << 40)
         found = vault.load(namespace_of(folder).name)
         vault.empty_bin()
         assert not vault.failed and not vault.check()
@@ -207,7 +207,7 @@ def test_something_else_in_its_place(
     said, told = without_index(folder, tmp_path / "copy")
     path = index_of(folder)
     if what == "long":
-        monkeypatch.setattr("onefold.cache.tiers.folder.INDEX_MOST", 100)
+        monkeypatch.setattr("onefold.cache.tiers.records.folder.INDEX_MOST", 100)
     else:
         path.rename(tmp_path / "elsewhere")
     if what == "folder":

@@ -13,8 +13,8 @@ from mlx_lm.generate import generate_step, speculative_generate_step
 from tiny import tiny
 
 import onefold
-from onefold.cache.device import weight_bytes
-from onefold.cache.ledger import Purpose
+from onefold.cache.memory.device import weight_bytes
+from onefold.cache.memory.ledger import Purpose
 
 
 def words(n: int, seed: int = 0) -> list[int]:

@@ -20,16 +20,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
-from onefold.cache.kinds.base import Snapshot
-from onefold.cache.kinds.chunked import ChunkedLayer
-from onefold.cache.kinds.composite import CompositeLayer
-from onefold.cache.kinds.full import Bound, PlainCodec, SegmentedLayer
-from onefold.cache.kinds.own import OwnLayer
-from onefold.cache.kinds.quantized import AffineCodec
-from onefold.cache.kinds.recurrent import RecurrentLayer
-from onefold.cache.kinds.rotating import RotatingLayer
-from onefold.cache.ledger import Ledger
-from onefold.cache.segment import ArraySpec, Store, Track
+from onefold.cache.memory.ledger import Ledger
+from onefold.cache.memory.segment import ArraySpec, Store, Track
+from onefold.cache.model.kinds.base import Snapshot
+from onefold.cache.model.kinds.chunked import ChunkedLayer
+from onefold.cache.model.kinds.composite import CompositeLayer
+from onefold.cache.model.kinds.full import Bound, PlainCodec, SegmentedLayer
+from onefold.cache.model.kinds.own import OwnLayer
+from onefold.cache.model.kinds.quantized import AffineCodec
+from onefold.cache.model.kinds.recurrent import RecurrentLayer
+from onefold.cache.model.kinds.rotating import RotatingLayer
 from onefold.errors import BudgetError
 
 HEADS, DIM = 2, 64

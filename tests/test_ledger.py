@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onefold.cache.ledger import HELD, Account, Ledger, Purpose
-from onefold.cache.segment import ArraySpec, LayerSpec, Store, Track
+from onefold.cache.memory.ledger import HELD, Account, Ledger, Purpose
+from onefold.cache.memory.segment import ArraySpec, LayerSpec, Store, Track
 from onefold.errors import BudgetError, ConfigError
 
 

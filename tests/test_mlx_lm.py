@@ -26,8 +26,8 @@ from mlx_lm.models.cache import (
 from tiny import tiny
 
 import onefold
-from onefold.cache import device
-from onefold.cache.stock import stock_attention
+from onefold.cache.memory import device
+from onefold.cache.model.stock import stock_attention
 from onefold.mlx_lm import UNLIMITED, LRUPromptCache
 
 HEADS, DIM = 2, 16

@@ -10,7 +10,7 @@ from batching import Loop
 from driving import cold
 from tiny import tiny
 
-from onefold.cache import device
+from onefold.cache.memory import device
 from onefold.mlx_lm import UNLIMITED, LRUPromptCache
 
 

@@ -12,8 +12,8 @@ from mlx_lm.models import llama
 from tiny import tiny
 
 import onefold
-from onefold.cache.ledger import Ledger
-from onefold.cache.segment import ArraySpec, LayerSpec, Slab, Store, Track
+from onefold.cache.memory.ledger import Ledger
+from onefold.cache.memory.segment import ArraySpec, LayerSpec, Slab, Store, Track
 
 SPEC = LayerSpec((ArraySpec(1, 4, mx.float32), ArraySpec(1, 4, mx.float32)))
 

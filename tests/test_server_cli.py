@@ -21,7 +21,7 @@ import pytest
 from tiny import tiny
 
 import onefold
-from onefold.cache.disk import DiskStats
+from onefold.cache.tiers.disk.tier import DiskStats
 from onefold.cli import main, serve
 
 ROOT = Path(__file__).resolve().parent.parent

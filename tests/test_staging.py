@@ -12,10 +12,10 @@ import pytest
 from disk_caches import Held, opened
 from fake import FakeModel, text
 
-from onefold.cache import host, spilling
-from onefold.cache.ledger import Ledger, Purpose
-from onefold.cache.staging import Staging
-from onefold.cache.writing import Job, Writer
+from onefold.cache.memory.ledger import Ledger, Purpose
+from onefold.cache.tiers.disk import host, spilling
+from onefold.cache.tiers.disk.staging import Staging
+from onefold.cache.tiers.disk.writing import Job, Writer
 
 BUFFER = 1000
 
@@ -153,7 +153,7 @@ def test_a_buffer_that_the_system_has_no_memory_for_is_not_counted(monkeypatch: 
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr("onefold.cache.staging.np.empty", refused)
+        patched.setattr("onefold.cache.tiers.disk.staging.np.empty", refused)
         assert [held.take(900) is None for _ in range(3)] == [False, False, True]
     assert ledger.used_bytes == held.extra_bytes == 0
     assert held.take(900) is not None and held.extra_bytes == BUFFER

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,26 +17,26 @@ LAYERS = ("cli", "server", "engine", "cache")
 """From the outside in: each imports only what comes after it."""
 
 NO_MLX = (
-    "cache/tree.py",
-    "cache/ledger.py",
-    "cache/entries.py",
-    "cache/eviction.py",
-    "cache/backlog.py",
-    "cache/gate.py",
-    "cache/ondisk.py",
-    "cache/pace.py",
-    "cache/ranking.py",
-    "cache/worker.py",
-    "cache/tiers/census.py",
-    "cache/tiers/directory.py",
-    "cache/tiers/folder.py",
-    "cache/tiers/heads.py",
-    "cache/tiers/layout.py",
-    "cache/tiers/order.py",
-    "cache/tiers/pruning.py",
-    "cache/tiers/record.py",
-    "cache/tiers/vault.py",
-    "cache/tiers/verify.py",
+    "cache/memory/tree.py",
+    "cache/memory/ledger.py",
+    "mlx_lm/entries.py",
+    "cache/memory/eviction.py",
+    "cache/tiers/disk/backlog.py",
+    "cache/memory/lock.py",
+    "cache/tiers/disk/ondisk.py",
+    "cache/tiers/disk/pace.py",
+    "cache/memory/ranking.py",
+    "worker.py",
+    "cache/tiers/records/census.py",
+    "cache/tiers/records/directory.py",
+    "cache/tiers/records/folder.py",
+    "cache/tiers/records/heads.py",
+    "cache/tiers/records/layout.py",
+    "cache/tiers/records/order.py",
+    "cache/tiers/records/pruning.py",
+    "cache/tiers/records/record.py",
+    "cache/tiers/records/catalog.py",
+    "cache/tiers/records/verify.py",
     "engine/prompt.py",
     "engine/request.py",
     "engine/tokenising.py",
@@ -43,7 +44,7 @@ NO_MLX = (
     "errors.py",
 )
 
-MLX_LM = ("cache/stock.py", "engine/stock.py")
+MLX_LM = ("cache/model/stock.py", "engine/stock.py")
 """The seam, and the public functions that the engine uses."""
 
 LIVE = {"SegmentedLayer", "RotatingLayer", "ChunkedLayer", "RecurrentLayer", "CompositeLayer"}
@@ -92,8 +93,31 @@ def within(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
+def drawn_tree() -> set[str]:
+    """The files of the source tree in docs/architecture.md."""
+    text = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
+    drawn = text.partition("## The source tree\n")[2].split("```")[1]
+    folders: list[str] = []
+    found = set()
+    for line in drawn.splitlines()[1:]:
+        indent, name = re.match(r"( *)(\S+)", line).groups()  # type: ignore[union-attr]
+        del folders[len(indent) // 2 :]
+        if name.endswith("/"):
+            folders.append(name)
+        else:
+            assert len(line.split()) > 1, f"{name} has no line of its own words"
+            found.add("".join([*folders, name]).removeprefix("src/onefold/"))
+    return found
+
+
+def test_the_source_tree_of_the_documents_is_this_one() -> None:
+    there = {path.relative_to(SOURCE).as_posix() for path in FILES if path.read_text().strip()}
+    assert drawn_tree() - there == set(), "named, and not there"
+    assert there - drawn_tree() == set(), "there, and not named"
+
+
 def test_there_is_something_to_read() -> None:
-    assert {"cache/stock.py", "cache/anatomy.py", "cache/prefix_cache.py", *NO_MLX} <= set(TREES)
+    assert {"cache/model/stock.py", "cache/model/anatomy.py", "cache/prefix_cache.py", *NO_MLX} <= set(TREES)
 
 
 @pytest.mark.parametrize("file", TREES)
@@ -137,7 +161,7 @@ def test_the_engine_uses_what_mlx_lm_shows_and_changes_nothing_there() -> None:
 def test_stock_caches_are_made_in_the_factory_and_for_uncached_models_only() -> None:
     found = {file: list(calls(tree, {"make_prompt_cache"})) for file, tree in TREES.items()}
     found = {file: where for file, where in found.items() if where}
-    assert set(found) == {"cache/stock.py", "cache/anatomy.py", "cache/prefix_cache.py"}
+    assert set(found) == {"cache/model/stock.py", "cache/model/anatomy.py", "cache/prefix_cache.py"}
     assert all(len(where) == 1 for where in found.values())
     functions = [n for n in ast.walk(TREES["cache/prefix_cache.py"]) if isinstance(n, ast.FunctionDef)]
     uncached = next(f for f in functions if f.name == "_open_uncached")
@@ -147,7 +171,7 @@ def test_stock_caches_are_made_in_the_factory_and_for_uncached_models_only() -> 
 @pytest.mark.parametrize("file", TREES)
 def test_live_layers_are_made_in_one_factory(file: str) -> None:
     """`Anatomy.make`: so a bound or a format that is given once holds everywhere."""
-    if file == "cache/anatomy.py" or file.startswith("cache/kinds/"):
+    if file == "cache/model/anatomy.py" or file.startswith("cache/model/kinds/"):
         return
     assert not list(calls(TREES[file], LIVE))
 
@@ -157,11 +181,11 @@ def test_nobody_goes_around_the_factory_with_stock_caches(file: str) -> None:
     """Exceptions: a ring asked for the mask that it would make, rows that hold other layers, a server that asks for its
     own quantised cache, copies that leave the cache, and rings for a model that runs uncached under a bound."""
     allowed = {
-        "cache/kinds/full.py": {"RotatingKVCache"},
-        "cache/rows.py": {"CacheList"},
-        "cache/stock.py": {"RotatingKVCache", "CacheList"},
-        "cache/foreign.py": {"QuantizedKVCache"},
-        "cache/exporting.py": STOCK - {"ConcatenateKVCache", "BatchKVCache", "BatchRotatingKVCache"},
+        "cache/model/kinds/full.py": {"RotatingKVCache"},
+        "cache/model/rows.py": {"CacheList"},
+        "cache/model/stock.py": {"RotatingKVCache", "CacheList"},
+        "cache/request/adopting.py": {"QuantizedKVCache"},
+        "cache/model/exporting.py": STOCK - {"ConcatenateKVCache", "BatchKVCache", "BatchRotatingKVCache"},
     }
     assert {name for name, _ in calls(TREES[file], STOCK)} <= allowed.get(file, set())
 

@@ -22,10 +22,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from onefold.cache.tiers import record as form
-from onefold.cache.tiers.folder import TEMPORARY, Folder, Written, read_all, write_all
-from onefold.cache.tiers.record import Content, Named, Tensor, What, content_of, file_name, parse_head, parse_name
-from onefold.cache.tiers.vault import Record, Vault, on_disk
+from onefold.cache.tiers.records import record as form
+from onefold.cache.tiers.records.catalog import Catalog, Record, on_disk
+from onefold.cache.tiers.records.folder import TEMPORARY, Folder, Written, read_all, write_all
+from onefold.cache.tiers.records.record import (
+    Content,
+    Named,
+    Tensor,
+    What,
+    content_of,
+    file_name,
+    parse_head,
+    parse_name,
+)
 from onefold.errors import ConfigError, FolderInUse, RecordError
 
 SPACE = "0" * 31 + "1"
@@ -176,7 +185,7 @@ def test_parts_are_written_and_read_however_they_are_cut(tmp_path: Path) -> None
 
 def test_a_write_that_fails_leaves_nothing(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     put(folder, content(seed=1)).unlink()
-    monkeypatch.setattr("onefold.cache.tiers.folder.write_all", raising(errno.ENOSPC))
+    monkeypatch.setattr("onefold.cache.tiers.records.folder.write_all", raising(errno.ENOSPC))
     with pytest.raises(OSError):
         folder.write(SPACE, content().name, [b"x"])
     assert [p.name for p in (folder.path / SPACE).iterdir()] == ["about.json"]
@@ -366,9 +375,9 @@ def test_at_the_start_what_is_too_much_goes_oldest_first_and_tails_first(folder:
     for made in old[:2]:
         put(folder, made, now - 5000)  # the beginning of a conversation was written down as used before its end
     each = on_disk(old[0].size)
-    Vault(folder, 6 * each)
+    Catalog(folder, 6 * each)
     assert left(folder) == {m.address for m in (*old[:2], *new)}
-    Vault(folder, 3 * each)
+    Catalog(folder, 3 * each)
     assert left(folder) == {m.address for m in new[:3]}
 
 
@@ -376,7 +385,7 @@ def test_other_models_records_go_tails_first_too(folder: Folder) -> None:
     """Also while running, when nobody has used that namespace yet."""
     theirs = chain(folder, 4, used=time.time() - 100, space=OTHER)
     each = on_disk(theirs[0].size)
-    vault = Vault(folder, 20 * each)
+    vault = Catalog(folder, 20 * each)
     vault.budget_bytes = 4 * each
     victims = vault.make_room(theirs[0].size, time.time())
     assert victims is not None
@@ -386,7 +395,7 @@ def test_other_models_records_go_tails_first_too(folder: Folder) -> None:
 
 def test_a_record_makes_way_only_for_one_used_later(folder: Folder) -> None:
     made = chain(folder, 2, used=1000.0)
-    vault = Vault(folder, 2 * on_disk(made[0].size))
+    vault = Catalog(folder, 2 * on_disk(made[0].size))
     assert vault.make_room(made[0].size, 999.0) is None and len(left(folder)) == 2
     victims = vault.make_room(made[0].size, 1001.0)
     assert victims is not None and victims[0].address == made[1].address
@@ -395,7 +404,7 @@ def test_a_record_makes_way_only_for_one_used_later(folder: Folder) -> None:
 def test_orphans_go(folder: Folder) -> None:
     made = chain(folder, 4)
     (folder.path / SPACE / made[1].name).unlink()
-    vault = Vault(folder, 10**9)
+    vault = Catalog(folder, 10**9)
     assert [x.record.address for x in vault.load(SPACE)] == [made[0].address]
     vault.empty_bin()
     assert left(folder) == {made[0].address} and vault.reasons["orphan"] == 2
@@ -407,7 +416,7 @@ def test_loading_keeps_tokens_and_no_headers(folder: Folder) -> None:
     layers = tuple(Tensor(f"kv.{i}.{j}", "BF16", (1, 4, 1)) for i in range(64) for j in range(2))
     for i in range(100):
         put(folder, Content(What.RANGE, SPACE, b"", 0, np.full(4, i, np.int32), layers))
-    vault = Vault(folder, 10**9)
+    vault = Catalog(folder, 10**9)
     vault.load(SPACE)
     tracemalloc.start()
     loaded = vault.load(SPACE)
@@ -421,13 +430,13 @@ def test_what_another_version_wrote_is_left_to_it(folder: Folder) -> None:
     for m in made:
         path = folder.path / OTHER / m.name
         path.write_bytes(path.read_bytes().replace(b'"onefold":"1"', b'"onefold":"2"', 1))
-    vault = Vault(folder, 3 * on_disk(made[0].size) + 5000)
+    vault = Catalog(folder, 3 * on_disk(made[0].size) + 5000)
     assert len(left(folder, OTHER)) == 3 and vault.counts["rejected_records"] == 0
 
 
 def test_a_namespace_goes_with_its_last_record_and_comes_again(folder: Folder) -> None:
     chain(folder, 2)
-    vault = Vault(folder, 10**9)
+    vault = Catalog(folder, 10**9)
     first, second = sorted(vault.records(), key=lambda r: r.start)
     vault.drop(second)
     vault.empty_bin()
@@ -441,7 +450,7 @@ def test_a_namespace_goes_with_its_last_record_and_comes_again(folder: Folder) -
 
 def test_a_namespace_stays_for_a_record_that_is_on_its_way(folder: Folder) -> None:
     chain(folder, 1)
-    vault = Vault(folder, 10**9)
+    vault = Catalog(folder, 10**9)
     vault.drop(vault.records()[0])
     vault.expect(Record(SPACE, What.RANGE, b"a" * 20, 0, 20, 100, 0.0))
     vault.empty_bin()
@@ -452,7 +461,7 @@ def test_empty_namespaces_are_swept_but_for_what_was_put_there(folder: Folder) -
     for made in (content(), content(space=OTHER)):
         put(folder, made).unlink()
     (folder.path / OTHER / "notes.txt").write_text("mine")
-    Vault(folder, 10**9)
+    Catalog(folder, 10**9)
     assert folder.namespaces() == [OTHER]
     assert sorted(p.name for p in (folder.path / OTHER).iterdir()) == ["about.json", "notes.txt"]
 
@@ -463,7 +472,7 @@ NOON = time.mktime((2026, 5, 4, 12, 0, 0, 0, 0, -1))
 
 def test_the_daily_limit_is_for_a_day_however_the_clock_is_set(folder: Folder) -> None:
     now = NOON
-    vault = Vault(folder, 10**9, daily_bytes=1000, clock=lambda: now)
+    vault = Catalog(folder, 10**9, daily_bytes=1000, clock=lambda: now)
     vault.arrived(Record(SPACE, What.RANGE, b"a" * 20, 0, 20, 1000, 0.0))
     assert vault.refuses(1) == "daily limit"
     now = NOON - DAY
@@ -479,7 +488,7 @@ def test_a_day_that_never_was_does_not_stop_writing_for_ever(day: str, folder: F
     """What was counted on it counts for today, as it may well have been written today."""
     folder.note_written(Written(day, 1000, 5000))
     now = NOON
-    vault = Vault(folder, 10**9, daily_bytes=1000, clock=lambda: now)
+    vault = Catalog(folder, 10**9, daily_bytes=1000, clock=lambda: now)
     assert vault.refuses(1) == "daily limit"
     now = NOON + DAY
     assert vault.refuses(1) == "" and vault.written_ever == 5000
@@ -489,7 +498,7 @@ def test_uses_are_written_down_however_the_clock_is_set(folder: Folder, monkeypa
     chain(folder, 1)
     now, passed = NOON, time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: passed)
-    vault = Vault(folder, 10**9, clock=lambda: now)
+    vault = Catalog(folder, 10**9, clock=lambda: now)
     now -= 3600
     vault.touch(vault.records(), now)
     assert not vault.has_touched and vault.take_touched() == []
@@ -521,7 +530,7 @@ def test_no_record_goes_before_one_that_goes_on_from_it(shape: list[tuple[int, f
         def remove(self, *_: Any) -> None:
             pass
 
-    vault = Vault(NoFiles(), 10**9)  # type: ignore[arg-type]
+    vault = Catalog(NoFiles(), 10**9)  # type: ignore[arg-type]
     made: list[Record] = []
     for i, (parent, used, size) in enumerate(shape):
         record = Record(SPACE, What.RANGE, i.to_bytes(20, "big"), i + 1, i + 2, size, used)

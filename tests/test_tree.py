@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onefold.cache.tree import Node, Tree, as_tokens, common_length
+from onefold.cache.memory.tree import Node, Tree, as_tokens, common_length
 from onefold.errors import OnefoldError, TokenError
 
 # -- as_tokens -------------------------------------------------------------------------------

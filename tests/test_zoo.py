@@ -16,9 +16,9 @@ from tiny import tiny
 from trial import DIFFERS, Failed, Trial
 
 import onefold
-from onefold.cache.fingerprint import model_digest
-from onefold.cache.kinds.recurrent import RecurrentLayer
-from onefold.cache.kinds.rotating import RotatingLayer
+from onefold.cache.model.fingerprint import model_digest
+from onefold.cache.model.kinds.recurrent import RecurrentLayer
+from onefold.cache.model.kinds.rotating import RotatingLayer
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "models.md"

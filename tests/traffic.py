@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from onefold.cache.tree import Tree
+from onefold.cache.memory.tree import Tree
 
 Message = dict[str, str]
 WORDS = ["one", "two", "three", "stone", "river", "fox", "letter", "small", "green", "answer", "tool", "file", "error"]

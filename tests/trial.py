@@ -24,9 +24,9 @@ from driving import GRID, forward, greedy, same
 from mlx_lm.models.cache import make_prompt_cache
 
 import onefold
-from onefold.cache import opening
-from onefold.cache.anatomy import Anatomy
-from onefold.cache.stock import SLICEABLE
+from onefold.cache.model.anatomy import Anatomy
+from onefold.cache.model.stock import SLICEABLE
+from onefold.cache.request import opening
 
 PROMPT = 40
 """Tokens of a first prompt: more than two of the tiny models' windows."""

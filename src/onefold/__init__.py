@@ -12,10 +12,10 @@ _blas.preload()
 _cuda.allow_many_shapes()
 
 if TYPE_CHECKING:
-    from onefold.cache.batch import Batch
-    from onefold.cache.counting import Stats
-    from onefold.cache.lease import Lease
     from onefold.cache.prefix_cache import Pin, PrefixCache
+    from onefold.cache.request.batch import Batch
+    from onefold.cache.request.lease import Lease
+    from onefold.cache.stats import Stats
     from onefold.engine.loading import load
     from onefold.errors import (
         BudgetError,
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 __version__ = "0.5.1"
 
 _WHERE = {
-    "Batch": "cache.batch",
-    "Lease": "cache.lease",
+    "Batch": "cache.request.batch",
+    "Lease": "cache.request.lease",
     "Pin": "cache.prefix_cache",
     "PrefixCache": "cache.prefix_cache",
-    "Stats": "cache.counting",
+    "Stats": "cache.stats",
     "async_stream_generate": "generation",
     "generate": "generation",
     "load": "engine.loading",

@@ -26,9 +26,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from onefold.cache.lease import Lease
+from onefold.cache.memory.tree import Tokens, as_tokens
 from onefold.cache.prefix_cache import PrefixCache
-from onefold.cache.tree import Tokens, as_tokens
+from onefold.cache.request.lease import Lease
 from onefold.engine import stock
 from onefold.errors import ConfigError, DeviceError
 

@@ -25,25 +25,29 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from onefold.cache import counting, device, foreign, opening, restoring, settling, stock
-from onefold.cache.anatomy import Anatomy, KvFormat
-from onefold.cache.arena import Arena
-from onefold.cache.attention import attention
-from onefold.cache.batch import Batch
-from onefold.cache.counting import Stats
-from onefold.cache.disk import Disk, DiskSettings, DiskStats
-from onefold.cache.fingerprint import lasting_digest, model_digest, model_name
-from onefold.cache.gate import Gate, Work
-from onefold.cache.kinds.full import Bound
-from onefold.cache.lease import Lease
-from onefold.cache.ledger import ElasticLedger, Ledger, Purpose
-from onefold.cache.restoring import Restore
-from onefold.cache.scratch import Scratch
-from onefold.cache.segment import STEP, Slab, Store, Track, round_up
-from onefold.cache.shelf import PATIENCE, Shelf
+from onefold.cache import stats
+from onefold.cache.memory import device
+from onefold.cache.memory.ledger import ElasticLedger, Ledger, Purpose
+from onefold.cache.memory.lock import CacheLock, Work
+from onefold.cache.memory.nodes import PATIENCE, NodeStore
+from onefold.cache.memory.scratch import Scratch
+from onefold.cache.memory.segment import STEP, Slab, Store, Track, round_up
+from onefold.cache.memory.tree import Node, Tokens, Tree, as_tokens
+from onefold.cache.model import stock
+from onefold.cache.model.anatomy import Anatomy, KvFormat
+from onefold.cache.model.attention import attention
+from onefold.cache.model.fingerprint import lasting_digest, model_digest, model_name
+from onefold.cache.model.kinds.full import Bound
+from onefold.cache.request import adopting, closing, opening
+from onefold.cache.request.arena import Arena
+from onefold.cache.request.batch import Batch
+from onefold.cache.request.lease import Lease
 from onefold.cache.states import points_of
-from onefold.cache.tiers.record import VERSION
-from onefold.cache.tree import Node, Tokens, Tree, as_tokens
+from onefold.cache.stats import Stats
+from onefold.cache.tiers.disk import restoring
+from onefold.cache.tiers.disk.restoring import Restore
+from onefold.cache.tiers.disk.tier import Disk, DiskSettings, DiskStats
+from onefold.cache.tiers.records.record import VERSION
 from onefold.errors import (
     BudgetError,
     ConfigError,
@@ -140,7 +144,7 @@ class PrefixCache:
             raise ConfigError("a disk's budget, mode and daily limit are about a folder, and there is none: give disk=")
         if disk is not None and not isinstance(disk, DiskSettings):
             disk = DiskSettings(disk, disk_budget, disk_mode, disk_daily_limit)
-        gate = Gate()
+        gate = CacheLock()
         ledger = ElasticLedger(budget_bytes, gate.inner) if elastic else Ledger(budget_bytes, gate.inner)
         digest = model_digest(*models)
         self._set_up(models, anatomies, ledger, (digest, adapter, form.bits, bound), gate)
@@ -166,12 +170,12 @@ class PrefixCache:
         """A cache for a model that is not known but for the caches it uses, which hold something already. Its layers
         are contiguous, and it is elastic."""
         self = cls.__new__(cls)
-        gate = Gate()
+        gate = CacheLock()
         self._set_up([], [Anatomy.of_layers(layers)], ElasticLedger(budget, gate.inner), (), gate)
         return self
 
     def _set_up(
-        self, models: list[nn.Module], anatomies: list[Anatomy], ledger: Ledger, form: Hashable, gate: Gate
+        self, models: list[nn.Module], anatomies: list[Anatomy], ledger: Ledger, form: Hashable, gate: CacheLock
     ) -> None:
         # an elastic budget is for KV alone: the pool beside it has the machine's share
         pool_share = device.memory_bytes() if ledger.elastic else ledger.budget_bytes
@@ -193,7 +197,7 @@ class PrefixCache:
         self._pointwise = any(a.pointwise for a in self._anatomies)
         self._recurrent = any(a.recurrent for a in self._anatomies)
         self._contiguous = any(a.contiguous for a in self._anatomies)
-        self._shelf = Shelf(self._store, self._ledger, gate, pointwise=self._pointwise)
+        self._shelf = NodeStore(self._store, self._ledger, gate, pointwise=self._pointwise)
         self._format = form
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._dropped: list[Lease] = []
@@ -302,7 +306,7 @@ class PrefixCache:
             raise
         finally:
             if not opened:
-                settling.release(self, lease)
+                closing.release(self, lease)
         self._totals["requests"] += 1
         self._totals["tokens_requested"] += len(tokens)
         self._totals["hits"] += lease.cached > 0
@@ -544,7 +548,7 @@ class PrefixCache:
                 if not lease.end_now():  # its thread settles it
                     continue
             if not lease.closed:  # only a thread that is still there could compute what it holds
-                settling.release(self, lease)
+                closing.release(self, lease)
         self._dropped.clear()
         for restore in list(self._restores):
             restore.finish()
@@ -599,12 +603,12 @@ class PrefixCache:
     def stats(self) -> Stats:
         with self._lock:
             self.sweep()
-            return counting.count(self)
+            return stats.count(self)
 
     def check(self) -> None:
         """Recount everything from nothing; raises IntegrityError with every finding."""
         with self._lock:
-            if found := counting.recount(self):
+            if found := stats.recount(self):
                 raise IntegrityError(found)
 
     def _tree(self, namespace: Hashable) -> Tree:
@@ -732,7 +736,7 @@ class PrefixCache:
 
     def fits(self, layers: list[Any]) -> bool:
         """Whether these caches of mlx-lm's are such as this model's."""
-        return foreign.fits(layers, self._anatomies)
+        return adopting.fits(layers, self._anatomies)
 
     @property
     def stored_bytes(self) -> int:
@@ -827,7 +831,7 @@ class PrefixCache:
 
     def reclaim(self, excess: Callable[[], int], *, patience: float = PATIENCE, before: float | None = None) -> None:
         """Free so many bytes, in stretches between which other threads get in; nothing if they cannot all be freed.
-        `patience` and `before` are `Shelf.making_room`'s."""
+        `patience` and `before` are `NodeStore.making_room`'s."""
         self._lock.run(self._reclaiming(excess, patience, before))
 
     def _reclaiming(self, excess: Callable[[], int], patience: float, before: float | None) -> Work[None]:
@@ -844,12 +848,12 @@ class PrefixCache:
         found = as_tokens(tokens)
         with self._lock:
             anatomies = self._anatomies
-            kept, reason = foreign.sound_length(layers, anatomies, len(found))
+            kept, reason = adopting.sound_length(layers, anatomies, len(found))
             if kept == 0:
                 return 0, reason
             with self.lease(found[:kept] if kept < len(found) else found) as lease:
                 if lease.matched < kept or self._pointwise:
-                    foreign.fill(lease, layers, kept)
+                    adopting.fill(lease, layers, kept)
                     lease.commit(found[:kept])
             return kept, reason
 

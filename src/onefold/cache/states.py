@@ -12,10 +12,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from onefold.cache.anatomy import Anatomy, Leaf
-from onefold.cache.segment import ArraySpec
-from onefold.cache.stock import SLICEABLE, Kind
-from onefold.cache.tiers.layout import ENTRIES
+from onefold.cache.memory.segment import ArraySpec
+from onefold.cache.model.anatomy import Anatomy, Leaf
+from onefold.cache.model.stock import SLICEABLE, Kind
+from onefold.cache.tiers.records.layout import ENTRIES
 
 
 def points_of(anatomies: Iterable[Anatomy]) -> list[dict[str, Any]]:

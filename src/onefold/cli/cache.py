@@ -112,7 +112,7 @@ def _write_no_more() -> None:
 
 def _do(given: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """The exit code, and what there is to tell. Raises OnefoldError and OSError."""
-    from onefold.cache.tiers.folder import Folder
+    from onefold.cache.tiers.records.folder import Folder
     from onefold.cli import cache_actions, cache_report
     from onefold.errors import ConfigError
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from onefold.cache.tiers import census, pruning
-from onefold.cache.tiers import verify as verifying
-from onefold.cache.tiers.census import Entry, Space
-from onefold.cache.tiers.folder import Folder, day_of
-from onefold.cache.tiers.layout import Layout
-from onefold.cache.tiers.order import below
-from onefold.cache.tiers.vault import is_passing
+from onefold.cache.tiers.records import census, pruning
+from onefold.cache.tiers.records import verify as verifying
+from onefold.cache.tiers.records.catalog import is_passing
+from onefold.cache.tiers.records.census import Entry, Space
+from onefold.cache.tiers.records.folder import Folder, day_of
+from onefold.cache.tiers.records.layout import Layout
+from onefold.cache.tiers.records.order import below
 from onefold.errors import ConfigError, RecordError
 from onefold.sizes import parse_size, show_size
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from onefold.cache.ledger import HELD
+from onefold.cache.memory.ledger import HELD
 from onefold.sizes import show_size
 
 

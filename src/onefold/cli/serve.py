@@ -27,8 +27,8 @@ from onefold.errors import ConfigError, Unbounded
 from onefold.sizes import show_size
 
 if TYPE_CHECKING:
-    from onefold.cache.counting import Stats
-    from onefold.cache.disk import DiskSettings
+    from onefold.cache.stats import Stats
+    from onefold.cache.tiers.disk.tier import DiskSettings
     from onefold.engine.engine import Engine
     from onefold.server.settings import Settings
 
@@ -333,7 +333,7 @@ def _engine(given: argparse.Namespace) -> Engine:
 
 
 def _disk(given: argparse.Namespace) -> DiskSettings | None:
-    from onefold.cache.disk import DiskSettings
+    from onefold.cache.tiers.disk.tier import DiskSettings
 
     if given.disk is None:
         for name, default in (("disk-budget", None), ("disk-daily-limit", None), ("disk-mode", "back")):
@@ -346,7 +346,7 @@ def _disk(given: argparse.Namespace) -> DiskSettings | None:
 
 def _try_folder(disk: DiskSettings) -> None:
     """Whatever is wrong with it is better said before the model is loaded. Raises ConfigError."""
-    from onefold.cache.tiers.folder import Folder
+    from onefold.cache.tiers.records.folder import Folder
 
     with contextlib.suppress(OSError):  # that is for the cache to say, which does without
         Folder.make(disk.folder).unlock()

@@ -32,7 +32,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from onefold.cache import device
+from onefold.cache.memory import device
 from onefold.engine import gguf
 from onefold.engine.progress import Show, showing
 from onefold.errors import ConfigError

@@ -21,10 +21,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from onefold.cache.counting import Stats
-from onefold.cache.disk import DiskSettings
 from onefold.cache.prefix_cache import PrefixCache
-from onefold.cache.worker import Worker
+from onefold.cache.stats import Stats
+from onefold.cache.tiers.disk.tier import DiskSettings
 from onefold.engine import wanted
 from onefold.engine.context_length import context_length
 from onefold.engine.job import Deliver, Job
@@ -34,6 +33,7 @@ from onefold.engine.scheduler import SHORT_REST, UNEXPECTED, Limits, Scheduler, 
 from onefold.engine.tokenising import tokenizer_digest
 from onefold.errors import Busy, ConfigError, EngineStopped, OnefoldError, PromptError, TooLong
 from onefold.sizes import show_size
+from onefold.worker import Worker
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from onefold.cache.lease import Lease
+from onefold.cache.memory.tree import Tokens
 from onefold.cache.prefix_cache import PrefixCache
-from onefold.cache.restoring import Restore
-from onefold.cache.tree import Tokens
+from onefold.cache.request.lease import Lease
+from onefold.cache.tiers.disk.restoring import Restore
 from onefold.engine.answer import Answer
 from onefold.engine.prompt import describe_divergence
 from onefold.engine.request import Done, Event, Failed, Finish, Generated, Hit, Logprob, Progress, Request, Started

@@ -24,8 +24,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from onefold.cache.memory.tree import common_length
 from onefold.cache.prefix_cache import PrefixCache
-from onefold.cache.tree import common_length
 from onefold.engine.ageing import next_of, note_turn
 from onefold.engine.job import Job
 from onefold.engine.request import Finish

@@ -1,6 +1,6 @@
 """The engine's one seam into mlx-lm: the public functions of it that load models, choose tokens and read answers.
 
-What is needed of mlx-lm's internals is in `cache/stock.py`. Nothing else in the engine imports `mlx_lm`.
+What is needed of mlx-lm's internals is in `cache/model/stock.py`. Nothing else in the engine imports `mlx_lm`.
 """
 
 from __future__ import annotations

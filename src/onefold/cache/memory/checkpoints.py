@@ -1,0 +1,207 @@
+"""Checkpoints: the state of every window and recurrent layer at one position, and which of them to keep.
+
+- A checkpoint is about a point, a segment about a range. One that holds only windows that are not full yet
+  can be clamped to any earlier point; a recurrent state cannot.
+- At most `PER_PATH` stay on a path: the deepest first, then points where the tree branches, then those whose
+  loss would cost the most, which thins a grid exponentially towards the start.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from onefold.cache.memory.ledger import Account
+from onefold.cache.memory.ranking import Ranking
+from onefold.cache.memory.tree import Node
+from onefold.cache.model.kinds.base import Snapshot
+from onefold.cache.model.kinds.own import OwnSnapshot
+
+PER_PATH = 4
+POINTS_SHARE = 4
+"""Checkpoints have a quarter of the budget."""
+GRID = 8192
+
+
+class Checkpoint:
+    """Snapshots by leaf; None where the leaf's state lies in the path's segments."""
+
+    __slots__ = ("_closing", "_holders", "account", "position", "snapshots", "spanless")
+
+    def __init__(self, position: int, snapshots: list[Any], account: Account, *, spanless: bool) -> None:
+        self.position = position
+        self.snapshots = snapshots
+        self.account = account
+        self.spanless = spanless
+        """No leaf needs the path's segments: every one is in here."""
+        self._holders = 0
+        self._closing = False
+
+    @property
+    def bytes(self) -> int:
+        return sum(s.size for s in self.snapshots if s is not None)
+
+    def array_ids(self) -> set[int]:
+        return {id(a) for s in self.snapshots if s is not None for a in s.arrays if a is not None}
+
+    def hold(self) -> None:
+        """It is being written elsewhere: its bytes are there, and counted, until `release`."""
+        self._holders += 1
+
+    def release(self) -> None:
+        self._holders -= 1
+        if self._closing and not self._holders:
+            self.close()
+
+    def close(self) -> None:
+        if self._holders:
+            self._closing = True
+            return
+        for snapshot in self.snapshots:
+            if snapshot is not None:
+                snapshot.close()
+        self.snapshots = []
+        self.account.close()
+
+    def arrays(self) -> dict[str, mx.array]:
+        """By name, in a fixed order: what it consists of, with `describe`."""
+        return {
+            f"state.{i}.{j}": a
+            for i, s in enumerate(self.snapshots)
+            if s is not None
+            for j, a in enumerate(s.arrays)
+            if a is not None
+        }
+
+    def describe(self) -> str:
+        """The rest of it, as JSON. Raises ValueError or TypeError for what JSON does not have."""
+        leaves = [None if s is None else s.describe() for s in self.snapshots]
+        return json.dumps({"position": self.position, "leaves": leaves}, separators=(",", ":"), allow_nan=False)
+
+
+def revive(described: str, arrays: dict[str, mx.array]) -> tuple[int, list[Any]]:
+    """The position and the snapshots of a checkpoint that was described. Raises ValueError, KeyError or TypeError on
+    nonsense."""
+    said = json.loads(described)
+    snapshots: list[Any] = []
+    for i, leaf in enumerate(said["leaves"]):
+        if leaf is None:
+            snapshots.append(None)
+            continue
+        slots = [arrays[f"state.{i}.{j}"] if used else None for j, used in enumerate(leaf["slots"])]
+        snapshots.append((OwnSnapshot if "names" in leaf else Snapshot).revive(leaf, slots))
+    return int(said["position"]), snapshots
+
+
+class Place(NamedTuple):
+    """A checkpoint on a path, as far as keeping it goes."""
+
+    position: int
+    branches: bool
+    """Another conversation goes off here."""
+
+
+def surplus(places: list[Place], limit: int = PER_PATH) -> list[int]:
+    """Positions to give up, for a path whose checkpoints are `places` (shallow to deep)."""
+    kept, gone = sorted(places), list[int]()
+    while len(kept) > limit:
+        end = kept[-1].position
+
+        def worth(i: int, kept: list[Place] = kept, end: int = end) -> tuple[bool, float]:
+            before = kept[i - 1].position if i else 0
+            lost = kept[i].position - before  # tokens to prefill again if this one is gone
+            return kept[i].branches, lost / (end - kept[i].position + 1)
+
+        victim = min(range(len(kept) - 1), key=worth)
+        gone.append(kept.pop(victim).position)
+    return gone
+
+
+def superfluous(held: list[Node]) -> list[Node]:
+    """Of the nodes of a path that have a checkpoint, those whose checkpoint is to go."""
+    gone = set(surplus([Place(n.end, len(n.children) > 1) for n in held]))
+    return [n for n in held if n.end in gone]
+
+
+class Points:
+    """The nodes that have a checkpoint, in the order in which those are dropped when their share of the budget is used
+    up: first those that one further on makes up for, then the least recently used. A watch of the trees, like
+    `eviction.Leaves`."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        """Of all checkpoints in the trees."""
+        self._bytes: dict[Node, int] = {}
+        self._order: Ranking[Node] = Ranking()
+
+    def changed(self, node: Node) -> None:
+        there = node.parent is not None and node.checkpoint is not None
+        known = node in self._bytes
+        if not there and not known:
+            return
+        self.bytes -= self._bytes.pop(node, 0)
+        if there:
+            self._bytes[node] = node.checkpoint.account.bytes
+            self.bytes += self._bytes[node]
+            self._order.place(node, _drop_rank(node))
+        else:
+            self._order.remove(node)
+        if there != known and node.parent is not None:
+            self.branched(node.parent)
+
+    def branched(self, node: Node) -> None:
+        """Look again at the nearest checkpoint above, or here: it may be made up for now, or no longer."""
+        at: Node | None = node if self._bytes else None
+        while at is not None and at.checkpoint is None:
+            at = at.parent
+        if at is not None and at in self._bytes:
+            self._order.place(at, _drop_rank(at))
+
+    def pop(self) -> Node | None:
+        """Take out the node whose checkpoint goes next; None if there is none. `changed` has it in the order again."""
+        return self._order.pop()
+
+    def pass_over(self, node: Node) -> None:
+        """This node was taken out and its checkpoint is not to go now."""
+        self._order.pass_over(node, _drop_rank(node))
+
+    def put_back(self) -> None:
+        """Have the nodes that were passed over in the order again."""
+        self._order.put_back()
+
+    def check(self, nodes: Iterable[Node]) -> list[str]:
+        """Recount from all nodes and say what differs."""
+        held = [n for n in nodes if n.checkpoint is not None]
+        found = []
+        if self._bytes != {n: n.checkpoint.account.bytes for n in held} or self.bytes != sum(self._bytes.values()):
+            found.append(f"the checkpoints are noted to have {self.bytes} bytes, and have another number")
+        if self._order.keys() != {n: _drop_rank(n) for n in held}:
+            found.append("the order in which checkpoints are dropped is not that of the tree")
+        return found
+
+
+def _drop_rank(node: Node) -> tuple[bool, float, int]:
+    return not _made_up_for(node), node.last_use, node.end
+
+
+def _made_up_for(node: Node) -> bool:
+    """Whether the only way on from here leads to another checkpoint."""
+    while len(node.children) == 1:
+        (node,) = node.children.values()
+        if node.checkpoint is not None:
+            return True
+    return False
+
+
+def wanted(position: int, last: int, prompt_tokens: int, asked: frozenset[int]) -> bool:
+    """Whether a forward boundary at `position` deserves a checkpoint, the last one being at `last`."""
+    if position <= last:
+        return False
+    if position in asked:
+        return True
+    if position >= prompt_tokens - 1 > last:
+        return True
+    return position // GRID > last // GRID

@@ -1,0 +1,453 @@
+"""Attention that reads KV where it lies.
+
+- A layer that reads several pieces returns *handles* instead of arrays; `attention` is what the seam puts
+  in mlx-lm's place. It dispatches on the keys it is given: a handle is attended here, anything else goes
+  to the stock function, untouched.
+- One decode step over pieces: each piece is attended by itself, and the results are weighed by their
+  log-sum-exps. Exact; K and V are read in place, and nothing as long as a piece is ever joined or cut.
+- A prefill chunk joins one layer's pieces for the length of that layer and takes the stock fused kernel.
+- Rows of a batch are ragged. A piece that several rows share is read once, with the rows folded into
+  the query dimension; so is a slab in which the rows have their tails side by side.
+
+Knows nothing of trees, leases or budgets.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from onefold.cache.memory import device
+from onefold.cache.model import stock
+
+
+class View(NamedTuple):
+    """The arrays of one layer in one slab, and the range of indices to read."""
+
+    arrays: list[mx.array]
+    lo: int
+    hi: int
+    slab: int
+    """Names the slab, whatever the layer: equal views of two rows are read once."""
+
+    @property
+    def capacity(self) -> int:
+        return self.arrays[0].shape[2]
+
+    def all(self) -> View:
+        return View(self.arrays, 0, self.capacity, self.slab)
+
+
+class Rows:
+    """The views of a batch's rows in one layer, made when they are asked for: where pieces lie is the same for every
+    layer of a step."""
+
+    __slots__ = ("index", "layout")
+
+    def __init__(self, layout: list[list[tuple[Any, int, int]]], index: int) -> None:
+        self.layout = layout
+        self.index = index
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+    def __getitem__(self, i: int) -> list[View]:
+        return [View(slab.arrays(self.index), lo, hi, id(slab)) for slab, lo, hi in self.layout[i]]
+
+    def __iter__(self) -> Iterator[list[View]]:
+        return (self[i] for i in range(len(self)))
+
+
+COMMON_TOKENS = 512
+"""A slab of which each row reads a part is read whole for all of them if it has at most this many tokens per row."""
+
+
+class Codec(Protocol):
+    """How a layer's keys and values are kept in its arrays, and read without unpacking them."""
+
+    plain: bool
+
+    def scores(self, q: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array: ...
+
+    def mix(self, p: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array: ...
+
+    def n_keys(self) -> int:
+        """How many of a layer's arrays belong to its keys; the values' come after them."""
+        ...
+
+    def dim(self, first: Any) -> int:
+        """The dimension of a head, given the spec of the first array of the keys or values."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """Stands for the keys, or the values, of some rows in a model's attention code."""
+
+    rows: Rows | list[list[View]]
+    codec: Codec
+    shape: tuple[int, int, int, int]
+    dtype: mx.Dtype
+    consumed: list[int]
+    """Counts the attention calls that read it; the probe looks."""
+    plans: dict[Any, Any] | None = None
+    """Shared by the layers of a batch: what one layer has worked out, the next need not."""
+
+    @property
+    def ndim(self) -> int:
+        return 4
+
+
+def attention(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: Any = None,
+    sinks: mx.array | None = None,
+    **options: Any,
+) -> mx.array:
+    """Stands in for mlx-lm's `scaled_dot_product_attention`."""
+    if not isinstance(keys, Handle):
+        return stock.stock_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks, **options)
+    if not isinstance(values, Handle) or options:
+        raise TypeError(f"attention over segments got values {type(values).__name__} and options {list(options)}")
+    keys.consumed[0] += 1
+    rows, codec = keys.rows, keys.codec
+    if len(rows) == 1:
+        return _attend_row(queries, rows[0], codec, scale, mask, sinks)
+    if mask is None and queries.shape[2] == 1:
+        return _attend_rows(queries, rows, codec, scale, sinks, {} if keys.plans is None else keys.plans)
+    parts = []
+    for i, row in enumerate(rows):
+        total = sum(v.hi - v.lo for v in row)
+        own = mask[i : i + 1, ..., :total] if isinstance(mask, mx.array) and mask.ndim == 4 else mask
+        parts.append(_attend_row(queries[i : i + 1], row, codec, scale, own, sinks))
+    return mx.concatenate(parts, axis=0)
+
+
+# -- one row --------------------------------------------------------------------------------
+
+
+def _attend_row(
+    q: mx.array, row: list[View], codec: Codec, scale: float, mask: Any, sinks: mx.array | None
+) -> mx.array:
+    n_q, length = q.shape[1], q.shape[2]
+    n_kv = row[0].arrays[0].shape[1]
+    if codec.plain:
+        widths = sum(a.shape[1] * a.shape[3] * a.dtype.size for a in row[0].arrays)
+        if length * n_q * 8 > widths:
+            return _attend_joined(q, row, scale, mask, sinks)
+    folded = (q * scale).reshape(1, n_kv, n_q // n_kv * length, q.shape[3])
+    if mask is None:
+        blocks = []
+        for v in row:
+            block = _Block(codec.scores(folded, v.arrays, v.lo, v.hi))
+            block.out = codec.mix(block.probs, v.arrays, v.lo, v.hi)
+            blocks.append(block)
+        column = None if sinks is None else mx.repeat(sinks.reshape(1, n_kv, -1, 1), length, axis=2)
+        out = _weigh(blocks, column)
+        return out.reshape(1, n_q, length, out.shape[-1]).astype(q.dtype)
+    total = sum(v.hi - v.lo for v in row)
+    scores = _cat([codec.scores(folded, v.arrays, v.lo, v.hi) for v in row])
+    scores = _masked(scores.reshape(1, n_kv, n_q // n_kv, length, total), mask)
+    probs = _softmax(scores, sinks).reshape(1, n_kv, n_q // n_kv * length, total)
+    out, at = mx.array(0, q.dtype), 0
+    for v in row:
+        out = out + codec.mix(probs[..., at : at + v.hi - v.lo], v.arrays, v.lo, v.hi)
+        at += v.hi - v.lo
+    return out.reshape(1, n_q, length, out.shape[-1]).astype(q.dtype)
+
+
+class _Block:
+    """Attention over one part of the columns: its softmax, what it weighs, and (filled in later) its output."""
+
+    __slots__ = ("logsum", "out", "probs")
+
+    def __init__(self, scores: mx.array) -> None:
+        self.probs = mx.softmax(scores, axis=-1, precise=True)
+        largest = scores.max(axis=-1, keepdims=True).astype(mx.float32)
+        self.logsum = largest - mx.log(self.probs.max(axis=-1, keepdims=True).astype(mx.float32))
+        self.out: mx.array = self.probs
+
+
+def _hidden(scores: mx.array, low: mx.array | None) -> mx.array:
+    return scores if low is None else scores + low
+
+
+def _weigh(blocks: list[_Block], sinks: mx.array | None) -> mx.array:
+    """Put blocks together. A sink takes its share of the sum and has no output."""
+    if len(blocks) == 1 and sinks is None:
+        return blocks[0].out
+    sums = [b.logsum for b in blocks]
+    if sinks is not None:
+        sums.append(sinks.astype(mx.float32))
+    top = functools.reduce(mx.maximum, sums)
+    shares = [mx.exp(x - top) for x in sums]
+    total = functools.reduce(operator.add, shares)
+    weighed = [b.out.astype(mx.float32) * w for b, w in zip(blocks, shares, strict=False)]
+    return (functools.reduce(operator.add, weighed) / total).astype(blocks[0].out.dtype)
+
+
+def _attend_joined(q: mx.array, row: list[View], scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+    """A prefill chunk: this layer's pieces side by side, for the length of this layer."""
+    k, v = (_side_by_side(row, j) for j in (0, 1))
+    out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
+    if not _starts_a_buffer(row):
+        mx.eval(out)  # or the device runs ahead and holds several layers' copies
+    return out
+
+
+def _side_by_side(row: list[View], j: int) -> mx.array:
+    """What a row's pieces hold in their arrays `j`, in one array that begins where its buffer begins."""
+    parts = [v.arrays[j][..., v.lo : v.hi, :] for v in row]
+    if len(parts) > 1:
+        return mx.concatenate(parts, axis=2)
+    return parts[0] if _starts_a_buffer(row) else mx.contiguous(parts[0])
+
+
+def _starts_a_buffer(row: list[View]) -> bool:
+    """Whether a row is one range from the start of a buffer: the fused kernel can be given a slice of it. On CUDA it
+    reads beyond its memory for one query on a range that begins further on (`benchmarks/gpu_attention.py`)."""
+    return len(row) == 1 and (row[0].lo == 0 or not device.on_cuda())
+
+
+def _masked(scores: mx.array, mask: Any) -> mx.array:
+    """`scores` is [rows, kv heads, repeats, queries, keys]."""
+    if mask is None:
+        return scores
+    _, n_kv, repeats, length, total = scores.shape
+    if isinstance(mask, str):
+        first = total - length
+        mask = mx.arange(first, total)[:, None] >= mx.arange(total)[None]
+    if mask.ndim == 4:
+        heads = mask.shape[1]
+        shape = (n_kv, repeats) if heads > 1 else (1, 1)
+        mask = mask.reshape(mask.shape[0], *shape, *mask.shape[2:])
+    if mask.dtype == mx.bool_:
+        return mx.where(mask, scores, mx.array(mx.finfo(scores.dtype).min, scores.dtype))
+    return scores + mask
+
+
+def _softmax(scores: mx.array, sinks: mx.array | None) -> mx.array:
+    """Over the last axis; a sink takes its share of the sum and has no value."""
+    if sinks is None:
+        return mx.softmax(scores, axis=-1, precise=True)
+    rows, n_kv, repeats, length, total = scores.shape
+    column = sinks.astype(scores.dtype).reshape(1, n_kv, repeats, 1, 1)
+    column = mx.broadcast_to(column, (rows, n_kv, repeats, length, 1))
+    both = mx.concatenate([scores, column], axis=-1)
+    return mx.softmax(both, axis=-1, precise=True)[..., :total]
+
+
+def _low(dtype: mx.Dtype) -> float:
+    """The score of what a row does not see: finite, as a row may see nothing of a block."""
+    return -6e4 if dtype == mx.float16 else -1e30
+
+
+def _cat(parts: list[mx.array], axis: int = -1) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
+
+
+# -- a ragged batch, one query each ------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Plan:
+    """How the rows' pieces are read, by (row, place in the row): the same for every layer of a step."""
+
+    common: list[tuple[int, int]]
+    """Short slabs of which several rows read different parts: read whole, each row sees its own."""
+    shared: list[tuple[int, int, list[int]]]
+    """Pieces that several rows read, and which."""
+    single: list[tuple[int, int]]
+    """What is left: a row's own pieces."""
+    hidden: list[mx.array | None]
+    """For each common and shared one in turn, 0 where a row sees a column, very low where not; None where all do."""
+
+
+def _plan_of(rows: Rows | list[list[View]], dtype: mx.Dtype, plans: dict[Any, Any]) -> _Plan:
+    if not isinstance(rows, Rows):
+        return _plan(rows, dtype)
+    if plans.get("planned") is not rows.layout or plans["plan"][0] != dtype:
+        plans["planned"], plans["plan"] = rows.layout, (dtype, _plan(list(rows), dtype))
+    plan: _Plan = plans["plan"][1]
+    return plan
+
+
+def _plan(rows: Rows | list[list[View]], dtype: mx.Dtype) -> _Plan:
+    n = len(rows)
+    readers: dict[tuple[int, int, int], tuple[int, int, list[int]]] = {}
+    slabs: dict[int, tuple[int, int, set[int]]] = {}
+    for i, row in enumerate(rows):
+        for j, v in enumerate(row):
+            readers.setdefault((v.slab, v.lo, v.hi), (i, j, []))[2].append(i)
+            slabs.setdefault(v.slab, (i, j, set()))[2].add(i)
+    whole = {slab for slab, (i, j, who) in slabs.items() if len(who) > 1 and rows[i][j].capacity <= n * COMMON_TOKENS}
+    whole -= {slab for (slab, _, _), (_, _, who) in readers.items() if len(who) == len(slabs[slab][2])}
+    common = [slabs[slab][:2] for slab in whole]
+    shared = [found for (slab, _, _), found in readers.items() if len(found[2]) > 1 and slab not in whole]
+    taken = {(rows[i][j].slab, rows[i][j].lo, rows[i][j].hi) for i, j, _ in shared}
+    taken |= {key for key in readers if key[0] in whole}
+    own = [[j for j, v in enumerate(row) if (v.slab, v.lo, v.hi) not in taken] for row in rows]
+    single = [(i, j) for i, js in enumerate(own) for j in js]
+
+    def hide(seen: Any) -> mx.array:
+        return mx.where(mx.array(seen), mx.array(0, dtype), mx.array(_low(dtype), dtype))[None, :, None, :]
+
+    hidden: list[mx.array | None] = []
+    for i, j in common:
+        seen = np.zeros((n, rows[i][j].capacity), dtype=bool)
+        for r, row in enumerate(rows):
+            for v in row:
+                if v.slab == rows[i][j].slab:
+                    seen[r, v.lo : v.hi] = True
+        hidden.append(hide(seen))
+    hidden += [hide([[r in who] for r in range(n)]) if len(who) < n else None for _, _, who in shared]
+    return _Plan(common, shared, single, hidden)
+
+
+def _attend_rows(
+    q: mx.array,
+    rows: Rows | list[list[View]],
+    codec: Codec,
+    scale: float,
+    sinks: mx.array | None,
+    plans: dict[Any, Any],
+) -> mx.array:
+    n_rows, n_q, _, dim = q.shape
+    n_kv = rows[0][0].arrays[0].shape[1]
+    repeats = n_q // n_kv
+    plan = _plan_of(rows, q.dtype, plans)
+
+    everyone = tuple(range(n_rows))
+    groups = [(rows[i][j].all(), everyone) for i, j in plan.common]
+    groups += [(rows[i][j], tuple(who)) for i, j, who in plan.shared]
+    ranges = tuple((v.lo, v.hi, who) for v, who in groups)
+    given = [v.arrays for v, _ in groups], plan.hidden
+    column = None if sinks is None else sinks.reshape(n_kv, 1, repeats, 1)
+    if not plan.single:
+        core = _core(plans, ranges, codec, scale)
+        out = core(q, *given, column)
+        return out.transpose(1, 0, 2, 3).reshape(n_rows, n_q, 1, out.shape[-1]).astype(q.dtype)
+
+    if not groups and _one_buffer_each(rows, codec):
+        return _attend_alone(q, rows, scale, sinks)
+    by_row = (q * scale).reshape(n_rows, n_kv, repeats, dim)
+    parts = _attend_groups(by_row.transpose(1, 0, 2, 3), *given, ranges, codec) + _attend_own(by_row, rows, plan, codec)
+    out = _weigh(parts, column)
+    return out.transpose(1, 0, 2, 3).reshape(n_rows, n_q, 1, out.shape[-1]).astype(q.dtype)
+
+
+def _one_buffer_each(rows: Rows | list[list[View]], codec: Codec) -> bool:
+    """Every row is one range from the start of a buffer."""
+    return codec.plain and all(len(row) == 1 and row[0].lo == 0 for row in rows)
+
+
+def _attend_alone(q: mx.array, rows: Rows | list[list[View]], scale: float, sinks: mx.array | None) -> mx.array:
+    """Nobody shares anything: each row by itself, in the stock kernel."""
+    parts = []
+    for i, (v,) in enumerate(rows):
+        k, values = (a[..., : v.hi, :] for a in v.arrays)
+        parts.append(mx.fast.scaled_dot_product_attention(q[i : i + 1], k, values, scale=scale, sinks=sinks))
+    return mx.concatenate(parts, axis=0)
+
+
+def _attend_own(by_row: mx.array, rows: Rows | list[list[View]], plan: _Plan, codec: Codec) -> list[_Block]:
+    """The pieces that belong to one row. Their scores are laid side by side, so that all rows have one softmax, unless
+    one of them is so much longer than the others that most of it would be empty."""
+    own = [[row[j] for r, j in plan.single if r == i] for i, row in enumerate(rows)]
+    widths = [sum(v.hi - v.lo for v in views) for views in own]
+    if max(widths) * len(widths) > 2 * sum(widths) + 4096:
+        chosen = [i for i, views in enumerate(own) if views]
+        return [_own_block(by_row, [views if i == k else [] for k, views in enumerate(own)], codec) for i in chosen]
+    return [_own_block(by_row, own, codec)]
+
+
+def _own_block(by_row: mx.array, own: list[list[View]], codec: Codec) -> _Block:
+    """One block of all rows; a row that has no piece here sees nothing of it."""
+    n_rows, n_kv, repeats, _ = by_row.shape
+    widest = max(sum(v.hi - v.lo for v in views) for views in own)
+    low = _low(by_row.dtype)
+    scores = []
+    for i, views in enumerate(own):
+        parts = [codec.scores(by_row[i : i + 1], v.arrays, v.lo, v.hi) for v in views]
+        found = _cat(parts) if parts else mx.full((1, n_kv, repeats, widest), low, by_row.dtype)
+        missing = widest - found.shape[-1]
+        scores.append(mx.pad(found, [(0, 0)] * 3 + [(0, missing)], constant_values=low) if missing else found)
+    block = _Block(mx.concatenate(scores, axis=0))
+    outs: list[mx.array | None] = []
+    for i, views in enumerate(own):
+        at, out = 0, None
+        for v in views:
+            width = v.hi - v.lo
+            part = codec.mix(block.probs[i : i + 1, ..., at : at + width], v.arrays, v.lo, v.hi)
+            at, out = at + width, part if out is None else out + part
+        outs.append(out)
+    known = next(o for o in outs if o is not None)
+    block.out = mx.concatenate([mx.zeros_like(known) if o is None else o for o in outs], axis=0).transpose(1, 0, 2, 3)
+    block.logsum = block.logsum.transpose(1, 0, 2, 3)
+    if any(not views for views in own):  # uniform over nothing is still nothing
+        empty = mx.array([not views for views in own]).reshape(1, n_rows, 1, 1)
+        block.logsum = mx.where(empty, mx.array(-1e30), block.logsum)
+    return block
+
+
+Ranges = tuple[tuple[int, int, tuple[int, ...]], ...]
+
+
+def _core(plans: dict[Any, Any], ranges: Ranges, codec: Codec, scale: float) -> Any:
+    """Attention over pieces that rows read together, which keeps its shape from step to step; so on a GPU it is
+    compiled, once for a batch."""
+    key = ("core", ranges, id(codec), scale)
+    if key not in plans:
+
+        def core(q: mx.array, arrays: Any, hidden: Any, sinks: Any) -> mx.array:
+            n_kv = arrays[0][0].shape[1]
+            by_row = (q * scale).reshape(q.shape[0], n_kv, -1, q.shape[3])
+            return _weigh(_attend_groups(by_row.transpose(1, 0, 2, 3), arrays, hidden, ranges, codec), sinks)
+
+        plans[key] = mx.compile(core) if device.on_gpu() else core
+    return plans[key]
+
+
+def _attend_groups(by_head: mx.array, arrays: Any, hidden: Any, ranges: Ranges, codec: Codec) -> list[_Block]:
+    parts = []
+    for held, low, (lo, hi, who) in zip(arrays, hidden, ranges, strict=True):
+        view = View(held, lo, hi, 0)
+        s = _shared_scores(by_head, view, who, codec)
+        part = _Block(_hidden(s, low))
+        part.out = _shared_mix(part.probs, view, who, by_head.shape[1], codec)
+        parts.append(part)
+    return parts
+
+
+def _shared_scores(by_head: mx.array, v: View, who: tuple[int, ...], codec: Codec) -> mx.array:
+    """One product for all the rows that read this piece: [kv heads, rows, repeats, tokens]."""
+    n_kv, n_rows, repeats, dim = by_head.shape
+    picked = by_head if len(who) == n_rows else by_head[:, mx.array(who)]
+    folded = picked.reshape(1, n_kv, len(who) * repeats, dim)
+    s = codec.scores(folded, v.arrays, v.lo, v.hi).reshape(n_kv, len(who), repeats, v.hi - v.lo)
+    if len(who) == n_rows:
+        return s
+    places = [who.index(r) if r in who else 0 for r in range(n_rows)]  # the others' columns are hidden
+    return s[:, mx.array(places)]
+
+
+def _shared_mix(p: mx.array, v: View, who: tuple[int, ...], n_rows: int, codec: Codec) -> mx.array:
+    n_kv, _, repeats, n = p.shape
+    picked = p if len(who) == n_rows else p[:, mx.array(who)]
+    part = codec.mix(picked.reshape(1, n_kv, len(who) * repeats, n), v.arrays, v.lo, v.hi)
+    part = part.reshape(n_kv, len(who), repeats, -1)
+    if len(who) == n_rows:
+        return part
+    spread = mx.zeros((n_kv, n_rows, repeats, part.shape[-1]), part.dtype)
+    spread[:, mx.array(who)] = part
+    return spread

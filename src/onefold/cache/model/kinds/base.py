@@ -1,0 +1,231 @@
+"""The contract of every kind of layer.
+
+A layer is one layer's live state in one request, in the shape that mlx-lm's models expect of a cache.
+Beyond that, every kind can be snapshotted, rewound, restored, joined and split:
+
+- `snapshot(from_offset)`: the state from `from_offset` to the offset, in arrays of its own; the live state
+  is unchanged. Nothing new since `from_offset` gives None.
+- `restore(None, target)`: rewind the live state. `restore(snapshot, target)`: put the snapshot back, clamped
+  to `target`. Either happens wholly and returns True, or not at all and returns False.
+- `join(parent, child)` and `split(snapshot, at)` take ownership of what they are given and close it.
+- `free()` releases everything; the offset is 0 afterwards.
+
+A snapshot pins exactly the bytes it reports, and is closed exactly once.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from onefold.cache.model.exporting import Exportable
+from onefold.cache.model.stock import Kind
+
+
+class ForwardListener(Protocol):
+    """Who is told when a forward reaches a layer, and asked when a layer is to be rewound."""
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether all layers of the model can be rewound to where the last round of forwards began, whatever their
+        kind."""
+        ...
+
+    @property
+    def verifies(self) -> bool:
+        """Whether several tokens in the next forward are several steps in one: a draft model's, behind the prompt."""
+        ...
+
+    def enter(self, layer: Any, n_tokens: int | None) -> None:
+        """Before a layer's first write of a forward; may refuse by raising, and then nothing was written."""
+        ...
+
+    def begun(self, model: Any, inputs: mx.array | None, row: int, *, n_layers: int, embedded: bool) -> None:
+        """A forward of the whole model begins, with so many layers, on row `row` of `inputs` or on embeddings in their
+        place; `ended` or `failed` will follow, then `left`. May refuse by raising."""
+        ...
+
+    def ended(self, n_tokens: int, stepped: bool) -> list[mx.array]:
+        """Returns the arrays that the forward has written: they are scheduled before `left`. If it was a decode step
+        (`stepped`), its output is scheduled too, and what that depends on may be left out."""
+        ...
+
+    def failed(self) -> list[mx.array]:
+        """The forward raised half-way: put every layer back to where it began. Returns what `ended` does."""
+        ...
+
+    def left(self) -> None:
+        """The forward's thread lets go of the layers."""
+        ...
+
+    def lost(self, error: RuntimeError) -> None:
+        """What the forward has written cannot be computed."""
+        ...
+
+    def trim(self, layer: Any, n: int) -> int:
+        """Rewind `layer` by `n` tokens; returns `n`, or 0 if that cannot be done, and then nothing has changed."""
+        ...
+
+    def dropped(self, layer: Any) -> None:
+        """Nobody refers to this layer any more but its owner."""
+        ...
+
+    def reserve_copy(self, n_bytes: int) -> Any:
+        """Reserves the bytes of a copy of a layer, and returns their account; None if nobody counts."""
+        ...
+
+
+class NoPulse:
+    """For a layer that stands alone."""
+
+    rolls_back = False
+    verifies = False
+
+    def enter(self, layer: Any, n_tokens: int | None) -> None:
+        pass
+
+    def begun(self, model: Any, inputs: mx.array | None, row: int, *, n_layers: int, embedded: bool) -> None:
+        pass
+
+    def ended(self, n_tokens: int, stepped: bool) -> list[mx.array]:
+        return []
+
+    def failed(self) -> list[mx.array]:
+        return []
+
+    def left(self) -> None:
+        pass
+
+    def lost(self, error: RuntimeError) -> None:
+        pass
+
+    def trim(self, layer: Any, n: int) -> int:
+        n = min(layer.offset, n)
+        return n if n > 0 and layer.restore(None, layer.offset - n) else 0
+
+    def dropped(self, layer: Any) -> None:
+        pass
+
+    def reserve_copy(self, n_bytes: int) -> None:
+        pass
+
+_ALONE = NoPulse()
+
+
+class Watched(Exportable):
+    """A layer that has an owner: a pulse that hears of forwards (see `stock.watch`) and decides on rewinds."""
+
+    _pulse: Any
+    offset: int
+
+    def watchers(self) -> list[Any]:
+        return [] if self._pulse is None else [self._pulse]
+
+    def trim(self, n: int) -> int:
+        """Rewind by `n` tokens. Returns how many were taken back: all of them, or none."""
+        return self.pulse.trim(self, n)
+
+    @property
+    def pulse(self) -> ForwardListener:
+        found: ForwardListener = _ALONE if self._pulse is None else self._pulse
+        return found
+
+    def __del__(self) -> None:
+        pulse = getattr(self, "_pulse", None)
+        if pulse is not None:
+            pulse.dropped(self)
+
+
+class Point(Watched):
+    """A kind whose state is good for one point alone: a child supersedes its parent, and nothing can be split."""
+
+    def join(self, parent: Any, child: Any) -> Any:
+        close_all(parent)
+        return child
+
+    def split(self, snapshot: Any, at: int) -> tuple[Any, Any]:
+        return None, snapshot
+
+
+class Snapshot:
+    """State of one layer over [start, end), or for window and recurrent kinds at `end`."""
+
+    __slots__ = ("arrays", "closed", "end", "extra", "start")
+
+    def __init__(self, arrays: list[mx.array | None], start: int, end: int, extra: tuple[int, ...] = ()) -> None:
+        self.arrays = arrays
+        self.start = start
+        self.end = end
+        self.extra = extra
+        self.closed = False
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(a.nbytes for a in self.arrays if a is not None)
+
+    def close(self) -> None:
+        if self.closed:
+            raise RuntimeError(f"snapshot [{self.start}, {self.end}) is closed already")
+        self.closed = True
+        self.arrays = []
+
+    def describe(self) -> dict[str, Any]:
+        """All of it but the arrays, in values that JSON has."""
+        return {
+            "start": self.start,
+            "end": self.end,
+            "extra": list(self.extra),
+            "slots": [a is not None for a in self.arrays],
+        }
+
+    @classmethod
+    def revive(cls, said: dict[str, Any], arrays: list[mx.array | None]) -> Snapshot:
+        """The other way round; `arrays` by slot. Raises KeyError, TypeError or ValueError on nonsense."""
+        return Snapshot(arrays, int(said["start"]), int(said["end"]), tuple(int(x) for x in said["extra"]))
+
+
+class Layer(Protocol):
+    """What leases and tests rely on, for every kind."""
+
+    kind: Kind
+    offset: int
+    epoch: int
+
+    def snapshot(self, from_offset: int = 0) -> Any: ...
+    def can_restore(self, snapshot: Any, target: int) -> bool: ...
+    def restore(self, snapshot: Any, target: int) -> bool: ...
+    def free(self) -> None: ...
+    def live_arrays(self) -> list[mx.array]: ...
+
+    def mark(self) -> tuple[Any, ...]:
+        """Where a forward began, as references: `reset` undoes a forward that failed half-way."""
+        ...
+
+    def reset(self, mark: tuple[Any, ...]) -> None: ...
+
+
+def close_all(*snapshots: Any) -> None:
+    for snapshot in snapshots:
+        if snapshot is not None:
+            snapshot.close()
+
+
+_SLOP = 1 << 20
+"""`mx.contiguous` leaves up to 16 KiB of a parent behind an array: nothing for one of this size, much for a
+small one."""
+
+
+def own_bytes(array: mx.array) -> mx.array:
+    """The same values in a buffer of their own: a slice would pin all of its parent."""
+    if array.nbytes < _SLOP and array.ndim:
+        return mx.concatenate([array, array[:0]], axis=0)  # always a new, exact allocation
+    return mx.contiguous(array)
+
+
+def own_name(array: mx.array) -> mx.array:
+    """Another Python object for the same values. A write through `array[...] = x` changes the Python object
+    that it is made on; whoever else holds that object (a snapshot, an undo mark) would see it."""
+    return copy.copy(array)

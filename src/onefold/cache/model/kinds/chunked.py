@@ -1,0 +1,79 @@
+"""Chunked attention (llama4): mlx-lm's cache keeps what follows `start_position`.
+
+A snapshot holds [start_position, offset). A query attends only within its own chunk, so a point can be
+clamped or rewound to as long as the start of that point's chunk is still there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from onefold.cache.model import stock
+from onefold.cache.model.kinds.base import ForwardListener, NoPulse, Point, Snapshot, own_bytes, own_name
+from onefold.cache.model.stock import Kind
+
+
+class ChunkedLayer(Point, stock.ChunkedKVCache):  # type: ignore[misc, valid-type]
+    kind = Kind.CHUNKED
+    keys: Any
+    values: Any
+
+    def __init__(self, chunk_size: int, *, pulse: ForwardListener | None = None) -> None:
+        super().__init__(chunk_size)
+        self.epoch = 0
+        self._pulse: ForwardListener = pulse or NoPulse()
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        self._pulse.enter(self, keys.shape[2])
+        if self.keys is not None:
+            self.keys, self.values = own_name(self.keys), own_name(self.values)
+        return super().update_and_fetch(keys, values)
+
+    def is_trimmable(self) -> bool:
+        return self.start_position == 0 or self.pulse.rolls_back
+
+    def snapshot(self, from_offset: int = 0) -> Snapshot | None:
+        if self.keys is None or self.offset <= max(0, from_offset):
+            return None
+        valid = self.offset - self.start_position
+        keep = min(valid, self.chunk_size)
+        arrays: list[mx.array | None] = [own_bytes(a[..., valid - keep : valid, :]) for a in (self.keys, self.values)]
+        mx.eval(arrays)
+        return Snapshot(arrays, max(0, from_offset), self.offset, (self.chunk_size, self.offset - keep))
+
+    def can_restore(self, snapshot: Snapshot | None, target: int) -> bool:
+        if target < 0:
+            return False
+        if snapshot is None:
+            rewinds = target < self.offset and self._holds(target, self.start_position)
+            return rewinds or target == self.offset
+        if snapshot.extra[0] != self.chunk_size or target > snapshot.end:
+            return False
+        return target == snapshot.end or self._holds(target, snapshot.extra[1])
+
+    def restore(self, snapshot: Snapshot | None, target: int) -> bool:
+        if not self.can_restore(snapshot, target):
+            return False
+        if snapshot is not None:
+            self.keys, self.values = snapshot.arrays[0], snapshot.arrays[1]
+            self.offset, self.start_position = snapshot.end, snapshot.extra[1]
+        self.offset = target
+        return True
+
+    def free(self) -> None:
+        self.keys = self.values = None
+        self.offset = self.start_position = 0
+
+    def _holds(self, target: int, start: int) -> bool:
+        return start <= target // self.chunk_size * self.chunk_size
+
+    def mark(self) -> tuple[Any, ...]:
+        return self.keys, self.values, self.offset, self.start_position
+
+    def reset(self, mark: tuple[Any, ...]) -> None:
+        self.keys, self.values, self.offset, self.start_position = mark
+
+    def live_arrays(self) -> list[mx.array]:
+        return [] if self.keys is None else [self.keys, self.values]

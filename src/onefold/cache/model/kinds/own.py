@@ -1,0 +1,152 @@
+"""A cache class of the model's own, kept whole: a point, nothing else.
+
+- What its attributes mean is not known, only that each is an array, a number or nothing. So a snapshot is all of them,
+  and setting them again puts the state back.
+- The live layer's class is derived from the model's, so that the model's code finds whatever it calls.
+- Whether that code replaces its arrays or writes into them is not known either: a snapshot is a copy, and so is what is
+  put back. An array that is set is given a buffer of its own.
+- It counts its tokens itself. When a forward begins it hears from the watch on the model, since nothing is known of the
+  methods that the model will call.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import mlx.core as mx
+
+from onefold.cache.model.kinds.base import ForwardListener, NoPulse, Point, Snapshot, own_bytes, own_name
+from onefold.cache.model.stock import Kind
+
+_OURS = ("epoch", "_pulse", "_pristine")
+
+
+class OwnSnapshot(Snapshot):
+    """The arrays, by name, and the other attributes."""
+
+    __slots__ = ("names", "others")
+
+    def __init__(self, attributes: dict[str, Any], start: int, end: int) -> None:
+        arrays = {n: own_bytes(v) for n, v in attributes.items() if isinstance(v, mx.array)}
+        mx.eval(arrays)
+        self.names = list(arrays)
+        self.others = {n: v for n, v in attributes.items() if n not in arrays}
+        super().__init__(list(arrays.values()), start, end)
+
+    def attributes(self) -> dict[str, Any]:
+        arrays = zip(self.names, self.arrays, strict=True)
+        return self.others | {n: own_bytes(a) for n, a in arrays if a is not None}
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | {"names": self.names, "others": self.others}
+
+    @classmethod
+    def revive(cls, said: dict[str, Any], arrays: list[mx.array | None]) -> OwnSnapshot:
+        named = dict(zip(said["names"], arrays, strict=True))
+        return cls(dict(said["others"]) | named, int(said["start"]), int(said["end"]))
+
+
+class _Opening:
+    """Hears for a layer that a forward begins."""
+
+    def __init__(self, layer: OwnLayer) -> None:
+        self._layer = layer
+        self._pulse = layer._pulse
+
+    def begun(self, model: Any, inputs: mx.array | None, row: int, *, n_layers: int, embedded: bool) -> None:
+        self._pulse.begun(model, inputs, row, n_layers=n_layers, embedded=embedded)
+        self._pulse.enter(self._layer, None if inputs is None else inputs.shape[1])
+
+    def ended(self, n_tokens: int, stepped: bool) -> list[mx.array]:
+        return self._pulse.ended(n_tokens, stepped)
+
+    def failed(self) -> list[mx.array]:
+        return self._pulse.failed()
+
+    def lost(self, error: RuntimeError) -> None:
+        self._pulse.lost(error)
+
+    def left(self) -> None:
+        self._pulse.left()
+
+
+@functools.cache
+def _leased(cls: type) -> Any:
+    return type(f"Leased{cls.__name__}", (OwnLayer, cls), {"model_class": cls})
+
+
+class OwnLayer(Point):
+    """Made by `like`, of a class derived from this one and the model's."""
+
+    kind = Kind.OWN
+    offset: int
+    epoch: int
+    model_class: Any
+    _pristine: dict[str, Any]
+
+    @staticmethod
+    def like(pristine: Any, pulse: ForwardListener | None = None) -> OwnLayer:
+        """A live layer that stands where `pristine` stood when the model made it."""
+        base: Any = type(pristine)
+        derived = _leased(base)
+        layer: OwnLayer = derived.__new__(derived)
+        attributes = dict(vars(pristine))
+        vars(layer).update(attributes, epoch=0, _pulse=pulse or NoPulse(), _pristine=attributes)
+        return layer
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, own_bytes(value) if isinstance(value, mx.array) else value)
+
+    def watchers(self) -> list[Any]:
+        return [_Opening(self)]
+
+    def is_trimmable(self) -> bool:
+        return self.pulse.rolls_back
+
+    def snapshot(self, from_offset: int = 0) -> OwnSnapshot | None:
+        if self.offset <= max(0, from_offset):
+            return None
+        return OwnSnapshot(self._attributes(), max(0, from_offset), self.offset)
+
+    def can_restore(self, snapshot: OwnSnapshot | None, target: int) -> bool:
+        return target == (self.offset if snapshot is None else snapshot.end)
+
+    def restore(self, snapshot: OwnSnapshot | None, target: int) -> bool:
+        if not self.can_restore(snapshot, target):
+            return False
+        if snapshot is not None:
+            self._put(snapshot.attributes())
+        return True
+
+    def as_made_by_the_model(self) -> Any:
+        """A copy of the model's own class."""
+        copied = self.model_class.__new__(self.model_class)
+        vars(copied).update(OwnSnapshot(self._attributes(), 0, self.offset).attributes())
+        mx.eval([v for v in vars(copied).values() if isinstance(v, mx.array)])
+        return copied
+
+    def take_over(self, cache: Any) -> None:
+        """Hold what an object of the model's class holds, in arrays of its own."""
+        self._put({n: own_bytes(v) if isinstance(v, mx.array) else v for n, v in vars(cache).items()})
+
+    def free(self) -> None:
+        self._put(self._pristine)
+
+    def mark(self) -> tuple[Any, ...]:
+        return ({n: own_name(v) if isinstance(v, mx.array) else v for n, v in self._attributes().items()},)
+
+    def reset(self, mark: tuple[Any, ...]) -> None:
+        self._put(mark[0])
+
+    def live_arrays(self) -> list[mx.array]:
+        return [v for v in self._attributes().values() if isinstance(v, mx.array)]
+
+    def _attributes(self) -> dict[str, Any]:
+        return {n: v for n, v in vars(self).items() if n not in _OURS}
+
+    def _put(self, attributes: dict[str, Any]) -> None:
+        """All of the state: an attribute that is not among these is gone, as it was then."""
+        for name in self._attributes():
+            del vars(self)[name]
+        vars(self).update(attributes)

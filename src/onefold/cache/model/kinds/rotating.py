@@ -1,0 +1,128 @@
+"""Windows: mlx-lm's ring, with snapshots that put it back exactly.
+
+- A snapshot holds exactly min(offset, max_size) entries in temporal order (after the kept head), in arrays
+  of their own. With the offset that is the whole state: the write position follows from it.
+- Until the window is full nothing is lost, so a snapshot can be clamped and the live state rewound. Once it has
+  wrapped a snapshot cannot; the live state can be by less than the tokens of its last forward (see `_left`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from onefold.cache.model import stock
+from onefold.cache.model.kinds.base import ForwardListener, NoPulse, Point, Snapshot, own_bytes, own_name
+from onefold.cache.model.stock import Kind
+
+
+class RotatingLayer(Point, stock.RotatingKVCache):  # type: ignore[misc, valid-type]
+    kind = Kind.ROTATING
+    keys: Any
+    values: Any
+
+    def __init__(self, max_size: int, keep: int = 0, *, pulse: ForwardListener | None = None) -> None:
+        super().__init__(max_size, keep)
+        self.epoch = 0
+        self._pulse: ForwardListener = pulse or NoPulse()
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        self._pulse.enter(self, keys.shape[2])
+        if self.keys is not None:
+            self.keys, self.values = own_name(self.keys), own_name(self.values)
+        return super().update_and_fetch(keys, values)
+
+    # a ring is put back and trimmed through the contract; it is never quantised behind our back
+    to_quantized = property()  # type: ignore[assignment]
+
+    def snapshot(self, from_offset: int = 0) -> Snapshot | None:
+        if self.keys is None or self.offset <= max(0, from_offset):
+            return None
+        arrays: list[mx.array | None] = [self._canonical(a) for a in (self.keys, self.values)]
+        mx.eval(arrays)
+        return Snapshot(arrays, max(0, from_offset), self.offset, (self.keep, self.max_size))
+
+    def plain_snapshot(self) -> Snapshot | None:
+        """The entries as keys and values of the model's type, whatever they are kept in."""
+        return self.snapshot(0)
+
+    @property
+    def plain_bytes(self) -> int:
+        return sum(a.nbytes for a in self.live_arrays())
+
+    def can_restore(self, snapshot: Snapshot | None, target: int) -> bool:
+        if target < 0:
+            return False
+        if snapshot is None:
+            return target == self.offset or (target < self.offset <= self.max_size) or self._left(target) > 0
+        if snapshot.extra != (self.keep, self.max_size) or target > snapshot.end:
+            return False
+        return target == snapshot.end or snapshot.end <= self.max_size
+
+    def restore(self, snapshot: Snapshot | None, target: int) -> bool:
+        if not self.can_restore(snapshot, target):
+            return False
+        if snapshot is not None:
+            self.adopt(snapshot)
+        if target < self.offset:
+            if self.offset <= self.max_size:
+                self._straighten()
+                left = target
+            else:
+                left = self._left(target)
+                self.keys, self.values = (own_bytes(a[..., :left, :]) for a in (self.keys, self.values))
+            self.offset, self._idx = target, left
+        return True
+
+    def is_trimmable(self) -> bool:
+        """Whether what it holds can be rewound by a token at least."""
+        return self.offset < self.max_size or self.can_restore(None, self.offset - 1) or self.pulse.rolls_back
+
+    def _left(self, target: int) -> int:
+        """Entries that a rewind of a full window to `target` leaves; 0 if they would not fill it. A forward of several
+        tokens leaves more entries than the window has, in temporal order, so its last tokens can be taken back."""
+        if self.keys is None or not 0 < target < self.offset or self._idx != self.keys.shape[2]:
+            return 0
+        left: int = self._idx - (self.offset - target)
+        return left if left >= min(target, self.max_size) else 0
+
+    def adopt(self, snapshot: Snapshot) -> None:
+        """Share the snapshot's arrays: the first write makes this layer's own."""
+        self.keys, self.values = snapshot.arrays[0], snapshot.arrays[1]
+        assert self.keys is not None
+        self.offset = snapshot.end
+        self._idx = self.keys.shape[2]
+
+    def free(self) -> None:
+        self.keys = self.values = None
+        self.offset = self._idx = 0
+
+    def mark(self) -> tuple[Any, ...]:
+        return self.keys, self.values, self.offset, self._idx
+
+    def reset(self, mark: tuple[Any, ...]) -> None:
+        self.keys, self.values, self.offset, self._idx = mark
+
+    def live_arrays(self) -> list[mx.array]:
+        return [] if self.keys is None else [self.keys, self.values]
+
+    def _straighten(self) -> None:
+        """Temporal order, so that a rewind cuts the newest entries."""
+        self.keys, self.values = self._canonical(self.keys), self._canonical(self.values)
+        self._idx = self.keys.shape[2]
+
+    def _canonical(self, v: mx.array) -> mx.array:
+        v = self._temporal_order(v) if self._idx < self.offset else v[..., : self._idx, :]
+        extra = v.shape[2] - self.max_size
+        if extra > 0:
+            v = mx.concatenate([v[..., : self.keep, :], v[..., extra + self.keep :, :]], axis=2)
+        return own_bytes(v)
+
+
+def steps_mask(n: int, offset: int, max_size: int, keep: int) -> mx.array:
+    """What `n` tokens would see if a ring with a kept head were fed them one by one. In one forward mlx-lm's own mask
+    hides the head from all but the first."""
+    before = min(offset, max_size - 1)
+    query, key = mx.arange(before, before + n)[:, None], mx.arange(before + n)[None]
+    return (key <= query) & ((key < keep) | (key > query - (max_size - keep)))

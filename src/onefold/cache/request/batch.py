@@ -1,0 +1,127 @@
+"""A decode batch: several leases, one forward per step.
+
+Rows are ragged and each stays its lease's own: add and remove rows between any two steps; nothing is padded, and
+no prefix is copied (see `arena` for the tails). A segment that several rows share is read once. A model that cannot
+carry rows at different positions is stepped row by row, behind the same call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from onefold.cache.memory.lock import CacheLock
+from onefold.cache.memory.tree import as_tokens_or_none
+from onefold.cache.model.anatomy import Anatomy
+from onefold.cache.model.fingerprint import model_name
+from onefold.cache.model.rows import RowsLayer
+from onefold.cache.request.arena import Arena
+from onefold.cache.request.lease import Lease
+from onefold.errors import LeaseError
+from onefold.sizes import show_count
+
+
+class Batch:
+    """Made by `PrefixCache.batch`. Each row is a lease that is prefilled up to its last token."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        anatomy: Anatomy,
+        leases: list[Lease],
+        arena: Arena | None,
+        lock: CacheLock,
+        scratch: Callable[[int], AbstractContextManager[None]],
+    ) -> None:
+        self._model = weakref.ref(model)
+        self.ragged = anatomy.ragged
+        self._n_layers = anatomy.n_layers
+        self.leases: list[Lease] = []
+        self._layers: list[Any] | None = None
+        self._plans: dict[Any, Any] = {}
+        self._arena = arena
+        self._lock = lock
+        self._scratch = scratch
+        for lease in leases:
+            self.add(lease)
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise LeaseError("the model of this batch is gone")
+        return model
+
+    def __repr__(self) -> str:
+        how = "" if self.ragged else ", stepped row by row"
+        return f"<Batch of {show_count(len(self.leases), 'row')} of {model_name(self._model())}{how}>"
+
+    def add(self, lease: Lease) -> None:
+        """One more row: a lease of this cache that is prefilled up to its last token."""
+        if not isinstance(lease, Lease):
+            raise LeaseError(f"a row of a batch is a lease, not {type(lease).__name__}")
+        lease._usable()
+        if lease._cache._lock is not self._lock or lease._cache.model is not self.model:
+            raise LeaseError("a lease of another cache cannot be a row of this batch")
+        if any(lease is known for known in self.leases):
+            raise LeaseError("this lease is a row of the batch already")
+        self.leases.append(lease)
+        self._layers = None
+
+    def seat(self, leases: list[Lease]) -> None:
+        """Have just these rows, in this order."""
+        if len(leases) != len(self.leases) or any(a is not b for a, b in zip(leases, self.leases, strict=True)):
+            self.leases, self._layers = [], None
+            for lease in leases:
+                self.add(lease)
+
+    def remove(self, lease: Lease) -> None:
+        """Takes a row out; the lease stays open. Raises LeaseError if it is no row of this batch."""
+        if not any(lease is known for known in self.leases):
+            raise LeaseError("this lease is not a row of the batch: add it first, and remove it once")
+        self.leases = [known for known in self.leases if known is not lease]
+        self._layers = None
+
+    @property
+    def layers(self) -> list[Any]:
+        """What the model takes as its cache, for one token per row."""
+        if self._layers is None:
+            own = [lease.layers[: self._n_layers] for lease in self.leases]
+            self._plans = {}
+            self._layers = [RowsLayer.over([row[i] for row in own], self._plans) for i in range(self._n_layers)]
+        return self._layers
+
+    def step(self, tokens: Any) -> mx.array:
+        """Logits `[rows, vocab]` for one more token per row, from one forward of the model."""
+        for lease in self.leases:
+            lease._usable()
+        if not isinstance(tokens, mx.array):
+            tokens = mx.array(as_tokens_or_none(tokens))
+        tokens = tokens.reshape(-1, 1)
+        if not self.leases or tokens.shape[0] != len(self.leases):
+            given, seated = show_count(tokens.shape[0], "token"), show_count(len(self.leases), "row")
+            raise LeaseError(f"{given} for {seated}: give one token per row")
+        if len(self.leases) == 1:
+            return self.model(tokens, cache=self.leases[0].layers[: self._n_layers])[:, -1, :]
+        beats = [lease._beats[0] for lease in self.leases if lease._beats]  # none where a model runs uncached
+        with self._scratch(sum(beat.scratch_bytes(1) for beat in beats)):
+            if self.ragged:
+                if self._arena is not None:
+                    with self._lock:
+                        self._arena.seat([lease._track for lease in self.leases if not lease._spanless])
+                RowsLayer.begin_step(self._plans)
+                return self.model(tokens, cache=self.layers)[:, -1, :]
+            for beat in beats:  # all or none: a row that went ahead could not be taken back
+                beat.lease._reserve_step(beat, 1)
+            for lease in self.leases:
+                lease.reserve_uncached(1)
+            rows = [
+                self.model(tokens[i : i + 1], cache=lease.layers[: self._n_layers])[:, -1, :]
+                for i, lease in enumerate(self.leases)
+            ]
+            return mx.concatenate(rows, axis=0)

@@ -1,0 +1,224 @@
+"""The bytes of MLX arrays, as the processor sees them: how KV leaves for the disk, and comes back into its place.
+
+- Where MLX computes in memory that the processor can address (its CPU, and Apple's GPU), the bytes are read and written
+  where they lie: no copy of an array, no operation of MLX's, any thread.
+- Elsewhere (CUDA) they go through a slice on the way out, and a slice update on the way in. The same bytes, by MLX's
+  portable operations.
+- Only evaluated arrays that nobody is writing may be given here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from onefold.cache.memory import device
+from onefold.cache.memory.segment import LayerSpec, Slab
+from onefold.cache.tiers.records import record
+from onefold.cache.tiers.records.record import TYPE_CODES, Tensor
+
+Bytes = npt.NDArray[np.uint8]
+
+_CODES = {getattr(mx, "bool_" if name == "bool" else name): code for name, code in TYPE_CODES.items()}
+_TYPES = {code: dtype for dtype, code in _CODES.items()}
+
+
+def tensor(name: str, array: mx.array) -> Tensor:
+    return Tensor(name, _CODES[array.dtype], tuple(array.shape))
+
+
+def range_tensors(specs: Iterable[LayerSpec], n_tokens: int) -> tuple[Tensor, ...]:
+    """What a range of so many tokens is made of."""
+    layout = [[(a.heads, a.dim, str(a.dtype).rpartition(".")[2]) for a in spec.arrays] for spec in specs]
+    return record.range_tensors(layout, n_tokens)
+
+
+def addressable() -> bool:
+    """Whether the processor can read and write MLX's memory where it lies."""
+    return not device.on_cuda()
+
+
+def leave_thread() -> None:
+    """The thread ends: what MLX leaves of a thread's streams can abort the process when it exits."""
+    mx.clear_streams()
+
+
+def bytes_of(array: mx.array) -> Bytes:
+    """An array's own memory. What is written there is written into the array; the array must outlive its use."""
+    if not _in_order(array):
+        raise ValueError("an array whose bytes do not lie in order")
+    return np.frombuffer(array, np.uint8)  # type: ignore[call-overload, no-any-return]
+
+
+def _in_order(array: Any) -> bool:
+    return memoryview(array).c_contiguous
+
+
+def rows(array: mx.array) -> Bytes:
+    """Its memory as [heads, tokens, bytes of a token]."""
+    _, heads, capacity, dim = array.shape
+    return bytes_of(array).reshape(heads, capacity, dim * array.dtype.size)
+
+
+def copy_out(slab: Slab, lo: int, hi: int, into: Bytes, *, direct: bool) -> None:
+    """The tokens [lo, hi) of every layer, in the order of `range_tensors`."""
+    arrays = [array for layer in slab.layers for array in layer or ()]
+    if not direct:
+        parts = [mx.view(mx.contiguous(a[..., lo:hi, :]).reshape(-1), mx.uint8) for a in arrays]
+        into[:] = np.array(mx.concatenate(parts))  # one transfer
+        mx.synchronize()
+        return
+    at = 0
+    for array in arrays:
+        if _in_order(array):
+            found = rows(array)[:, lo:hi]
+        else:  # a forward that filled it whole left it as the model made it
+            _, heads, _, dim = array.shape
+            found = _as_bytes(array[..., lo:hi, :]).reshape(heads, hi - lo, dim * array.dtype.size)
+        into[at : at + found.size].reshape(found.shape)[:] = found
+        at += found.size
+    if at != into.size:
+        raise RuntimeError(f"{at} of {into.size} bytes were there to be copied")
+
+
+COPIED = 3
+"""Times the bytes of a record, that `copy_out` takes beside where they go, unless it is `direct`."""
+
+
+class Payload:
+    """The bytes of some arrays, in their order, to be gone through as often as needed. They are read where they lie;
+    what cannot be is copied, no more than `most` bytes at a time."""
+
+    def __init__(self, arrays: Iterable[mx.array], most: int, *, direct: bool) -> None:
+        self._arrays, self._most, self._direct = list(arrays), most, direct
+
+    def __iter__(self) -> Iterator[Bytes]:
+        for array in self._arrays:
+            if self._direct and _in_order(array):
+                yield bytes_of(array)
+            else:
+                yield from map(_as_bytes, _pieces(array, self._most))
+
+
+def _pieces(array: mx.array, most: int) -> Iterator[mx.array]:
+    """Slices of it, in the order of their bytes."""
+    if array.nbytes <= most or not array.ndim:
+        yield array
+        return
+    n, row = len(array), array.nbytes // len(array)
+    if row > most:
+        for i in range(n):
+            yield from _pieces(array[i], most)
+    else:
+        step = most // row
+        for i in range(0, n, step):
+            yield array[i : i + step]
+
+
+def places(slab: Slab, lo: int, hi: int) -> list[Any]:
+    """Where the bytes of the tokens [lo, hi) belong, in the order of `range_tensors`: to be read into."""
+    return [
+        head[lo:hi].reshape(-1)
+        for layer in slab.layers
+        for array in layer or ()
+        for head in rows(array)
+    ]  # fmt: skip
+
+
+def clear(slab: Slab, lo: int, hi: int) -> None:
+    """Zeros where nothing is read into."""
+    for layer in slab.layers:
+        for array in layer or ():
+            rows(array)[:, lo:hi] = 0
+
+
+TWICE_MORE = 2
+"""Times the bytes of a record, that `copy_in` takes beside them and their place."""
+
+
+def copy_in(slab: Slab, lo: int, hi: int, data: Bytes) -> None:
+    """The same by slice updates, from bytes in that order."""
+    whole, at = mx.array(data), 0  # one transfer
+    arrays = [array for layer in slab.layers for array in layer or ()]
+    for array in arrays:
+        _, heads, _, dim = array.shape
+        n = heads * (hi - lo) * dim * array.dtype.size
+        array[..., lo:hi, :] = mx.view(whole[at : at + n], array.dtype).reshape(1, heads, hi - lo, dim)
+        at += n
+    mx.eval(arrays)
+    mx.synchronize()  # or what a record took may be let go of later than the next one takes it
+
+
+def array_in(tensor: Tensor, fill: Callable[[Bytes], None], *, direct: bool) -> tuple[mx.array, Bytes]:
+    """An array of its own, and its bytes, which `fill` is given to be written; unless `direct` they are there twice."""
+    dtype = _TYPES[tensor.dtype]
+    if direct and tensor.nbytes:
+        array = uninitialised(tensor.shape, dtype)
+        mx.eval(array)
+        data = bytes_of(array)
+        fill(data)
+        return array, data
+    data = np.empty(tensor.nbytes, np.uint8)
+    fill(data)
+    flat = mx.array(data.view(np.bool_)) if dtype == mx.bool_ else mx.view(mx.array(data), dtype)
+    array = flat.reshape(tensor.shape)
+    mx.eval(array)
+    return array, data
+
+
+def _as_bytes(array: mx.array) -> Bytes:
+    flat = mx.contiguous(array).reshape(-1)
+    if flat.dtype == mx.bool_:
+        return np.array(flat).view(np.uint8)
+    found: Bytes = np.array(mx.view(flat, mx.uint8))
+    return found
+
+
+class _Untouched:
+    """A file of zeros that nobody reads: `mx.load` allocates for it, and is left with what the memory held."""
+
+    closed = False
+
+    def __init__(self, head: bytes, n_bytes: int) -> None:
+        self._head, self._size, self._at = head, len(head) + n_bytes, 0
+
+    def readinto(self, view: memoryview) -> int:
+        n = min(len(view), self._size - self._at)
+        known = self._head[self._at : self._at + n]
+        view[: len(known)] = known
+        self._at += n
+        return n
+
+    def read(self, n: int) -> bytes:
+        found = self._head[self._at : self._at + n]
+        self._at += len(found)
+        return found
+
+    def seek(self, at: int, whence: int = 0) -> int:
+        self._at = at + (0, self._at, self._size)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+def uninitialised(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """Memory that is about to be written, without writing zeros there first. Evaluated by the caller."""
+    found = Tensor("a", _CODES[dtype], shape)
+    text = f'{{"a":{{"dtype":"{found.dtype}","shape":{list(shape)},"data_offsets":[0,{found.nbytes}]}}}}'.encode()
+    loaded: Any = mx.load(_Untouched(struct.pack("<Q", len(text)) + text, found.nbytes), format="safetensors")  # type: ignore[arg-type, unused-ignore]
+    return loaded["a"]

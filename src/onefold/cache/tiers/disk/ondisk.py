@@ -1,0 +1,155 @@
+"""What of a node is on disk.
+
+- The records that hold a node's tokens, in order from its start; they may end before the node does, and the first and
+  the last may reach beyond it. When a node is split or joined, its records go along; nothing is written again.
+- A point: the record of the checkpoint at the node's end.
+- A hollow record has tokens and no KV. If memory has their KV, such a record does not stand for it: those with KV are
+  written as well, and come before it.
+
+No MLX in this file.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from onefold.cache.memory.tree import Node
+from onefold.cache.tiers.records.catalog import Record
+
+
+class OnDisk:
+    __slots__ = ("hollow", "node", "point", "records")
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.records: list[Record] = []
+        self.point: Record | None = None
+        self.hollow = False
+        """Whether there has been a hollow one among them."""
+
+    @property
+    def covered(self) -> int:
+        """Up to here what memory has of the node is on disk, or on its way."""
+        return self._reach(self._with_kv, ready=False) if self.hollow and self._in_memory else self.reaches
+
+    @property
+    def readable(self) -> int:
+        """Up to here what memory has of it is there."""
+        return self.kv if self._in_memory else self.known
+
+    @property
+    def kv(self) -> int:
+        """Up to here its KV is there."""
+        return self._reach(self._with_kv if self.hollow else self.records, ready=True)
+
+    @property
+    def known(self) -> int:
+        """Up to here its tokens are there, whether with KV or without."""
+        return self._reach(self.records, ready=True)
+
+    @property
+    def reaches(self) -> int:
+        """Up to here they are there, or on their way."""
+        if self.hollow:
+            return self._reach(self.records, ready=False)
+        return min(self.node.end, self.records[-1].end) if self.records else self.node.start
+
+    @property
+    def _in_memory(self) -> bool:
+        span = self.node.span
+        return span is not None and span.slab.store.token_bytes > 0
+
+    @property
+    def _with_kv(self) -> list[Record]:
+        return list(itertools.takewhile(lambda r: not r.hollow, self.records))
+
+    def _reach(self, records: Iterable[Record], *, ready: bool) -> int:
+        at = self.node.start
+        for record in records:
+            if record.start <= at and (record.ready or not ready):
+                at = max(at, min(self.node.end, record.end))
+        return at
+
+    def reaches_beyond(self, lower: Node) -> bool:
+        """Whether its last record goes on into something else than the node below."""
+        if not self.records:
+            return False
+        last = max(self.records, key=lambda r: r.end) if self.hollow else self.records[-1]
+        if last.end <= self.node.end:
+            return False
+        return lower.disk is None or not lower.disk.records or lower.disk.records[0] is not last
+
+    @property
+    def all(self) -> list[Record]:
+        return self.records if self.point is None else [*self.records, self.point]
+
+    def add(self, record: Record) -> list[Record]:
+        """Returns those that it makes superfluous."""
+        gone: list[Record] = []
+        if self.hollow and not record.hollow:
+            first = len(self._with_kv)
+            behind = self.records[first:]
+            gone = [r for r in behind if r.ready and min(r.end, self.node.end) <= record.end]
+            self.records[first:] = [record, *(r for r in behind if r not in gone)]
+            for other in gone:
+                other.nodes.discard(self.node)
+        else:
+            self.records.append(record)
+        self.hollow = self.hollow or record.hollow
+        record.nodes.add(self.node)
+        return gone
+
+    def set_point(self, record: Record) -> None:
+        self.point = record
+        record.nodes.add(self.node)
+
+    def lose(self, record: Record) -> None:
+        """It is gone, and what went on from it is of no use."""
+        if record is self.point:
+            self.point = None
+            record.nodes.discard(self.node)
+        elif record in self.records:
+            at = self.records.index(record)
+            behind = self.records[at:]
+            del self.records[at:]
+            for other in behind:
+                if other is not record and other.start <= self.reaches < other.end:
+                    self.records.append(other)
+                else:
+                    other.nodes.discard(self.node)
+
+    # -- as the tree asks ------------------------------------------------------------------------
+
+    def cut(self, at: int, upper: Node, lower: Node) -> tuple[OnDisk | None, OnDisk | None]:
+        position = upper.end
+        above = OnDisk(upper)
+        above.hollow = self.hollow
+        reach = upper.start
+        for record in self.records:
+            if reach < position:
+                above.records.append(record)
+                record.nodes.add(upper)
+                reach = max(reach, record.end)
+        self.node = lower
+        for record in self.records:
+            if record.end <= position:
+                record.nodes.discard(lower)
+        self.records = [r for r in self.records if r.end > position]
+        return (above if above.records else None), (self if self.records or self.point else None)
+
+    def join(self, upper: OnDisk | None) -> None:
+        """Its node has taken over the edge before it."""
+        above = [] if upper is None else upper.records
+        for record in above:
+            if upper is not None:
+                record.nodes.discard(upper.node)
+            record.nodes.add(self.node)
+        self.records = above + [r for r in self.records if r not in above]
+        self.hollow = self.hollow or (upper is not None and upper.hollow)
+
+    def moved(self, node: Node) -> OnDisk:
+        """The same, for the node that has taken over its own."""
+        found = OnDisk(node)
+        found.join(self)
+        return found

@@ -1,0 +1,268 @@
+"""The thread that writes records, and the few buffers through which their bytes leave memory.
+
+- A record is copied out of the cache's buffers into one of ours, and written from there: however slow the disk is, the
+  copy takes two milliseconds. When all buffers are full (`staging`) nothing more is copied: that is the whole queue.
+- The thread asks for the next record when it has none. A caller that is about to write to a buffer can have some copied
+  at once (`stage`): they are written first, in order.
+- While requests are computed the thread takes a fortieth of one processor, unless somebody waits or its own buffers are
+  not enough.
+- What becomes of a record is told to whoever asked for it, with the lock held.
+
+Knows nothing of nodes, or of why a record is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from onefold.cache.memory.checkpoints import Checkpoint
+from onefold.cache.memory.lock import CacheLock
+from onefold.cache.memory.segment import Slab
+from onefold.cache.tiers.disk import host
+from onefold.cache.tiers.disk.staging import Place, Staging
+from onefold.cache.tiers.records.catalog import Catalog, Record
+from onefold.cache.tiers.records.record import Content
+from onefold.worker import Worker
+
+log = logging.getLogger("onefold")
+
+LOOK_AGAIN = 0.5
+"""Seconds: something may have changed that nobody told of."""
+
+
+_COPY_ERRORS = (RuntimeError, ValueError, MemoryError)
+REST = 40.0
+"""While requests are computed: so many times as long as a record took of the processor, the thread rests."""
+
+
+STOPPING_MOST = 60.0
+"""Seconds that a record which is being written is waited for at the end."""
+
+
+class Job(NamedTuple):
+    record: Record
+    content: Content
+    slab: Slab | None
+    """Where a range lies; None if it has no bytes, or is a checkpoint."""
+    lo: int
+    checkpoint: Checkpoint | None = None
+
+
+class Staged(NamedTuple):
+    job: Job
+    payload: Iterable[host.Bytes]
+    place: Place | None
+    """None of a record whose bytes are read when it is written: a checkpoint, or a range without any."""
+
+
+class Writer:
+    def __init__(
+        self,
+        vault: Catalog,
+        gate: CacheLock,
+        staging: Staging,
+        piece_bytes: int,
+        next_job: Callable[[], Job | None],
+        settle: Callable[[Job, Exception | None, bool], None],
+        hurries: Callable[[], bool],
+        impatient: Callable[[], bool],
+    ) -> None:
+        """A checkpoint is read in pieces of `piece_bytes` where it cannot be read as it lies. `hurries` says whether
+        somebody waits for a record, or nobody is held up by it; `impatient` whether there may be a job though none was
+        given."""
+        self.busy = False
+        self._vault, self._gate = vault, gate
+        self._staging, self._piece_bytes = staging, piece_bytes
+        self._next_job, self._settle = next_job, settle
+        self._hurries, self._impatient = hurries, impatient
+        self._staged: deque[Staged] = deque()
+        self._current: Staged | None = None
+        """The one that is being written."""
+        self.staged_points = 0
+        """Checkpoints among those: they cannot be given up while they wait."""
+        self._direct = host.addressable()
+        self._stop = self._died = False
+        self._thread = Worker(self._run, "onefold-disk")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def idle(self) -> bool:
+        return not self.busy and not self._staged and not self._vault.has_bin
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.working and not self._stop and not self._died
+
+    def stage(self, job: Job) -> None:
+        """Copy a record out now, on this thread and with the lock held; there must be room."""
+        with self._given_up_if_not_copied(job):
+            self._staged.append(self._copied(job, self._place(job)))
+            self.staged_points += job.checkpoint is not None
+
+    def stop(self) -> None:
+        """End the thread. Without the lock: it may need it to end."""
+        with self._gate.inner:
+            self._stop = True
+            self._gate.tell()
+        if self._thread.working and not self.is_this_thread and not self._thread.wait(STOPPING_MOST):
+            log.warning("a record is still being written after %.0f s, and is left to itself", STOPPING_MOST)
+
+    @property
+    def working(self) -> bool:
+        """Whether the thread has not ended, though it may have been told to."""
+        return self._thread.working
+
+    @property
+    def is_this_thread(self) -> bool:
+        return self._thread.is_this_thread
+
+    # -- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        finally:
+            if not self._stop:  # never, but for a bug: then nobody must wait for this thread
+                with self._gate.inner:
+                    why = type(sys.exc_info()[1]).__name__
+                    self._vault.fail(OSError(0, f"the thread that writes has ended ({why})"))
+                    self.busy, self._died = False, True
+                    self._give_back()
+                    self._gate.tell()
+            host.leave_thread()
+
+    def _give_back(self) -> None:
+        """The places of records that will not be written, and their checkpoints."""
+        waiting = [*self._staged, *([] if self._current is None else [self._current])]
+        self._staged.clear()
+        self._current = None
+        self.staged_points = 0
+        for staged in waiting:
+            if staged.place is not None:
+                self._staging.give(staged.place)
+            if staged.job.checkpoint is not None:
+                staged.job.checkpoint.release()
+
+    def _turn(self) -> bool:
+        """One record; False when it is time to end."""
+        with self._gate.inner:
+            job, place = self._wait()
+            if self._stop and job is None and not self._staged:
+                return False
+            staged = self._current = self._staged.popleft() if self._staged else None
+            if staged is not None:
+                self.staged_points -= staged.job.checkpoint is not None
+            touched = self._vault.take_touched() if job is None else []
+        began, idle = time.thread_time(), job is None and staged is None
+        if job is not None:  # at once: whoever wants to write there waits for it
+            with self._given_up_if_not_copied(job):
+                staged = self._current = self._copied(job, place)
+        self._vault.empty_bin()
+        self._vault.note(touched, force=idle)
+        if staged is not None:
+            self._write(staged)
+        job = place = staged = None  # while it rests, the thread holds on to nothing that was written
+        self._rest(time.thread_time() - began)
+        return True
+
+    def _rest(self, worked: float) -> None:
+        """Leave the processor to the requests: a core that is taken from a matrix product holds up all the others, and
+        the interpreter is what feeds a GPU."""
+        until = time.monotonic() + REST * worked
+        with self._gate.inner:
+            while (left := until - time.monotonic()) > 0 and not self._stop and not self._hurries():
+                self._gate.wait(min(left, LOOK_AGAIN))
+
+    def _wait(self) -> tuple[Job | None, Place | None]:
+        """Until there is something to do; a job, with a place for its bytes, if none is staged."""
+        while not self._staged and not self._vault.has_bin and not self._vault.has_touched:
+            ready = not self._stop and self._staging.fits(self._staging.buffer_bytes)
+            job = self._next_job() if ready else None
+            if job is not None or self._stop:
+                self.busy = job is not None
+                return job, None if job is None else self._place(job)
+            if self._vault.unnoted:  # a burst is over
+                break
+            self.busy = False
+            self._gate.tell()
+            self._gate.wait(0.001 if self._impatient() else LOOK_AGAIN)
+        self.busy = True
+        return None, None
+
+    @contextlib.contextmanager
+    def _given_up_if_not_copied(self, job: Job) -> Iterator[None]:
+        """Whoever is interrupted in between must not leave a record that is waited for and never comes."""
+        error: Exception | None = RuntimeError("interrupted")
+        try:
+            yield
+            error = None
+        except _COPY_ERRORS as caught:
+            error = caught
+        finally:
+            with self._gate.inner:
+                if error is not None:
+                    self._settle(job, error, False)
+                self._gate.tell()
+
+    def _place(self, job: Job) -> Place | None:
+        """Where its bytes are copied to; None if they are read when it is written."""
+        if job.slab is None:
+            return None
+        return self._staging.take(len(job.content.tokens) * job.slab.store.token_bytes)
+
+    def _copied(self, job: Job, place: Place | None) -> Staged:
+        """Raises RuntimeError, among others, if the arrays are not computed yet; then the place is free again."""
+        if job.slab is None:
+            arrays = {} if job.checkpoint is None else job.checkpoint.arrays()
+            return Staged(job, host.Payload(arrays.values(), self._piece_bytes, direct=self._direct), None)
+        n = len(job.content.tokens)
+        copied = False
+        try:
+            if place is None:
+                raise MemoryError("no room among the records on their way")
+            host.copy_out(job.slab, job.lo, job.lo + n, place.bytes, direct=self._direct)
+            copied = True
+        finally:
+            with self._gate.inner:
+                if place is not None and not copied:
+                    self._staging.give(place)
+                job.slab.copies -= 1
+                job.slab.settle()
+                self._gate.tell()
+        return Staged(job, [place.bytes], place)
+
+    def _write(self, staged: Staged) -> None:
+        record, content = staged.job.record, staged.job.content
+        with self._gate.inner:
+            if not record.nodes:  # nobody relies on it any more, or on what it goes on from
+                self._end(staged, None, written=False)
+                return
+        error: Exception | None = None
+        try:
+            header = content.header(content.checksum(staged.payload))
+            tokens = np.ascontiguousarray(content.tokens, "<i4")
+            parts = itertools.chain([header, tokens], staged.payload)
+            self._vault.folder.write(record.namespace, record.name, parts, record.used)
+        except (OSError, *_COPY_ERRORS) as caught:
+            error = caught
+        with self._gate.inner:
+            self._end(staged, error)
+
+    def _end(self, staged: Staged, error: Exception | None, *, written: bool = True) -> None:
+        self._current = None
+        if staged.place is not None:
+            self._staging.give(staged.place)
+        self._settle(staged.job, error, written)
+        self._gate.tell()

@@ -1,0 +1,204 @@
+"""The census: what lies in a folder, for whoever looks after it. Reads names and heads, and changes nothing.
+
+- A record is told from what is none by its name; its head says how many tokens it has and what it goes on from.
+- A folder may be looked at while its server writes: what vanishes meanwhile is not there, and what came meanwhile is
+  looked for before a record is said to go on from nothing.
+- The records of another format are not understood, and nothing is said against them. Which goes on from which is not
+  known there: each is taken to go on from the one that begins before it, so that the last goes first.
+
+No MLX in this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from onefold.cache.tiers.records.catalog import is_passing, on_disk
+from onefold.cache.tiers.records.folder import LOCK, MARKER, WRITTEN, Filed, Folder
+from onefold.cache.tiers.records.heads import Wanted, read_heads
+from onefold.cache.tiers.records.index import NO_STAMP, Index, Said, Stamp
+from onefold.cache.tiers.records.record import VERSION, Named, What, file_name
+from onefold.errors import RecordError
+
+_LOOKS = 3
+
+ORPHAN = "goes on from a record that is not there"
+WAITS = "goes on from a record that cannot be read now"
+MISPLACED = "begins outside of the record that it goes on from"
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """A record, as its name and its head tell of it."""
+
+    namespace: str
+    named: Named
+    size: int
+    used: float
+    stamp: Stamp = NO_STAMP
+    tokens: int = 0
+    hollow: bool = False
+    """A range that has tokens and no KV."""
+    problem: str = ""
+    """Why it cannot be used, as far as heads tell."""
+    unread: bool = False
+    """The problem is that it, or what it goes on from, cannot be read now: that says nothing of what it holds."""
+    parent: Entry | None = None
+    parent_address: bytes = b""
+    start: int = field(init=False)
+    order: tuple[int, bool, bytes] = field(init=False)
+    """By where it begins: so it comes after what it goes on from."""
+
+    def __post_init__(self) -> None:
+        what, self.start, address = self.named
+        self.order = self.start, what is What.RANGE, address
+
+    @property
+    def name(self) -> str:
+        return file_name(*self.named)
+
+    @property
+    def end(self) -> int:
+        return self.named.start + self.tokens
+
+    @property
+    def disk_bytes(self) -> int:
+        return on_disk(self.size)
+
+
+@dataclass
+class Space:
+    """A namespace's folder."""
+
+    id: str
+    about: dict[str, Any]
+    entries: list[Entry]
+    """By where they begin: each after the one that it goes on from."""
+    leftovers: list[str] = field(default_factory=list)
+    """What writing left behind when it was cut off."""
+    strangers: list[str] = field(default_factory=list)
+    """Whatever else was put there; never touched."""
+
+    @property
+    def foreign(self) -> bool:
+        """Of another format than this version's."""
+        return self.about.get("format", VERSION) != VERSION
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(e.disk_bytes for e in self.entries)
+
+    @property
+    def tokens(self) -> int:
+        return sum(e.tokens for e in self.entries)
+
+
+def take(folder: Folder, namespaces: Iterable[str] | None = None, *, heads: bool = True) -> list[Space]:
+    """What there is of these namespaces, or of all; without `heads` by names alone. Raises OSError if the folder
+    itself cannot be read."""
+    found = []
+    for namespace in folder.namespaces() if namespaces is None else namespaces:
+        space = Space(namespace, folder.about(namespace), [])
+        there = folder.listing(namespace)
+        for name in there.strangers:
+            (space.leftovers if folder.is_leftover(namespace, name) else space.strangers).append(name)
+        listed = [_entry(namespace, filed) for filed in there.records]
+        if heads and not space.foreign:
+            listed = _with_heads(folder, namespace, listed)
+        space.entries = sorted(listed, key=lambda e: e.order)
+        if space.foreign:
+            for before, entry in zip(space.entries, space.entries[1:], strict=False):
+                entry.parent = before
+        found.append(space)
+    return found
+
+
+def reason(error: OSError | RecordError) -> str:
+    if not isinstance(error, OSError):
+        return str(error)
+    return f"unreadable: {os.strerror(error.errno) if error.errno else error}"
+
+
+def _entry(namespace: str, filed: Filed) -> Entry:
+    return Entry(namespace, filed.named, filed.size, filed.used, filed.stamp)
+
+
+def _with_heads(folder: Folder, namespace: str, listed: list[Entry]) -> list[Entry]:
+    held: dict[Named, Entry] = {}
+    ranges: dict[bytes, Entry] = {}
+    index = Index(namespace, folder.index(namespace))
+    for look in range(_LOOKS):
+        if look:
+            listed = [_entry(namespace, filed) for filed in folder.records(namespace)]
+            there = {e.named for e in listed}
+            held = {named: e for named, e in held.items() if named in there}
+        new = [e for e in listed if e.named not in held]
+        heads = read_heads(folder, namespace, (Wanted(e.named, e.size, e.stamp) for e in new), index)
+        held |= {e.named: e for e, head in zip(new, heads, strict=True) if _learn(e, head)}
+        ranges = {e.named.address: e for e in held.values() if e.named.what is What.RANGE}
+        if all(not e.parent_address or e.parent_address in ranges for e in held.values()):
+            break
+    _link(sorted(held.values(), key=lambda e: e.order), ranges)
+    return list(held.values())
+
+
+def _learn(entry: Entry, head: Said | OSError | RecordError) -> bool:
+    """What its head says; False if it has gone."""
+    if isinstance(head, FileNotFoundError):
+        return False
+    if isinstance(head, OSError | RecordError):
+        entry.problem, entry.unread = reason(head), is_passing(head)
+        return True
+    entry.tokens = len(head.tokens)
+    entry.hollow = head.hollow
+    entry.parent_address = head.parent
+    return True
+
+
+def _link(entries: list[Entry], ranges: dict[bytes, Entry]) -> None:
+    """By where they begin: so whether one can be used is known before those that go on from it."""
+    for entry in entries:
+        if entry.problem:
+            continue
+        parent = ranges.get(entry.parent_address) if entry.parent_address else None
+        if parent is None:
+            if entry.parent_address or entry.start:
+                entry.problem = ORPHAN
+        elif parent.unread and parent.start < entry.start:
+            entry.parent, entry.problem, entry.unread = parent, WAITS, True
+        elif not parent.start < entry.start <= parent.end:
+            entry.problem = ORPHAN if parent.problem else MISPLACED
+        else:
+            entry.parent = parent
+            if parent.problem:
+                entry.problem = ORPHAN
+
+
+# -- what is no record -----------------------------------------------------------------------------
+
+
+def top_level(folder: Folder) -> tuple[list[str], list[str]]:
+    """Beside the namespaces: what writing left behind, and what is not ours."""
+    leftovers, strangers = list[str](), list[str]()
+    for name in folder.top_level():
+        if name not in (MARKER, LOCK, WRITTEN):
+            (leftovers if folder.is_leftover("", name) else strangers).append(name)
+    return leftovers, strangers
+
+
+def size_of(folder: Folder, namespace: str, name: str) -> int:
+    """Of a leftover; of one at the top the namespace is empty."""
+    with contextlib.suppress(OSError):
+        return folder.stat(namespace, name).st_size
+    return 0
+
+
+def is_there(folder: Folder, entry: Entry) -> bool:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        folder.stat(entry.namespace, entry.name)
+        return True
+    return False

@@ -1,0 +1,132 @@
+"""The layout: what the records of a namespace are made of, and whether one is made of that.
+
+- A range has the arrays of every layer whose KV can be cut at any token. A point has the state of every leaf: see
+  `docs/disk-format.md` for how that is told.
+- It is told in values that JSON has: a cache tells that of its model, and `about.json` of its namespace. So whoever has
+  no model compares the same.
+- What is not told is not compared: `describes` says of which records it is.
+
+No MLX in this file.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from onefold.cache.tiers.records.record import TYPE_CODES, Content, Tensor, What, range_tensors
+from onefold.errors import RecordError
+
+MISFIT = "of another layout"
+NONSENSE = "no header of ours"
+ENTRIES = "entries"
+"""In a shape: as many as a window, or a chunk, has at the leaf's end."""
+_NONSENSE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
+
+
+class Layout:
+    def __init__(self, ranges: Any, points: Any) -> None:
+        """As `about.json` has them: `layout` and `points`; None where that is not told."""
+        self._ranges, self._points = ranges, points
+
+    @classmethod
+    def of(cls, about: dict[str, Any]) -> Layout:
+        return cls(about.get("layout"), about.get("points"))
+
+    def describes(self, what: What) -> bool:
+        """Whether it is told what such a record is made of."""
+        if what is What.POINT:
+            return isinstance(self._points, list)
+        return _range_tensors(self._ranges, 1) is not None
+
+    @property
+    def has_points(self) -> bool:
+        """Whether there may be checkpoints."""
+        return not isinstance(self._points, list) or any(leaf.get("slots") for leaf in self._points)
+
+    def require(self, content: Content) -> None:
+        """Raises RecordError if a record's tensors are not what this layout says, in names, order, types or shapes."""
+        if content.what is What.POINT:
+            self._require_point(content)
+        elif content.tensors:
+            expected = _range_tensors(self._ranges, len(content.tokens))
+            if expected is not None and content.tensors != expected:
+                raise RecordError(MISFIT)
+
+    def _require_point(self, content: Content) -> None:
+        try:
+            said = json.loads(content.state)
+            position, leaves = int(said["position"]), list(said["leaves"])
+            named = [name for i, leaf in enumerate(leaves) if leaf is not None for name in _slots(i, leaf)]
+        except _NONSENSE as error:
+            raise RecordError(NONSENSE) from error
+        if named != [t.name for t in content.tensors]:
+            raise RecordError(NONSENSE)
+        if position != content.start:
+            raise RecordError(MISFIT)
+        if not self.describes(What.POINT):
+            return
+        tensors = {t.name: t for t in content.tensors}
+        try:
+            fit = len(leaves) == len(self._points) and all(
+                _leaf_fits(i, leaf, told, tensors)
+                for i, (leaf, told) in enumerate(zip(leaves, self._points, strict=True))
+            )
+        except _NONSENSE as error:
+            raise RecordError(MISFIT) from error
+        if not fit:
+            raise RecordError(MISFIT)
+
+
+def _slots(i: int, leaf: dict[str, Any]) -> list[str]:
+    return [f"state.{i}.{j}" for j, is_used in enumerate(leaf["slots"]) if is_used]
+
+
+def _range_tensors(layout: Any, n_tokens: int) -> tuple[Tensor, ...] | None:
+    """What a range of so many tokens is made of; None if that is not told."""
+    try:
+        told = [[(int(h), int(d), str(t).rpartition(".")[2]) for h, d, t in arrays] for arrays in layout]
+        return range_tensors(told, n_tokens)
+    except (TypeError, ValueError, KeyError):
+        return None
+
+
+def _leaf_fits(i: int, leaf: Any, told: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+    if leaf is None:
+        return bool(told["in_ranges"])
+    entries = _entries(leaf, told)
+    if entries is None:
+        return False
+    slots = told["slots"]
+    if isinstance(slots, dict):  # by the names of attributes, those that are arrays
+        slots = [slots[name] for name in leaf["names"]]
+    if len(slots) != len(leaf["slots"]):
+        return False
+    found = (tensors.get(f"state.{i}.{j}") for j in range(len(slots)))
+    return all(_is_one_of(tensor, forms, entries) for tensor, forms in zip(found, slots, strict=True))
+
+
+def _entries(leaf: dict[str, Any], told: dict[str, Any]) -> int | None:
+    """How many entries the leaf's arrays have; None if it is not such a leaf."""
+    extra, end = [int(x) for x in leaf["extra"]], int(leaf["end"])
+    if "window" in told:
+        keep, size = told["window"]
+        return min(end, size) if extra == [keep, size] and end > 0 else None
+    if "chunk" in told:
+        size, begin = extra
+        return end - begin if size == told["chunk"] and 0 < end - begin <= size and begin >= 0 else None
+    return 0 if not extra else None
+
+
+def _is_one_of(tensor: Tensor | None, forms: list[Any], entries: int) -> bool:
+    if tensor is None:
+        return None in forms
+    return any(form is not None and _is_of(tensor, form, entries) for form in forms)
+
+
+def _is_of(tensor: Tensor, form: list[Any], entries: int) -> bool:
+    dtype, shape = form
+    if tensor.dtype != TYPE_CODES.get(dtype) or len(tensor.shape) != len(shape):
+        return False
+    wanted = [entries if n == ENTRIES else n for n in shape]
+    return all(n is None or n == found for n, found in zip(wanted, tensor.shape, strict=True))

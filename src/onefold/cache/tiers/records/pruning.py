@@ -1,0 +1,63 @@
+"""Pruning: which records a person wants gone from a folder, and how they are removed.
+
+A record is in use for as long as anything that goes on from it: the beginning of a conversation is as recent as its
+end. Decides, and removes nothing but what it is told to. No MLX in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from onefold.cache.tiers.records.census import Entry, Space
+from onefold.cache.tiers.records.folder import Folder
+from onefold.cache.tiers.records.order import oldest_tails_first
+
+
+def broken(entries: Iterable[Entry]) -> set[Entry]:
+    """Those that no cache would use, as far as heads tell; but for what cannot be read now, and may be sound."""
+    return {e for e in entries if e.problem and not e.unread}
+
+
+def last_used(entries: Iterable[Entry]) -> dict[Entry, float]:
+    """When each was used, or anything that goes on from it."""
+    found = {e: e.used for e in entries}
+    for entry in _tails_first(found):
+        if entry.parent in found:
+            found[entry.parent] = max(found[entry.parent], found[entry])
+    return found
+
+
+def older_than(entries: Iterable[Entry], moment: float) -> set[Entry]:
+    return {entry for entry, used in last_used(entries).items() if used < moment}
+
+
+def beyond(entries: Iterable[Entry], budget_bytes: int) -> set[Entry]:
+    """Those that make way for the others to be within the budget: the least recently used first, tails first."""
+    held = list(entries)
+    total = sum(e.disk_bytes for e in held)
+    gone = set[Entry]()
+    for entry in oldest_tails_first(held):
+        if total <= budget_bytes:
+            break
+        gone.add(entry)
+        total -= entry.disk_bytes
+    return gone
+
+
+def remove(folder: Folder, entries: Iterable[Entry]) -> None:
+    """Tails first: whenever this is cut off, what is left can be used. Raises OSError."""
+    for entry in _tails_first(entries):
+        folder.remove(entry.namespace, entry.name)
+
+
+def remove_leftovers(folder: Folder, spaces: Iterable[Space], top: Iterable[str] = ()) -> None:
+    """Raises OSError."""
+    for space in spaces:
+        for name in space.leftovers:
+            folder.remove(space.id, name)
+    for name in top:
+        folder.remove("", name)
+
+
+def _tails_first(entries: Iterable[Entry]) -> list[Entry]:
+    return sorted(entries, key=lambda e: e.order, reverse=True)

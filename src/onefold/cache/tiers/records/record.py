@@ -1,0 +1,277 @@
+"""The record: one safetensors file that holds a range of a segment, or a checkpoint (in words: `docs/disk-format.md`).
+
+- An address is a hash chain: over the namespace, the parent's address, where the record begins in its path, and its
+  tokens. So a record's name says what it must hold, and two paths never meet by accident.
+- The header is a function of what the record holds and of one checksum, over the header itself (without it) and all
+  that follows. Whoever reads a record makes the header again from what it says, and compares: no byte goes unchecked.
+- What the bytes mean is not known here: they are tensors with a name, a type and a shape.
+
+No MLX in this file, and no file is touched.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import json
+import math
+import re
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from onefold.cache.memory.tree import Tokens
+from onefold.errors import RecordError
+
+VERSION = 1
+ADDRESS_BYTES = 20
+SUFFIX = ".safetensors"
+HEAD_MOST = 1 << 24
+"""No header is longer: a length beyond it is not one of ours."""
+OTHER_FORMAT = "of another format"
+FURTHEST = 1 << 31
+"""No conversation is longer."""
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "C64": 8,
+}  # fmt: skip
+
+
+class What(enum.Enum):
+    RANGE = "range"  # the KV of some tokens
+    POINT = "point"  # the state of window and recurrent layers after a token
+
+
+_KINDS = {what.value: what for what in What}
+_ENDINGS = {what: f".{what.value}{SUFFIX}" for what in What}
+_PERSONS = {What.RANGE: b"onefold range", What.POINT: b"onefold point"}
+_VERSION_BYTES = struct.pack("<I", VERSION)
+
+
+class Tensor(NamedTuple):
+    name: str
+    dtype: str
+    """As safetensors calls it: F32, BF16, U32, ..."""
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+TYPE_CODES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
+    "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "complex64": "C64",
+}  # fmt: skip
+"""MLX's names of types, and those of safetensors."""
+
+
+def range_tensors(layout: Iterable[Iterable[tuple[int, int, str]]], n_tokens: int) -> tuple[Tensor, ...]:
+    """What a range of so many tokens is made of: for every layer its arrays, each given as heads, dimension and type
+    (in MLX's words); heads first."""
+    return tuple(
+        Tensor(f"kv.{i}.{j}", TYPE_CODES[dtype], (heads, n_tokens, dim))
+        for i, arrays in enumerate(layout)
+        for j, (heads, dim, dtype) in enumerate(arrays)
+    )
+
+
+@dataclass(frozen=True)
+class Content:
+    """Everything about a record but its bytes."""
+
+    what: What
+    namespace: str
+    parent: bytes
+    """The address of the record that it goes on from; empty at the start of a path."""
+    start: int
+    """A range begins at this position, a point lies at it."""
+    tokens: Tokens
+    """A range's own; a point has none."""
+    tensors: tuple[Tensor, ...]
+    state: str = ""
+    """Of a point: what the tensors are the state of, as JSON."""
+
+    @functools.cached_property
+    def address(self) -> bytes:
+        return _address(self.namespace, self.what, self.parent, self.start, self.tokens, len(self.tensors))
+
+    @property
+    def name(self) -> str:
+        return file_name(self.what, self.start, self.address)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.tokens.nbytes + sum(t.nbytes for t in self.tensors)
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Of the file."""
+        return len(self.header()) + self.payload_bytes
+
+    def checksum(self, payload: Iterable[Any]) -> str:
+        """Over the header without it, the tokens, and the bytes of the tensors, in order."""
+        digest = xxhash.xxh3_128(self.header())
+        digest.update(np.ascontiguousarray(self.tokens, "<i4").data)
+        for part in payload:
+            digest.update(part)
+        return digest.hexdigest()
+
+    def header(self, checksum: str = "0" * 32) -> bytes:
+        blank = self._header
+        at = blank.index(_CHECKSUM) + len(_CHECKSUM)
+        return blank[:at] + checksum.encode() + blank[at + 32 :]
+
+    @functools.cached_property
+    def _header(self) -> bytes:
+        described: dict[str, object] = {
+            "__metadata__": {
+                "onefold": str(VERSION),
+                "what": self.what.value,
+                "namespace": self.namespace,
+                "parent": self.parent.hex(),
+                "start": str(self.start),
+                "tokens": str(len(self.tokens)),
+                "tensors": str(len(self.tensors)),
+                "checksum": "0" * 32,
+                "state": self.state,
+            }
+        }
+        at = 0
+        for tensor in (Tensor("tokens", "I32", (len(self.tokens),)), *self.tensors):
+            offsets = [at, at := at + tensor.nbytes]
+            described[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
+        text = json.dumps(described, separators=(",", ":"), allow_nan=False).encode()
+        text += b" " * (-(8 + len(text)) % 64)
+        return struct.pack("<Q", len(text)) + text
+
+
+class Head(NamedTuple):
+    """What the first bytes of a file say, before any of it is believed."""
+
+    what: What
+    parent: bytes
+    start: int
+    tokens: Tokens
+    checksum: str
+    data_at: int
+    """Where the header ends."""
+    n_tensors: int
+    """Beside the tokens."""
+    state: str
+    header: bytes
+    """All of it, as it is."""
+    rest: str
+    """Of the header: the tensors."""
+
+    @property
+    def hollow(self) -> bool:
+        """A range that has tokens and no KV."""
+        return self.what is What.RANGE and self.n_tensors == 0
+
+
+def address_of(head: Head, namespace: str) -> bytes:
+    return _address(namespace, head.what, head.parent, head.start, head.tokens, head.n_tensors)
+
+
+def _address(namespace: str, what: What, parent: bytes, start: int, tokens: Tokens, n_tensors: int) -> bytes:
+    hollow = what is What.RANGE and n_tensors == 0
+    return address_from(namespace, what, parent, start, tokens, hollow=hollow)
+
+
+def address_from(namespace: str, what: What, parent: bytes, start: int, tokens: Tokens, *, hollow: bool) -> bytes:
+    """A range without KV has another than one of the same tokens that has it: both may be there."""
+    hashed = b"%b%b\0%c%b%b%b" % (
+        _VERSION_BYTES, namespace.encode(), len(parent), parent, start.to_bytes(8, "little", signed=True),
+        tokens.astype("<i4", copy=False).tobytes(),
+    )  # fmt: skip
+    person = b"onefold hollow" if hollow else _PERSONS[what]
+    return hashlib.blake2b(hashed, digest_size=ADDRESS_BYTES, person=person).digest()
+
+
+def file_name(what: What, start: int, at: bytes) -> str:
+    return f"{start:08d}-{at.hex()}{_ENDINGS[what]}"
+
+
+class Named(NamedTuple):
+    """What a file's name says."""
+
+    what: What
+    start: int
+    address: bytes
+
+
+def parse_name(name: str) -> Named | None:
+    """None if it is not the name of a record."""
+    found = _NAME.fullmatch(name)
+    if found is None or (start := int(found[1])) > FURTHEST:
+        return None
+    return Named(_KINDS[found[3]], start, bytes.fromhex(found[2]))
+
+
+_NAME = re.compile(
+    rf"([0-9]{{8}}|[1-9][0-9]{{8,9}})-([0-9a-f]{{{2 * ADDRESS_BYTES}}})\.(range|point)" + re.escape(SUFFIX)
+)
+_CHECKSUM = b'"checksum":"'
+_DECODER = json.JSONDecoder()
+_OPENING = '{"__metadata__":'
+
+
+def parse_head(begin: bytes) -> Head | int:
+    """Read a file's first bytes; an integer says how many of them are needed."""
+    if len(begin) < 8:
+        raise RecordError("truncated")
+    (length,) = struct.unpack_from("<Q", begin)
+    if not 2 <= length <= HEAD_MOST:
+        raise RecordError("no header of ours")
+    data_at = 8 + length
+    if len(begin) < data_at:
+        return data_at
+    try:
+        text = begin[8:data_at].decode()
+        if not text.startswith(_OPENING):
+            raise RecordError("no header of ours")
+        said, end = _DECODER.raw_decode(text, len(_OPENING))
+        if said["onefold"] != str(VERSION):
+            raise RecordError(OTHER_FORMAT)
+        what, parent = _KINDS[said["what"]], bytes.fromhex(said["parent"])
+        start, n_tokens, n_tensors = int(said["start"]), int(said["tokens"]), int(said["tensors"])
+        found, state = str(said["checksum"]), str(said["state"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise RecordError("no header of ours") from error
+    if not 0 <= start <= FURTHEST or not 0 <= n_tokens <= FURTHEST or len(parent) not in (0, ADDRESS_BYTES):
+        raise RecordError("no header of ours")
+    if len(begin) < data_at + 4 * n_tokens:
+        return data_at + 4 * n_tokens
+    tokens = np.frombuffer(begin, "<i4", n_tokens, data_at).astype(np.int32)
+    return Head(what, parent, start, tokens, found, data_at, n_tensors, state, begin[:data_at], text[end:])
+
+
+def content_of(head: Head, namespace: str, named: Named) -> Content:
+    """What a file says that it holds, if that agrees with its name; its checksum is still to be compared."""
+    content = Content(head.what, namespace, head.parent, head.start, head.tokens, _tensors(head), head.state)
+    if (content.what, content.start, content.address) != named:
+        raise RecordError("misnamed")
+    if content.header(head.checksum) != head.header:
+        raise RecordError("no header of ours")
+    return content
+
+
+def _tensors(head: Head) -> tuple[Tensor, ...]:
+    try:
+        described = json.loads("{" + head.rest.lstrip().removeprefix(","))
+        found = [(n, str(d["dtype"]), tuple(int(x) for x in d["shape"])) for n, d in described.items()]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise RecordError("no header of ours") from error
+    if any(d not in ITEM_BYTES or min(shape, default=0) < 0 for _, d, shape in found):
+        raise RecordError("no header of ours")
+    return tuple(Tensor(*t) for t in found if t[0] != "tokens")

@@ -1,0 +1,166 @@
+"""Which model a prompt cache's key stands for.
+
+A prompt cache is only told keys and tokens. The model is learnt in one of four ways, the surest first:
+
+1. the caller says it (`told`, `told_for_all`);
+2. layers are put in that mlx-lm was seen to make for a model (`stock.models_of`), on whatever thread;
+3. a batch takes on a row whose tokens were asked for and not found, on whatever thread;
+4. caches are made for a model on the thread that has just asked for a key's tokens and not found them.
+
+Models are not kept alive.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Hashable
+from typing import Any, NamedTuple, Protocol
+
+import mlx.nn as nn
+
+from onefold.cache.memory.tree import Tokens
+
+OPEN_MISSES = 64
+"""Fetches that found nothing and whose row has not come yet; older ones are forgotten."""
+MODELS = 2
+"""A target and a draft."""
+
+Refs = list[weakref.ref[nn.Module]]
+
+
+class Hearer(Protocol):
+    models: Models
+
+    def serve_row(self, model: nn.Module, tokens: list[int]) -> list[Any] | None: ...
+    def take_on(self) -> None: ...
+    def is_short(self) -> bool: ...
+
+
+class Miss(NamedTuple):
+    thread: int
+    key: Hashable
+    tokens: int
+    """Their hash."""
+
+
+class Models:
+    """What is known so far of a prompt cache's keys."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Refs] = {}
+        self._told: set[Hashable] = set()
+        self._for_all: Refs = []
+        self._misses: list[Miss] = []
+        self._asking: dict[int, Hashable] = {}
+        """By thread: the key that was just asked for in vain."""
+        self._latest: dict[int, weakref.ref[nn.Module]] = {}
+
+    # -- what the caller says ------------------------------------------------------------------
+
+    def told(self, key: Hashable, models: list[nn.Module]) -> None:
+        """The caller says which models the key stands for: nothing that is heard later changes that."""
+        self._known[key] = [weakref.ref(m) for m in models]
+        self._told.add(key)
+
+    def told_for_all(self, models: list[nn.Module]) -> None:
+        """The caller says which models every other key stands for."""
+        self._for_all = [weakref.ref(m) for m in models]
+
+    def is_told(self, key: Hashable) -> bool:
+        """Whether the caller said which models the key stands for, and these are still there."""
+        return (key in self._told or (bool(self._for_all) and key not in self._known)) and bool(self.of(key))
+
+    # -- what is heard --------------------------------------------------------------------------
+
+    def missed(self, key: Hashable, tokens: Tokens) -> None:
+        """Nothing is cached of these tokens: caches that are made on this thread from here on are the key's."""
+        here = threading.get_ident()
+        self._asking[here] = key
+        self._misses = [*self._misses[1 - OPEN_MISSES :], Miss(here, key, _hash(tokens))]
+        if not self.is_told(key):
+            self._known.pop(key, None)
+            self._told.discard(key)
+
+    def found(self) -> None:
+        """Caches that are made on this thread from here on are for something else than the last miss."""
+        self._asking.pop(threading.get_ident(), None)
+
+    def made(self, model: nn.Module) -> None:
+        here = threading.get_ident()
+        self._latest[here] = weakref.ref(model)
+        key = self._asking.get(here)
+        if here in self._asking and not self.is_told(key):
+            known = self._known.setdefault(key, [])
+            if len(known) < MODELS and not any(ref() is model for ref in known):
+                known.append(weakref.ref(model))
+
+    def filled(self, key: Hashable, models: list[nn.Module]) -> None:
+        """Layers of these models were put in under the key."""
+        if models and not self.is_told(key):
+            self._known[key] = [weakref.ref(m) for m in models[:MODELS]]
+
+    def row(self, model: nn.Module, tokens: Tokens) -> tuple[Hashable] | None:
+        """The key whose tokens these are, or None: one that was asked for in vain, on this thread or, if no other key
+        was asked for the same tokens, on another."""
+        here, digest = threading.get_ident(), _hash(tokens)
+        self._latest[here] = weakref.ref(model)
+        found = [m for m in self._misses if m.tokens == digest and self._may_be(m.key, model)]
+        own = [m for m in found if m.thread == here]
+        if not own and len({m.key for m in found}) != 1:
+            self.found()
+            return None
+        miss = (own or found)[-1]
+        self._misses.remove(miss)
+        self.found()
+        return (miss.key,)
+
+    def _may_be(self, key: Hashable, model: nn.Module) -> bool:
+        models = self.of(key)
+        return not models or models[0] is model or not self.is_told(key)
+
+    # -- what is known ---------------------------------------------------------------------------
+
+    def of(self, key: Hashable) -> list[nn.Module]:
+        """The models that a key's layers belong to, target first; empty if not known."""
+        models = [ref() for ref in self._known.get(key, self._for_all)]
+        return [m for m in models if m is not None] if None not in models else []
+
+    def latest(self, key: Hashable) -> nn.Module | None:
+        """The model that this thread saw last, if it may be the key's by now: one that was loaded again."""
+        ref = self._latest.get(threading.get_ident())
+        model = ref() if ref is not None else None
+        if model is None or self.is_told(key):
+            return None
+        known = list(self._known.items())  # other threads make caches meanwhile
+        others = (ref for k, refs in known if k != key for ref in refs)
+        return None if any(ref() is model for ref in others) else model
+
+
+class ModelObserver:
+    """Listens for a cache without keeping it alive."""
+
+    def __init__(self, cache: Hearer) -> None:
+        self._cache = weakref.ref(cache)
+
+    def made(self, model: nn.Module) -> None:
+        cache = self._cache()
+        if cache is not None:
+            cache.models.made(model)
+
+    def row(self, model: nn.Module, tokens: list[int]) -> list[Any] | None:
+        cache = self._cache()
+        return None if cache is None else cache.serve_row(model, tokens)
+
+    def take_on(self) -> None:
+        cache = self._cache()
+        if cache is not None:
+            cache.take_on()
+
+    def is_short(self) -> bool:
+        cache = self._cache()
+        return cache is not None and cache.is_short()
+
+
+def _hash(tokens: Tokens) -> int:
+    return hash(tokens.tobytes())

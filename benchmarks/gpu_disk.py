@@ -24,6 +24,7 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 from shapes import llama_model
 
+from onefold.cache.memory import arrays
 from onefold.cache.tiers.disk import host
 
 
@@ -58,7 +59,7 @@ def main() -> None:
     model = llama_model(layers=given.layers, dtype=mx.bfloat16, **shape)  # type: ignore[arg-type]
     mx.eval(model.parameters())
     weights = mx.get_active_memory()
-    rows: list[tuple[str, str]] = [("bytes are read where they lie", str(host.addressable()))]
+    rows: list[tuple[str, str]] = [("bytes are read where they lie", str(arrays.addressable()))]
     settings: dict[str, Any] = {"budget": "40GB", "disk": folder, "disk_budget": "30GB", "disk_mode": "through"}
     prompt, more = words(given.tokens), words(32, 5)
     with onefold.PrefixCache(model, "40GB") as cache:

@@ -226,7 +226,7 @@ class Timed:
 
 
 def watched(cache: onefold.PrefixCache) -> Timed:
-    gate: CacheLock = cache._lock
+    gate: CacheLock = cache.state.lock
     gate._outer = Timed(gate._outer)  # type: ignore[assignment]
     return gate._outer  # type: ignore[return-value]
 

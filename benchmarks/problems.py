@@ -156,7 +156,7 @@ def as_asked() -> None:
 
 def known_tokens(cache: onefold.PrefixCache, tokens: list[int]) -> int:
     """How much of a conversation the tree still knows, without a request."""
-    return int(cache._shelf.tree(("", cache._format)).match(as_tokens(tokens)).matched)
+    return int(cache.state.nodes.tree(("", cache._format)).match(as_tokens(tokens)).matched)
 
 
 def address(array: mx.array) -> int:
@@ -165,7 +165,7 @@ def address(array: mx.array) -> int:
 
 
 def slab_addresses(cache: onefold.PrefixCache) -> set[int]:
-    return {address(a) for slab in cache._store.slabs for layer in slab.layers if layer for a in layer}
+    return {address(a) for slab in cache.state.store.slabs for layer in slab.layers if layer for a in layer}
 
 
 def on_disk(model: nn.Module, folder: str, budget: int | str, **options: Any) -> onefold.PrefixCache:
@@ -353,14 +353,14 @@ def a5_reserve() -> Shown:
     refused = allocations = 0
     with onefold.PrefixCache(model, limit) as cache:
         known = ask(cache, model, words(200))[1]
-        allocate = cache._store.allocate
+        allocate = cache.state.store.allocate
 
         def counted(*args: Any) -> mx.array:
             nonlocal allocations
             allocations += 1
             return allocate(*args)
 
-        cache._store.allocate = counted
+        cache.state.store.allocate = counted
         untouched = True
         for prompt in (words(1_000_000, 5), [*known[:150], *words(1_000_000, 5)]):  # a new one, and a branch
             before = active()
@@ -376,13 +376,13 @@ def a5_reserve() -> Shown:
         def failing(*_: Any) -> mx.array:
             raise MemoryError("injected")
 
-        cache._store.allocate = failing
+        cache.state.store.allocate = failing
         survived = False
         try:
             ask(cache, model, words(200, 1))
         except onefold.BudgetError:
             survived = True
-        cache._store.allocate = allocate
+        cache.state.store.allocate = allocate
         cache.check()
         lease, _ = ask(cache, model, [*known, 1, 2])
         again = lease.cached == len(known)
@@ -533,7 +533,7 @@ def b3_quantised() -> Shown:
     with onefold.PrefixCache(model, "1GB", kv="8") as cache:
 
         def packed() -> set[mx.Dtype]:
-            return {layer[0].dtype for slab in cache._store.slabs for layer in slab.layers if layer}
+            return {layer[0].dtype for slab in cache.state.store.slabs for layer in slab.layers if layer}
 
         _, known = ask(cache, model, words(700))
         kinds = packed()
@@ -1010,7 +1010,7 @@ def c4_oldest_first() -> Shown:
     model = llama_model(layers=8)
     asked: list[tuple[int, int]] = []
     with onefold.PrefixCache(model, 40_000_000, high_water=1.0, low_water=1.0) as cache:
-        making_room, ledger = cache._ledger.making_room, cache._ledger
+        making_room, ledger = cache.state.ledger.making_room, cache.state.ledger
 
         def counted(missing: int) -> Iterator[float]:
             before = ledger.used_bytes

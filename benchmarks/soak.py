@@ -153,7 +153,7 @@ def run(model: Any, tokenizer: Any, asks: list[Ask], budget_bytes: int, needed_b
 
     def watch() -> None:
         while not ended.wait(0.01):
-            ledger = engine.cache._ledger
+            ledger = engine.cache.state.ledger
             result.peak_ledger_bytes = max(result.peak_ledger_bytes, ledger.used_bytes, ledger.peak_bytes)
             result.peak_active_bytes = max(result.peak_active_bytes, mx.get_active_memory() - weights - beyond)
 

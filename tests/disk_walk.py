@@ -87,7 +87,7 @@ class Walk:
 
     def flush(self) -> None:
         if self.cache._disk is not None and self.cache.flush(10) and self.cache._disk.mode == "through":
-            with self.cache._lock:
+            with self.cache.state.lock:
                 assert self.cache._disk.spiller.left(time.monotonic() + 10) == 0
 
     def restore(self) -> None:

@@ -228,7 +228,7 @@ def test_an_allocation_that_fails(cache, model, known, monkeypatch):
         raise MemoryError("no more")
 
     prompt = words(40, seed=8)
-    monkeypatch.setattr(cache._store, "allocate", broken)
+    monkeypatch.setattr(cache.state.store, "allocate", broken)
     with pytest.raises(onefold.BudgetError, match="no more"), cache.lease(prompt) as lease:
         forward(model, lease.layers, prompt, 0)
     monkeypatch.undo()
@@ -241,7 +241,7 @@ def test_an_allocation_that_fails_while_growing(model, monkeypatch):
     with onefold.PrefixCache(model, "16MB") as cache:
         _, known = turn(cache, model, words(250))
         longer = known + words(300, seed=1)
-        store = cache._store
+        store = cache.state.store
         count = [0]
         real = store.allocate
 
@@ -275,8 +275,8 @@ def test_a_device_that_fails_while_compacting_costs_only_the_miss(model, monkeyp
             real(*args)
 
         monkeypatch.setattr("onefold.cache.memory.segment.mx.eval", second_fails)
-        slab = max(cache._store.slabs, key=lambda s: s.capacity)
-        assert not cache._lock.run(cache._shelf.compacting(slab))
+        slab = max(cache.state.store.slabs, key=lambda s: s.capacity)
+        assert not cache.state.lock.run(cache.state.nodes.compacting(slab))
         monkeypatch.undo()
         cache.check()
         assert cache.lease([*known, 1]).cached == 0

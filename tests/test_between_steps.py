@@ -39,7 +39,7 @@ class Intruder:
         self.times = 0
 
     def watch(self, cache: onefold.PrefixCache) -> None:
-        gate, between = cache._lock, cache._lock.between
+        gate, between = cache.state.lock, cache.state.lock.between
 
         def intruded(pause: float) -> None:
             if not self._inside.acquire(blocking=False):
@@ -151,13 +151,13 @@ class Copies:
         self.most = self.all = self._now = 0
         for cls, name in ((Slab, "_rewritten"), (Track, "_copy")):
             monkeypatch.setattr(cls, name, self._counting(getattr(cls, name)))
-        between = cache._lock.between
+        between = cache.state.lock.between
 
         def counted(pause: float) -> None:
             self._now = 0
             between(pause)
 
-        monkeypatch.setattr(cache._lock, "between", counted)
+        monkeypatch.setattr(cache.state.lock, "between", counted)
 
     def _counting(self, copy: Callable[..., object]) -> Callable[..., object]:
         def counted(*args: object) -> object:
@@ -297,29 +297,29 @@ def test_a_copy_that_is_broken_off(
             patch.setattr("onefold.cache.memory.segment.mx.eval", failing)
             act()
         assert copies[0] >= 3
-        for lease in list(cache._leases):
+        for lease in list(cache.state.leases):
             lease.discard()
         settled(cache)
         for tokens in (text(250), text(260), text(300), text(600)):
             Session(model, cache, [*tokens, 5]).prefill(50).commit()
         cache.clear()
-        assert cache.stats().bytes["stored"] == 0 and not cache._store.slabs
+        assert cache.stats().bytes["stored"] == 0 and not cache.state.store.slabs
 
 
 @pytest.mark.parametrize("how", [grow, trim, shrink, cut_in_half, unite])
 def test_an_interrupt_between_two_steps(how: Callable[[FakeModel, onefold.PrefixCache], Callable[[], object]]) -> None:
     model = FakeModel(("full",) * LAYERS)
     with onefold.PrefixCache(model, "64MB") as cache:
-        act, between = how(model, cache), cache._lock.between
+        act, between = how(model, cache), cache.state.lock.between
 
         def interrupted(pause: float) -> None:
             raise KeyboardInterrupt
 
-        cache._lock.between = interrupted  # type: ignore[method-assign]
+        cache.state.lock.between = interrupted  # type: ignore[method-assign]
         with contextlib.suppress(KeyboardInterrupt):
             act()
-        cache._lock.between = between  # type: ignore[method-assign]
-        for lease in list(cache._leases):
+        cache.state.lock.between = between  # type: ignore[method-assign]
+        for lease in list(cache.state.leases):
             lease.discard()
         for tokens in (text(250), text(260), text(300), text(600)):
             Session(model, cache, [*tokens, 5]).prefill(50).commit()
@@ -422,7 +422,7 @@ def test_closing_beside_threads_that_decode(monkeypatch: pytest.MonkeyPatch) -> 
         cache.close()
         for thread in threads:
             thread.join(60)
-        assert not any(cache._ledger.by_purpose().values())
+        assert not any(cache.state.ledger.by_purpose().values())
     assert len(heard) == 18 and all(isinstance(e, (onefold.LeaseClosed, onefold.ConfigError)) for e in heard), heard
 
 

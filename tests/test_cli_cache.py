@@ -52,7 +52,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hybrid = FakeModel(("full", "recurrent"))
     with opened(hybrid, folder, "tiny/hybrid") as cache:
         said = Session(hybrid, cache, text(90)).prefill().decode(6).commit()
-        with cache._lock:
+        with cache.state.lock:
             assert cache._disk is not None
             assert cache._disk.spiller.flush(everything=True, until=time.monotonic() + 30)
         Session(hybrid, cache, [*said[:70], *text(50, 1)], checkpoints=[70]).prefill().commit()

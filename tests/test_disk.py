@@ -23,6 +23,7 @@ from fake import FakeModel, Session, assert_holds, settled, text
 from test_scenarios_fake import CASES, Case
 from tiny import tiny
 
+from onefold.cache.memory import arrays
 from onefold import ConfigError, PrefixCache
 from onefold.cache.model import fingerprint
 from onefold.cache.tiers.disk import host
@@ -174,7 +175,7 @@ def test_without_a_disk_nothing_is_written_and_evicted_is_gone(model: FakeModel,
 
 def buffers(cache: PrefixCache) -> set[int]:
     """Where the buffers of all conversations lie."""
-    arrays = [a for slab in cache._store.slabs for layer in slab.layers if layer for a in layer]
+    arrays = [a for slab in cache.state.store.slabs for layer in slab.layers if layer for a in layer]
     return {int(np.asarray(a).__array_interface__["data"][0]) for a in arrays}
 
 
@@ -495,7 +496,7 @@ def test_memory_during_a_restore_is_the_entry_and_no_more(tmp_path: Path) -> Non
         lease = cache.lease([*tokens, 5])
         assert lease.restored == len(tokens)
         entry = cache.stats().bytes["live"] + cache.stats().bytes["stored"]
-        through = 0 if host.addressable() else host.TWICE_MORE * max(p.stat().st_size for p in files(tmp_path))
+        through = 0 if arrays.addressable() else host.TWICE_MORE * max(p.stat().st_size for p in files(tmp_path))
         assert mx.get_peak_memory() - before <= 1.02 * entry + through
         assert mx.get_active_memory() - before == pytest.approx(entry, rel=0.01)
         lease.discard()
@@ -540,7 +541,7 @@ def test_the_copies_of_what_leaves_for_the_disk_are_in_the_ledger(
         slot = cache._disk.spiller.record_tokens * cache.token_bytes
         assert cache.stats().bytes["disk_buffers"] == in_place + host.COPIED * slot
         turn(model, cache, text(1500))
-        (slab,) = cache._store.slabs
+        (slab,) = cache.state.store.slabs
         into = np.empty(slot, np.uint8)
         mx.clear_cache()
         before = mx.get_active_memory()
@@ -556,7 +557,7 @@ def test_the_bytes_of_an_array_come_in_pieces_and_in_order(direct: bool, most: i
     made = mx.arange(7 * 5 * 6, dtype=mx.float32).reshape(7, 5, 6)
     for array in (made, made.T, made[:, ::2], made[2:3, 1:], made.astype(mx.bfloat16), made > 9, mx.array(3.0)):
         mx.eval(array)
-        payload = host.Payload([array], most, direct=direct)
+        payload = arrays.Payload([array], most, direct=direct)
         whole = mx.contiguous(array).astype(mx.float32) if array.dtype == mx.bfloat16 else array
         for _ in range(2):
             found = b"".join(part.tobytes() for part in payload)

@@ -41,7 +41,7 @@ def model() -> FakeModel:
 
 
 def written(cache: PrefixCache) -> None:
-    with cache._lock:
+    with cache.state.lock:
         assert cache._disk is not None
         cache._disk.spiller.flush(everything=True, until=time.monotonic() + 30)
 
@@ -95,7 +95,7 @@ def test_nothing_behind_a_restore_that_ended_early_is_read(bits: int, model: Fak
     with opened(model, tmp_path, kv=str(bits)) as cache:
         session = Session(model, cache, [*tokens, *text(20, 1)], bits=bits)
         assert session.cached == 50
-        for slab in cache._store.slabs:
+        for slab in cache.state.store.slabs:
             for layer in slab.layers:
                 assert all(bool(mx.isfinite(a).all()) for a in layer or () if a.dtype == mx.float32)
         session.prefill().decode(3).commit()
@@ -105,13 +105,13 @@ def test_a_slab_is_not_copied_while_it_is_merged(model: FakeModel, tmp_path: Pat
     """A buffer whose layers are gone gives no record at all, rather than a record of something else."""
     with opened(model, tmp_path) as cache:
         turn(model, cache, text(100))
-        (slab,) = cache._store.slabs
+        (slab,) = cache.state.store.slabs
         kept, slab.layers = slab.layers, [None] * len(slab.layers)
         with pytest.raises(RuntimeError, match="bytes were there"):
             host.copy_out(slab, 0, 10, np.empty(10 * cache.token_bytes, np.uint8), direct=True)
         slab.layers = kept
         slab.rewriting = True
-        with cache._lock:
+        with cache.state.lock:
             assert cache._disk is not None
             assert not cache._disk.spiller._writable(next(iter(slab.spans)).node)
         slab.rewriting = False
@@ -269,7 +269,7 @@ def test_a_restore_that_is_interrupted_lets_go(
         with monkeypatch.context() as patched, pytest.raises(error):
             patched.setattr(Restore, "_believe", interrupted)
             cache.lease([*tokens, 1])
-        assert not cache._restores and cache.stats().bytes["live"] == 0
+        assert not cache.state.restores and cache.stats().bytes["live"] == 0
         settled(cache)
         assert Session(model, cache, [*tokens, 1]).cached == len(tokens)
 
@@ -288,7 +288,7 @@ def test_a_device_without_room_for_a_restore_is_a_miss(
             patched.setattr(host, "uninitialised", full)
             with cache.lease([*tokens, 1]) as lease:
                 assert lease.cached == 0
-        assert not cache._restores and cache.stats().disk.rejected_records == 0
+        assert not cache.state.restores and cache.stats().disk.rejected_records == 0
         assert Session(model, cache, [*tokens, 1]).cached == len(tokens)
 
 
@@ -305,7 +305,7 @@ def test_a_restore_that_is_dropped_lets_go_at_the_next_call(model: FakeModel, tm
             time.sleep(0.01)  # records that are being read ahead
         assert cache.stats().bytes["live"] == 0
         settled(cache)
-        assert all(n.idle for n in cache._shelf.nodes())
+        assert all(n.idle for n in cache.state.nodes.nodes())
 
 
 def test_a_cache_that_is_dropped_gives_its_folder_back(model: FakeModel, tmp_path: Path) -> None:
@@ -539,6 +539,6 @@ def test_a_restore_without_room_leaves_nothing_held(model: FakeModel, tmp_path: 
                 cache.restore([*tokens, 1], reserve_tokens=1200)
             gc.collect()
             settled(cache)
-            assert all(n.pins == 0 for n in cache._shelf.nodes())
+            assert all(n.pins == 0 for n in cache.state.nodes.nodes())
             assert cache._disk is not None and all(r.pins == 0 for r in cache._disk.vault.records())
         other.commit()

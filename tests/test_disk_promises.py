@@ -253,7 +253,7 @@ def test_a_copy_that_is_interrupted_is_no_promise(
         said = turn(model, cache, [*said, 1, 2])
         assert cache.flush(30) and cache.durable(said) == len(said)
         assert len(staging._free) == free and not staging.extra_bytes
-        assert not any(slab.copies for slab in cache._store.slabs)
+        assert not any(slab.copies for slab in cache.state.store.slabs)
         settled(cache)
     with opened(model, tmp_path) as cache:
         assert cache.lease([*said, 5]).cached == len(said)
@@ -417,7 +417,7 @@ def test_closing_that_was_interrupted_can_be_done_again(model: FakeModel, tmp_pa
         cache.close()
     cache.close()
     cache.close()
-    assert sum(cache._ledger.by_purpose().values()) == 0
+    assert sum(cache.state.ledger.by_purpose().values()) == 0
     with opened(model, tmp_path) as again:
         assert again.lease([*said, 1]).cached == len(said)
 

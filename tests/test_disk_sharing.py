@@ -123,7 +123,7 @@ def test_a_record_inside_what_was_written_again_from_further_up(
         with opened(model, tmp_path) as cache:
             assert cache._disk is not None and cache.durable(tokens) == length
             if lost:
-                with cache._lock:
+                with cache.state.lock:
                     within = [r for r in cache._disk.vault.records() if r.start == 20 and r.end <= 40]
                     cache._disk.forget(r for r in within if r.nodes)
                 settled(cache)
@@ -232,7 +232,7 @@ def test_a_checkpoint_goes_on_from_the_kv_that_overtook_a_hollow_range(tmp_path:
         for tokens in rotated:
             turn(model, cache, tokens, 0, bound=bound)
         for _ in range(200):
-            with cache._lock:
+            with cache.state.lock:
                 records = cache._disk.vault.records()
                 if any((r.start, r.end, r.hollow, r.ready) == (0, 30, True, False) for r in records):
                     break
@@ -270,8 +270,8 @@ def test_a_conversation_that_rotates_when_memory_is_short_stays_on_disk(tmp_path
             lease = cache.lease([*tokens, 1])
             with contextlib.suppress(BudgetError), contextlib.ExitStack() as held:
                 for i in range(40):
-                    if i == 24 and (n := cache._ledger.free_bytes - cache._ledger.headroom() - left) > 0:
-                        another = cache._ledger.open(Purpose.LIVE, n)
+                    if i == 24 and (n := cache.state.ledger.free_bytes - cache.state.ledger.headroom() - left) > 0:
+                        another = cache.state.ledger.open(Purpose.LIVE, n)
                         held.callback(another.close)
                     logits_of(model, [1], lease.layers)
             assert cache.durable(tokens) == len(tokens), left
@@ -372,15 +372,15 @@ def test_what_makes_way_on_disk_as_soon_as_it_was_written_is_not_waited_for(tmp_
         small_records(cache, 8)
         spiller = cache._disk.spiller
         said = [turn(model, cache, [i, *text(n, i)], 0) for i, n in ((1, 7), (2, 31), (3, 799))]
-        with cache._lock:
+        with cache.state.lock:
             nodes = [cache._tree("").match(as_tokens(t)).path[0] for t in said]
             spiller._backlog.want(nodes[1])
-            cache._lock.tell()
+            cache.state.lock.tell()
         cache.flush(10)
-        with cache._lock:
+        with cache.state.lock:
             spiller._backlog.want(nodes[2])
             began = time.monotonic()
-            cache._lock.run_held(spiller.saving(nodes[0], began + 20))
+            cache.state.lock.run_held(spiller.saving(nodes[0], began + 20))
             assert time.monotonic() - began < 10
         assert cache.stats().reasons.get("disk: disk too slow", 0) == 0
         settled(cache)
@@ -456,7 +456,7 @@ def test_whether_something_fits_is_asked_with_the_lock(model: FakeModel) -> None
     """Others come and go meanwhile."""
     with PrefixCache(model, "40MB") as cache, cache.lease(text(50)) as lease:
         asked = threading.Thread(target=lease.chunk_limit)
-        with cache._lock:
+        with cache.state.lock:
             asked.start()
             asked.join(0.2)
             assert asked.is_alive()

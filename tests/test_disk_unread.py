@@ -317,7 +317,7 @@ def test_checkpoints_that_a_writer_leaves_behind_are_not_counted_for_ever(tmp_pa
         said: list[int] = []
         for i in range(6):
             said = turn(model, cache, [*said, *text(60, i)])
-        with cache._lock:
+        with cache.state.lock:
             assert cache._disk.spiller._writer.staged_points
         disk.go()
         assert not cache.flush(10) and cache.stats().disk.failed

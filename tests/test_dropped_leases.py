@@ -100,9 +100,9 @@ def test_a_forward_that_needs_room_settles_dead_leases_first() -> None:
             model(mx.array([words(2000, 1)[:16]]), cache=dead.layers)
             held = cache.stats().bytes["live"]
             del dead
-            assert cache._ledger.by_purpose()["live"] == held  # nobody has called the cache since
+            assert cache.state.ledger.by_purpose()["live"] == held  # nobody has called the cache since
             forward(model, lease.layers, words(10), 0)
-            assert cache._ledger.by_purpose()["live"] < held / 2
+            assert cache.state.ledger.by_purpose()["live"] < held / 2
         cache.check()
 
 

@@ -162,7 +162,7 @@ def test_a_request_that_is_cancelled_while_it_is_read_leaves_nothing_behind(
         number = second.submit(request(prompt_of([*tokens, 5]), 5), lambda events: None)
         second.cancel(number)
         second.check()
-        assert second.stats().cache.open_leases == 0 and not second.cache._restores
+        assert second.stats().cache.open_leases == 0 and not second.cache.state.restores
         assert ask(second, [*tokens, 5], 3).tokens == cold(loaded[0], [*tokens, 5], 3)
 
 

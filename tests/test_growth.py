@@ -50,16 +50,16 @@ class Counting:
         for i in range(10):
             self.store([*words(30, seed=100 + i)])
             self.store([*self.prefix, i, *words(10, seed=i)])
-        self.slabs = cache._store.slabs = Counted(cache._store.slabs)
+        self.slabs = cache.state.store.slabs = Counted(cache.state.store.slabs)
         self.nodes = 0
-        walk = cache._shelf.nodes
+        walk = cache.state.nodes.nodes
 
         def nodes() -> Iterator[Any]:
             for node in walk():
                 self.nodes += 1
                 yield node
 
-        cache._shelf.nodes = nodes  # type: ignore[method-assign]
+        cache.state.nodes.nodes = nodes  # type: ignore[method-assign]
 
     def store(self, tokens: list[int]) -> None:
         with self.cache.lease(tokens) as lease:
@@ -180,7 +180,7 @@ def test_other_threads_get_in_while_much_is_given_up(what: str, monkeypatch: pyt
             assert not thread.is_alive(), "the lock is held"
 
         with monkeypatch.context() as patch:
-            patch.setattr(cache._lock, "between", between)
+            patch.setattr(cache.state.lock, "between", between)
             if what == "set_budget":
                 cache.set_budget(cache.token_bytes * 100)
             elif what == "shrink":

@@ -131,7 +131,7 @@ def test_a_batch_hands_out_no_region_of_a_slab_that_a_lease_has_taken():
             forward(model, lease.layers, prompt, 0)
         batch = cache.batch(rows, pooled=True)
         mx.eval(batch.step(mx.array([5, 5])))
-        ledger = cache._ledger
+        ledger = cache.state.ledger
         short = ledger.open(Purpose.LIVE, ledger.free_bytes - ledger.headroom() - 1000)
         rows[0].commit([*said[0], 5])  # no room to take its tokens out of the common slab
         rows[1].cancel()
@@ -161,7 +161,7 @@ def test_a_refused_step_leaves_no_row_ahead():
         rows = [cache.lease(p) for p in said]
         for lease, prompt in zip(rows, said, strict=True):
             forward(model, lease.layers, prompt, 0)
-        batch, ledger = cache.batch(rows), cache._ledger
+        batch, ledger = cache.batch(rows), cache.state.ledger
         assert not batch.ragged
         left = ledger.free_bytes + ledger.spare() - ledger.headroom()  # MLX's pool gives way before anybody is refused
         short = ledger.open(Purpose.LIVE, left - 3000)

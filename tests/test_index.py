@@ -116,8 +116,8 @@ def test_records_that_were_used_are_known_again(folder: Path, read: list[str]) -
     model = FakeModel(KINDS)
     modified = [p.stat().st_mtime_ns for p in files(folder)]
     with opened(model, folder) as cache:
-        for node in cache._shelf.nodes():
-            cache._shelf.touch(node)
+        for node in cache.state.nodes.nodes():
+            cache.state.nodes.touch(node)
         assert cache.matched(text(60, 1)) == 60
         with cache.lease([*text(60, 1), 5]) as lease:
             assert lease.restored

@@ -65,8 +65,8 @@ def test_1_continuing_allocates_no_second_buffer(long_model):
             out = [t for t, _ in generate_step(
                 mx.array(lease.rest), long_model, max_tokens=300, prompt_cache=lease.layers)]  # fmt: skip
             lease.commit([*lease.tokens.tolist(), *out])
-        growth = 2 * 256 * cache._store.token_bytes  # it outgrew its slack and was grown, layer by layer
-        layer = cache._store.layer_token_bytes * 2000
+        growth = 2 * 256 * cache.state.store.token_bytes  # it outgrew its slack and was grown, layer by layer
+        layer = cache.state.store.layer_token_bytes * 2000
         assert mx.get_peak_memory() - before < growth + layer + 0.02 * entry
         assert cache.stats().moves == 1
 
@@ -74,12 +74,12 @@ def test_1_continuing_allocates_no_second_buffer(long_model):
 def test_1_growing_in_place_costs_one_layer(long_model):
     with onefold.PrefixCache(long_model, "2GB") as cache:
         known = stored(cache, long_model, words(1000))
-        slab = next(iter(cache._store.slabs))
+        slab = next(iter(cache.state.store.slabs))
         before = active()
         mx.reset_peak_memory()
         slab.rewrite([(0, slab.used)], slab.capacity + 256)
-        layer = cache._store.layer_token_bytes * slab.capacity
-        assert mx.get_peak_memory() - before <= 256 * cache._store.token_bytes + 1.1 * layer
+        layer = cache.state.store.layer_token_bytes * slab.capacity
+        assert mx.get_peak_memory() - before <= 256 * cache.state.store.token_bytes + 1.1 * layer
         cache.check()
         assert cache.lease([*known, 1]).cached == len(known)
 
@@ -110,7 +110,7 @@ def test_2_concurrent_leases_hold_a_prefix_once(long_model):
             assert lease.cached == 800
             forward(long_model, lease.layers, lease.tokens.tolist(), lease.cached)
         held = active() - before
-        assert held / 8 <= 300 * cache._store.token_bytes
+        assert held / 8 <= 300 * cache.state.store.token_bytes
         for lease in leases:
             lease.cancel()
         cache.check()
@@ -169,7 +169,7 @@ def test_3_with_mlx_s_pool_the_ledger_is_within_a_hundredth_for_arrays_of_256_kb
             known = [*known, prompt][-20:]
             stats = cache.stats()
             ours, real = stats.bytes["live"] + stats.bytes["stored"], mx.get_active_memory() - before
-            sizes = [a.nbytes for s in cache._store.slabs for layer in s.layers if layer for a in layer]
+            sizes = [a.nbytes for s in cache.state.store.slabs for layer in s.layers if layer for a in layer]
             assert sum(n < 1 << 18 for n in sizes) <= len(sizes) / 4
             assert abs(ours - real) <= 0.01 * real, (ours, real)
         assert stats.evicted_tokens > 0 and mx.get_cache_memory() > 0
@@ -240,7 +240,7 @@ def test_6_a_committed_segment_is_never_written():
     model = tiny("llama")
     with onefold.PrefixCache(model, "64MB") as cache:
         _, known = turn(cache, model, words(50))
-        node = cache._shelf.tree(("", cache._format)).match(cache.lease(known).tokens).path[0]
+        node = cache.state.nodes.tree(("", cache._format)).match(cache.lease(known).tokens).path[0]
         span = node.span
         image = [mx.array(a[..., span.lo : span.hi, :]) for a in span.slab.arrays(0)]
         mx.eval(image)
@@ -252,7 +252,7 @@ def test_6_a_committed_segment_is_never_written():
                 layer.trim(30)  # far below what is committed
             forward(model, lease.layers, [*known[: lease.offset], 5, 5, 5], lease.offset)
         cache.check()
-        found = cache._shelf.tree(("", cache._format)).match(cache.lease(known).tokens).path
+        found = cache.state.nodes.tree(("", cache._format)).match(cache.lease(known).tokens).path
         at = 0
         for n in found:
             for a, b in zip(n.span.slab.arrays(0), image, strict=True):
@@ -270,7 +270,7 @@ def test_7_payloads_span_exactly_their_edges():
         _, known = turn(cache, model, words(50))
         for cut in (10, 20, 30):
             turn(cache, model, [*known[:cut], 91, cut])
-        for node in cache._shelf.nodes():
+        for node in cache.state.nodes.nodes():
             assert node.span.hi - node.span.lo == node.end - node.start == len(node.tokens)
 
 
@@ -302,23 +302,23 @@ def test_9_a_victim_is_ranked_by_what_it_would_really_free():
     with onefold.PrefixCache(model, "64MB") as cache:
         _, known = turn(cache, model, words(100))
         lease = cache.lease([*known[:50], 91])
-        for node in cache._shelf.nodes():
+        for node in cache.state.nodes.nodes():
             if not node.children:
-                assert cache._shelf.frees(node) == 0
+                assert cache.state.nodes.frees(node) == 0
         lease.cancel()
 
 
 def test_9_reclaiming_allocates_at_most_one_layer(long_model):
     with onefold.PrefixCache(long_model, "2GB") as cache:
         stored(cache, long_model, words(1000))
-        slab = next(iter(cache._store.slabs))
-        layer = cache._store.layer_token_bytes * slab.capacity
+        slab = next(iter(cache.state.store.slabs))
+        layer = cache.state.store.layer_token_bytes * slab.capacity
         before = active()
         mx.reset_peak_memory()
-        with cache._lock:
-            cache._shelf.make_room(500 * cache._store.token_bytes)
+        with cache.state.lock:
+            cache.state.nodes.make_room(500 * cache.state.store.token_bytes)
         assert mx.get_peak_memory() - before <= 1.1 * layer
-        assert active() < before - 400 * cache._store.token_bytes
+        assert active() < before - 400 * cache.state.store.token_bytes
         cache.check()
 
 
@@ -338,7 +338,7 @@ def test_12_a_contiguous_copy_is_counted_and_ends_with_the_sharing():
     """A model outside the seam: two readers of one prefix cost one budgeted copy, and only while both are open."""
     model = tiny("deepseek_v3")
     with onefold.PrefixCache(model, "64MB") as cache:
-        assert cache._contiguous
+        assert cache.state.model.contiguous
         _, known = turn(cache, model, words(300))
         alone = cache.stats().bytes["stored"]
         first = cache.lease([*known, 1])
@@ -350,9 +350,9 @@ def test_12_a_contiguous_copy_is_counted_and_ends_with_the_sharing():
             forward(model, lease.layers, lease.tokens.tolist(), lease.cached)
             lease.commit(lease.tokens)
         cache.check()
-        with cache._lock:
-            for slab in list(cache._store.slabs):
-                cache._lock.run(cache._shelf.compacting(slab))
+        with cache.state.lock:
+            for slab in list(cache.state.store.slabs):
+                cache.state.lock.run(cache.state.nodes.compacting(slab))
         assert cache.stats().bytes["stored"] <= 1.1 * alone
 
 
@@ -560,7 +560,7 @@ def test_several_threads_may_lease_commit_and_read_statistics():
         assert failures == []
         cache.check()
         assert cache.stats().bytes["scratch"] == 0
-        assert cache._ledger.by_purpose()[Purpose.LIVE.value] == 0
+        assert cache.state.ledger.by_purpose()[Purpose.LIVE.value] == 0
 
 
 def test_a_model_that_quantises_its_kv_by_itself_is_reused(monkeypatch):
@@ -573,7 +573,7 @@ def test_a_model_that_quantises_its_kv_by_itself_is_reused(monkeypatch):
         _, known = turn(cache, model, words(40))
         lease, _ = turn(cache, model, [*known, 1])
         assert lease.cached == len(known)
-        assert cache._anatomies[0].kinds == {"quantized": 2}
+        assert cache._models.anatomies[0].kinds == {"quantized": 2}
 
 
 def test_other_tokens_than_were_leased_are_refused_before_they_are_stored():

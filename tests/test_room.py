@@ -97,11 +97,11 @@ def test_a_turn_that_its_room_is_enough_for_copies_nothing() -> None:
     with onefold.PrefixCache(model, "256MB") as cache:
         tokens = words(1500)
         store(cache, model, tokens[:1000])
-        (before,) = cache._store.slabs
+        (before,) = cache.state.store.slabs
         kept = before.layers[0]
         compactions = cache.stats().compactions
         store(cache, model, tokens[:1100])
-        (after,) = cache._store.slabs
+        (after,) = cache.state.store.slabs
         assert after is before and after.layers[0] is kept
         assert cache.stats().compactions == compactions
 

@@ -241,7 +241,7 @@ def test_one_token_is_a_prompt(world: World) -> None:
     session = world.open([*said, 5])
     assert session.cached == 3
     session.prefill().decode(1).commit()
-    for lease in list(world.cache._leases):
+    for lease in list(world.cache.state.leases):
         lease.cancel()
 
 
@@ -428,7 +428,7 @@ def test_two_readers_of_one_prefix_are_both_right(world: World) -> None:
 def test_readers_hold_the_prefix_once(world: World) -> None:
     prefix = text(700)
     said = world.turn(prefix, chunk=350)
-    token_bytes = world.cache._store.token_bytes
+    token_bytes = world.cache.state.store.token_bytes
     held = []
     sessions = []
     for i in range(3):
@@ -478,7 +478,7 @@ def test_a_published_prefix_can_be_borrowed_while_its_writer_goes_on(world: Worl
     for session in (third, writer, reader.prefill().decode(2)):
         end = session.commit()
         assert world.open([*end, 1]).cached == len(end)
-    for lease in list(world.cache._leases):
+    for lease in list(world.cache.state.leases):
         lease.cancel()
 
 
@@ -807,13 +807,13 @@ def test_a_lease_that_is_collected_while_all_is_recounted_is_no_finding(
     model = FakeModel(("full", "full"))
     with PrefixCache(model, "40MB") as cache:
         Session(model, cache, text(100)).prefill().commit()
-        recount = cache._shelf.check
+        recount = cache.state.nodes.check
 
         def collecting() -> list[str]:
             gc.collect()
             return recount()
 
-        monkeypatch.setattr(cache._shelf, "check", collecting)
+        monkeypatch.setattr(cache.state.nodes, "check", collecting)
         gc.disable()
         try:
             for i in range(3):

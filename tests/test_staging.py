@@ -172,11 +172,11 @@ def test_a_request_gets_the_bytes_that_waiting_records_took(tmp_path: Path) -> N
                 mx.eval(model(mx.array([tokens[lease.cached :]]), cache=lease.layers))
                 lease.commit(tokens)
         cache.check()
-        wanted = cache.budget_bytes - always - cache.stats().bytes["scratch"] - cache._ledger.headroom()
+        wanted = cache.budget_bytes - always - cache.stats().bytes["scratch"] - cache.state.ledger.headroom()
         later = threading.Timer(0.2, disk.go)
         later.start()
-        with cache._lock:
-            cache._ledger.open(Purpose.LIVE, wanted).close()
+        with cache.state.lock:
+            cache.state.ledger.open(Purpose.LIVE, wanted).close()
         later.join()
         assert cache.flush(30) and cache.durable(tokens) == len(tokens)
         cache.check()

@@ -61,7 +61,7 @@ def settles(right: Callable[[int], bool]) -> int:
 
 def slabs(cache: onefold.PrefixCache) -> int:
     """Bytes of KV in slabs, by the ledger's accounts."""
-    return sum(slab.bytes for slab in cache._store.slabs)
+    return sum(slab.bytes for slab in cache.state.store.slabs)
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Trial:
             mx.eval([layer.state for lease in leases for layer in lease.layers])
             self.ledger_true(cache)
             if self.anatomy.sliceable:
-                copied = slabs(cache) - before >= LONG * cache._store.token_bytes
+                copied = slabs(cache) - before >= LONG * cache.state.store.token_bytes
                 must(copied == self.anatomy.contiguous, "the prefix is held twice" if copied else "no copy was made")
             for lease, prompt, row in zip(leases, prompts, rows, strict=True):
                 out, reference = self.reference(prompt, LONG)
@@ -384,7 +384,7 @@ class Trial:
 
     def resumable(self, cache: onefold.PrefixCache, tokens: list[int]) -> int:
         """How much of a conversation a request would reuse. Asking as a request would make it the last used."""
-        path, matched = cache._shelf.tree(("", cache._format)).match(np.array(tokens, np.int32))
+        path, matched = cache.state.nodes.tree(("", cache._format)).match(np.array(tokens, np.int32))
         readable, _ = opening.readable_length(cache, path, matched)
         return opening.resume_point(cache, path, readable, matched)[0]
 
@@ -412,7 +412,7 @@ class Trial:
     def disturb(self, cache: onefold.PrefixCache, tokens: list[int], leaf: int, first: int) -> None:
         """Change what one layer has in the cache: its first positions, or its window or state."""
         used = [x for x in self.anatomy.leaves if x.used]
-        path, _ = cache._shelf.tree(("", cache._format)).match(np.array(tokens, np.int32))
+        path, _ = cache.state.nodes.tree(("", cache._format)).match(np.array(tokens, np.int32))
         for node in path:
             if used[leaf].kind in SLICEABLE:
                 assert node.span is not None

@@ -11,13 +11,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import os
 import sys
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,15 +27,16 @@ from onefold.cache import stats
 from onefold.cache.memory import device
 from onefold.cache.memory.ledger import ElasticLedger, Ledger, Purpose
 from onefold.cache.memory.lock import CacheLock, Work
-from onefold.cache.memory.nodes import PATIENCE, NodeStore
-from onefold.cache.memory.scratch import Scratch
-from onefold.cache.memory.segment import STEP, Slab, Store, Track, round_up
+from onefold.cache.memory.reach import readable_length
+from onefold.cache.memory.segment import STEP, Slab, round_up
+from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tree import Node, Tokens, Tree, as_tokens
 from onefold.cache.model import stock
 from onefold.cache.model.anatomy import Anatomy, KvFormat
 from onefold.cache.model.attention import attention
 from onefold.cache.model.fingerprint import lasting_digest, model_digest, model_name
 from onefold.cache.model.kinds.full import Bound
+from onefold.cache.model.models import Models
 from onefold.cache.request import adopting, closing, opening
 from onefold.cache.request.arena import Arena
 from onefold.cache.request.batch import Batch
@@ -154,9 +153,9 @@ class PrefixCache:
             self.close()
             raise
         self.kv_bits = form.bits
-        self.min_checkpoint_tokens = min_checkpoint_tokens
-        self._water = (low_water, high_water)
-        if disk is not None and not self.uncached_reason:
+        self.state.min_checkpoint_tokens = min_checkpoint_tokens
+        self.state.water = (low_water, high_water)
+        if disk is not None and not self.state.uncached_reason:
             about = {"adapter": adapter, "tokenizer": tokenizer, "kv": form.bits, "bound": bound}
             about["model"] = lasting_digest(digest, *models)
             try:
@@ -175,50 +174,42 @@ class PrefixCache:
         return self
 
     def _set_up(
-        self, models: list[nn.Module], anatomies: list[Anatomy], ledger: Ledger, form: Hashable, gate: CacheLock
+        self, models: list[nn.Module], anatomies: list[Anatomy], ledger: Ledger, form: Hashable, lock: CacheLock
     ) -> None:
-        # an elastic budget is for KV alone: the pool beside it has the machine's share
-        pool_share = device.memory_bytes() if ledger.elastic else ledger.budget_bytes
         self._refs = [weakref.ref(m) for m in models]
-        self.min_checkpoint_tokens = 1
-        self._water = (1.0, 1.0)
-        self._lock = gate
-        self._disk: Disk | None = None
+        self._models = Models(anatomies)
+        self.state = CacheState(self._models, ledger, lock)
+        """For the engine, the drop-in and tests: what all parts of the cache share."""
         self._no_disk = DiskStats()
-        self._restores: weakref.WeakSet[Restore] = weakref.WeakSet()
-        self._dropped_restores: list[Restore] = []
-        self._anatomies = anatomies
+        self._disk: Disk | None = None
         self._seam = [name for m in models for name in stock.install(m, attention)]
         self._watched = [stock.watch(m) for m in models]
         stock.hook_saving()
-        self._ledger = ledger
-        self._pool = device.Pool(self._ledger, device.pool_bytes(pool_share))
-        self._store = Store([s for a in self._anatomies for s in a.specs], self._ledger)
-        self._pointwise = any(a.pointwise for a in self._anatomies)
-        self._recurrent = any(a.recurrent for a in self._anatomies)
-        self._contiguous = any(a.contiguous for a in self._anatomies)
-        self._shelf = NodeStore(self._store, self._ledger, gate, pointwise=self._pointwise)
         self._format = form
-        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
-        self._dropped: list[Lease] = []
-        self.on_dropped: Callable[[Lease], None] = lambda lease: None
-        """Told of leases that were dropped without being closed, when they have been settled."""
         self._pins: set[int] = set()
-        self._scratch = Scratch(self._ledger, gate)
-        self._totals: Counter[str] = Counter()
-        self._reasons: Counter[str] = Counter()
-        self._said_rotation = False
-        self._closed = self._closing = False
         self._endings: list[Callable[[], object]] = []
         """What `close` has begun, and has still to do."""
-        self.uncached_reason = next((a.reason for a in self._anatomies if a.reason), "")
-        for anatomy in self._anatomies:
+        self.state.uncached_reason = next((a.reason for a in anatomies if a.reason), "")
+        for anatomy in anatomies:
             for note in anatomy.notes:
                 log.warning("%s", note)
-        if self.uncached_reason and models:
-            for anatomy, model in zip(self._anatomies, models, strict=True):
+        if self.state.uncached_reason and models:
+            for anatomy, model in zip(anatomies, models, strict=True):
                 anatomy.look_uncached(model)
-            log.warning("this model runs uncached: %s", self.uncached_reason)
+            log.warning("this model runs uncached: %s", self.state.uncached_reason)
+
+    @property
+    def uncached_reason(self) -> str:
+        """Why nothing is kept for this model; empty if it is."""
+        return self.state.uncached_reason
+
+    @property
+    def min_checkpoint_tokens(self) -> int:
+        return self.state.min_checkpoint_tokens
+
+    @min_checkpoint_tokens.setter
+    def min_checkpoint_tokens(self, n_tokens: int) -> None:
+        self.state.min_checkpoint_tokens = n_tokens
 
     @property
     def model(self) -> nn.Module | None:
@@ -231,19 +222,19 @@ class PrefixCache:
     @property
     def max_kv_size(self) -> int | None:
         """Tokens that a conversation is bounded to; None is no bound."""
-        return None if (bound := self._anatomies[0].bound) is None else bound.max_size
+        return None if (bound := self._models.anatomies[0].bound) is None else bound.max_size
 
     @property
     def keep(self) -> int:
         """The first tokens of a bounded conversation, which stay; 0 without a bound."""
-        return 0 if (bound := self._anatomies[0].bound) is None else bound.keep
+        return 0 if (bound := self._models.anatomies[0].bound) is None else bound.keep
 
     def rebind(self, *models: nn.Module) -> bool:
         """Go on with other objects of the same weights (a model that was unloaded and loaded again). False if they are
         others, or if a request is still running."""
-        with self._lock:
+        with self.state.lock:
             self.sweep()
-            if self._leases or [*map(type, models)] != self._watched:
+            if self.state.leases or [*map(type, models)] != self._watched:
                 return False
             if not isinstance(self._format, tuple) or model_digest(*models) != self._format[0]:
                 return False
@@ -275,7 +266,7 @@ class PrefixCache:
         restores = [after] if isinstance(after, Restore) else list(after or ())
         if after is None and self._disk is not None:
             restores = self._read_disk(found, namespace, reserve_tokens)
-        return self._lock.run(self._leasing(found, namespace, asked, reserve_tokens, restores))
+        return self.state.lock.run(self._leasing(found, namespace, asked, reserve_tokens, restores))
 
     def _leasing(
         self,
@@ -287,72 +278,68 @@ class PrefixCache:
     ) -> Work[Lease]:
         self._open_for_use()
         self.sweep()
-        track = Track(self._store, contiguous=self._contiguous)
-        lease = Lease(self, tokens, (namespace, self._format), track, self._anatomies, checkpoints)
-        self._leases.add(lease)
+        models = [ref() for ref in self._refs]
+        lease = Lease(self.state, tokens, (namespace, self._format), self._models.anatomies, models, checkpoints)
+        lease.owner = self
+        self.state.leases.add(lease)
         opened = False
         try:
-            if self.uncached_reason:
+            if self.state.uncached_reason:
                 self._open_uncached(lease)
             else:
-                opening.begin(self, lease)
-                yield from opening.giving_room(self, lease, reserve_tokens)
+                opening.begin(self.state, lease)
+                yield from opening.giving_room(self.state, lease, reserve_tokens)
             opened = True
         except BudgetError as error:
-            self._reasons["no room"] += 1
+            self.state.reasons["no room"] += 1
             raise error.advised("shorten the prompt, end other leases, release pins, or raise the budget") from None
         except LeaseClosed:
             self._open_for_use()  # closed by another thread meanwhile
             raise
         finally:
             if not opened:
-                closing.release(self, lease)
-        self._totals["requests"] += 1
-        self._totals["tokens_requested"] += len(tokens)
-        self._totals["hits"] += lease.cached > 0
-        self._totals["tokens_matched"] += lease.matched
-        self._totals["tokens_cached"] += lease.cached
+                closing.release(self.state, lease)
+        self.state.totals["requests"] += 1
+        self.state.totals["tokens_requested"] += len(tokens)
+        self.state.totals["hits"] += lease.cached > 0
+        self.state.totals["tokens_matched"] += lease.matched
+        self.state.totals["tokens_cached"] += lease.cached
         if restores:
             lease.restored = min(sum(r.tokens for r in restores), max(0, lease.cached - restores[0].before))
         if any(r.rejected for r in restores) and lease.reason in ("", "nothing known", "no checkpoint"):
             lease.reason = "damaged on disk"
-        self._totals["tokens_from_disk"] += lease.restored
+        self.state.totals["tokens_from_disk"] += lease.restored
         if lease.reason:
-            self._reasons[lease.reason] += 1
+            self.state.reasons[lease.reason] += 1
         return lease
 
     def _await_writers(self, tokens: Tokens, namespace: Hashable) -> None:
         """Wait, without the lock, while other threads are in forwards that write where these tokens lie: what a forward
         has written can be read by all threads when it has returned. A forward that takes longer costs a shorter hit."""
         until = time.monotonic() + FORWARD_MOST
-        while (left := until - time.monotonic()) > 0 and not self._lock.is_held_here:
-            with self._lock:
-                if self._closed or not any(x.in_forward_elsewhere for x in self._leases):
+        while (left := until - time.monotonic()) > 0 and not self.state.lock.is_held_here:
+            with self.state.lock:
+                if self.state.closed or not any(x.in_forward_elsewhere for x in self.state.leases):
                     return
                 path = self._tree(namespace).match(tokens).path
-                busy = next((x for n in path if (x := opening.busy_writer(self, n)) is not None), None)
+                busy = next((x for n in path if (x := self.state.busy_writer(n)) is not None), None)
             if busy is None or not busy.in_forward_elsewhere or not busy.await_turn(left):
                 return
-
-    def thread_left(self, thread: int) -> None:
-        """Release the scratch of a thread that no open lease was used by last. Called with the lock held."""
-        if not any(x._thread == thread for x in self._leases):
-            self._scratch.release(thread)
 
     def batch(self, leases: list[Lease], *, pooled: bool | None = None) -> Batch:
         """Rows for one decode step at a time: see `Batch`. `pooled` keeps their tails in one slab, which saves
         operations at the price of some arithmetic: by default on a GPU, and not on a CPU."""
         self._open_for_use()
         pooled = device.on_gpu() if pooled is None else pooled
-        arena = Arena(self._store) if pooled else None
+        arena = Arena(self.state.store) if pooled else None
         if self.model is None:
             raise ConfigError("the model of this cache is gone")
-        return Batch(self.model, self._anatomies[0], leases, arena, self._lock, self._scratch.for_a_batch)
+        return Batch(self.model, self._models.anatomies[0], leases, arena, self.state)
 
     def pin(self, tokens: Any, *, namespace: Hashable = "") -> Pin:
         """Keep the cached part of `tokens` from being evicted, until the pin is released."""
         found = as_tokens(tokens)
-        with self._lock:
+        with self.state.lock:
             self._open_for_use()
             tree = self._tree(namespace)
             node, matched = tree.reach(found)
@@ -370,25 +357,25 @@ class PrefixCache:
         until that returns False, then give it to `lease`. None if there is nothing that is worth reading. Raises
         BudgetError if there is no room for it now."""
         found = as_tokens(tokens)
-        with self._lock:
+        with self.state.lock:
             self._open_for_use()
             self.sweep()
-            if self._disk is None or self.uncached_reason:
+            if self._disk is None or self.state.uncached_reason:
                 return None
             tree = self._tree(namespace)
-        return self._lock.run(restoring.planning(self, self._disk, tree, found, reserve_tokens))
+        return self.state.lock.run(restoring.planning(self.state, self._disk, tree, found, reserve_tokens))
 
     def _read_disk(self, tokens: Tokens, namespace: Hashable, reserve_tokens: int) -> list[Restore]:
         """All that is on disk of these tokens; again, where a record turned out to be damaged."""
         restores: list[Restore] = []
         while not restores or restores[-1].rejected:
             try:
-                with self._lock:
+                with self.state.lock:
                     tree = self._tree(namespace)
-                self._lock.run(restoring.awaiting_others(self, tree, tokens))
+                self.state.lock.run(restoring.awaiting_others(self.state, tree, tokens))
                 found = self.restore(tokens, namespace=namespace, reserve_tokens=reserve_tokens)
             except BudgetError:
-                self._reasons["no room to restore"] += 1
+                self.state.reasons["no room to restore"] += 1
                 found = None
             if found is None:
                 break
@@ -408,14 +395,14 @@ class PrefixCache:
         if self._disk is None:
             return not self._no_disk.failed
         until = time.monotonic() + (timeout if timeout is not None else 1e9)
-        self._lock.refuse_elsewhere()
-        with self._lock.inner:  # requests go on meanwhile
+        self.state.lock.refuse_elsewhere()
+        with self.state.lock.inner:  # requests go on meanwhile
             written = self._disk.spiller.flush(everything=everything, until=until, tells=True)
             return written and not self._disk.vault.failed
 
     def durable(self, tokens: Any, *, namespace: Hashable = "") -> int:
         """How many of these tokens, from the first on, would survive the end of this process. Touches nothing."""
-        with self._lock:
+        with self.state.lock:
             self._open_for_use()
             if self._disk is None:
                 return 0
@@ -429,7 +416,7 @@ class PrefixCache:
                     break
                 if node.disk.point is not None and node.disk.point.ready and node.end <= matched:
                     resumable = node.end
-            return resumable if self._pointwise else max(resumable, min(kv, matched))
+            return resumable if self.state.model.pointwise else max(resumable, min(kv, matched))
 
     def clear(self, *, disk: bool = True) -> None:
         """Drop everything that no lease holds; pins too. When it returns, the files of this model are gone from disk as
@@ -437,61 +424,61 @@ class PrefixCache:
         some seconds at most."""
         if not disk and self._disk is not None:
             self._flush_for_clearing(everything=True)
-        self._lock.run(self._clearing(disk=disk))
+        self.state.lock.run(self._clearing(disk=disk))
         if disk and self._disk is not None:
             self._flush_for_clearing(everything=False)
 
     def _flush_for_clearing(self, *, everything: bool) -> None:
         assert self._disk is not None
-        with self._lock.inner:  # requests go on meanwhile
+        with self.state.lock.inner:  # requests go on meanwhile
             self._disk.spiller.flush(everything=everything, until=time.monotonic() + CLEARING_MOST)
 
     def _clearing(self, *, disk: bool) -> Work[None]:
         """What was used last before now, and is not held."""
         self.sweep()
-        for restore in list(self._restores):
+        for restore in list(self.state.restores):
             restore.finish()
-        for node in list(self._shelf.leaves.busy):
+        for node in list(self.state.nodes.leaves.busy):
             node.pins = 0
         self._pins.clear()
-        began = self._shelf.now()
-        for tree in list(self._shelf.trees.values()):
+        began = self.state.nodes.now()
+        for tree in list(self.state.nodes.trees.values()):
             for node in tree.children_first():
                 if node.parent is None or not node.idle or not _is_leaf(node, disk) or node.last_use > began:
                     continue
                 if disk:
-                    self._totals["discarded_tokens"] += node.end - node.start
-                    self._shelf.drop(tree, node)
+                    self.state.totals["discarded_tokens"] += node.end - node.start
+                    self.state.nodes.drop(tree, node)
                 else:
-                    self._totals["discarded_tokens"] += self._shelf.unload(tree, node)
+                    self.state.totals["discarded_tokens"] += self.state.nodes.unload(tree, node)
                 yield 0.0
-        if disk and self._shelf.disk is not None:
-            self._shelf.disk.clear()
+        if disk and self.state.tier is not None:
+            self.state.tier.clear()
 
     def set_budget(self, budget: int | float | str) -> None:
         """Change the budget while running. Frees what no longer fits; refuses what cannot be freed now. Below what a
         forward needs, requests are refused until it is raised again."""
         n_bytes = parse_size(budget, total_bytes=device.memory_bytes())
-        ledger, share = self._ledger, 0 if self._ledger.elastic else device.pool_bytes(n_bytes)
+        ledger, share = self.state.ledger, 0 if self.state.ledger.elastic else device.pool_bytes(n_bytes)
         if n_bytes > 0:
-            self.reclaim(lambda: ledger.used_bytes - ledger.spare() + share + ledger.headroom() - n_bytes)
+            self.state.reclaim(lambda: ledger.used_bytes - ledger.spare() + share + ledger.headroom() - n_bytes)
             if mx.get_cache_memory() > device.pool_bytes(n_bytes):
                 mx.clear_cache()  # here, since it takes long where many buffers were freed
-        with self._lock:
+        with self.state.lock:
             self._open_for_use()
             self.sweep()
-            before = self._ledger.budget_bytes
-            self._pool.set_share(min(device.pool_bytes(n_bytes), device.pool_bytes(before)))
+            before = self.state.ledger.budget_bytes
+            self.state.pool.set_share(min(device.pool_bytes(n_bytes), device.pool_bytes(before)))
             try:
-                self._ledger.set_budget(n_bytes)
+                self.state.ledger.set_budget(n_bytes)
             except BudgetError:
-                self._pool.set_share(device.pool_bytes(before))
+                self.state.pool.set_share(device.pool_bytes(before))
                 raise
-            self._pool.set_share(device.pool_bytes(n_bytes))
+            self.state.pool.set_share(device.pool_bytes(n_bytes))
 
     def _refuse_tiny(self, budget_bytes: int) -> None:
         """Raises ConfigError for a budget that no forward fits, where that is known beforehand."""
-        if self._ledger.elastic or self.uncached_reason or not self._store.specs:
+        if self.state.ledger.elastic or self.state.uncached_reason or not self.state.store.specs:
             return
         if 0 < budget_bytes < self._need(1, states=1):
             raise ConfigError(
@@ -502,30 +489,30 @@ class PrefixCache:
     def close(self) -> None:
         """Let go of everything, leases included, and take the attention seam out again. In a child of the process that
         made it there is nothing to let go of: neither MLX nor the folder works there."""
-        if self._lock.is_elsewhere:
+        if self.state.lock.is_elsewhere:
             return
-        self._closing = True
+        self.state.closing = True
         self._end_leases()
-        with self._lock:
-            if not self._closed:
+        with self.state.lock:
+            if not self.state.closed:
                 self._settle_all()
                 self._endings = [
                     self._leave_disk,
-                    lambda: self._lock.run_held(self._clearing(disk=True)),
+                    lambda: self.state.lock.run_held(self._clearing(disk=True)),
                     functools.partial(stock.uninstall, self._seam),
                     *(functools.partial(stock.unwatch, cls) for cls in self._watched),
                     stock.unhook_saving,
                     self._close_accounts,
                     mx.clear_cache,
                 ]
-                self._closed = True
+                self.state.closed = True
         if self._disk is not None:
             if self._endings:
-                with self._lock.inner:
+                with self.state.lock.inner:
                     self._disk.spiller.flush(everything=True, until=time.monotonic() + CLOSING_MOST)
                     self._disk.counts["left_tokens"] = self._disk.spiller.unsaved()
             self._disk.spiller.stop()
-        with self._lock:
+        with self.state.lock:
             while self._endings:  # whoever is interrupted here may close once more
                 self._endings[0]()
                 del self._endings[0]
@@ -534,8 +521,8 @@ class PrefixCache:
         """Have leases that other threads are using settled by those threads, when their forwards have returned."""
         until = time.monotonic() + CLOSING_FORWARD_MOST
         while time.monotonic() < until:
-            with self._lock:
-                leases = [x for x in self._leases if x.in_forward_elsewhere]
+            with self.state.lock:
+                leases = [x for x in self.state.leases if x.in_forward_elsewhere]
             if not leases:
                 return
             for lease in leases:
@@ -543,14 +530,14 @@ class PrefixCache:
                     lease.await_turn(max(0.0, until - time.monotonic()))
 
     def _settle_all(self) -> None:
-        for lease in [*self._leases, *self._dropped]:
+        for lease in [*self.state.leases, *self.state.dropped]:
             with contextlib.suppress(DeviceError, WrongThread):
                 if not lease.end_now():  # its thread settles it
                     continue
             if not lease.closed:  # only a thread that is still there could compute what it holds
-                closing.release(self, lease)
-        self._dropped.clear()
-        for restore in list(self._restores):
+                closing.release(self.state, lease)
+        self.state.dropped.clear()
+        for restore in list(self.state.restores):
             restore.finish()
 
     @property
@@ -566,11 +553,11 @@ class PrefixCache:
     def _leave_disk(self) -> None:
         if self._disk is not None:
             self._disk.close()
-            self._shelf.disk = None
+            self.state.nodes.tier = None
 
     def _close_accounts(self) -> None:
-        self._scratch.close()
-        self._pool.close()
+        self.state.scratch.close()
+        self.state.pool.close()
 
     def __enter__(self) -> PrefixCache:
         return self
@@ -582,17 +569,17 @@ class PrefixCache:
 
     def __len__(self) -> int:
         """Tokens whose KV is stored, each counted once."""
-        with self._lock:
-            return self._store.owned
+        with self.state.lock:
+            return self.state.store.owned
 
     def __bool__(self) -> bool:
         return True  # an empty cache is still a cache
 
     def __repr__(self) -> str:
-        if self._closed:
+        if self.state.closed:
             return "<PrefixCache, closed>"
-        held, budget = show_size(self._ledger.held_bytes), show_size(self.budget_bytes)  # settles nothing
-        uncached = f", uncached: {self.uncached_reason}" if self.uncached_reason else ""
+        held, budget = show_size(self.state.ledger.held_bytes), show_size(self.budget_bytes)  # settles nothing
+        uncached = f", uncached: {self.state.uncached_reason}" if self.state.uncached_reason else ""
         return f"<PrefixCache of {model_name(self.model)}, {held} of {budget} held{uncached}>"
 
     @property
@@ -601,19 +588,19 @@ class PrefixCache:
         return self.held_bytes
 
     def stats(self) -> Stats:
-        with self._lock:
+        with self.state.lock:
             self.sweep()
-            return stats.count(self)
+            return stats.count(self.state, self._no_disk if self._disk is None else self._disk)
 
     def check(self) -> None:
         """Recount everything from nothing; raises IntegrityError with every finding."""
-        with self._lock:
-            if found := stats.recount(self):
+        with self.state.lock:
+            if found := stats.recount(self.state):
                 raise IntegrityError(found)
 
     def _tree(self, namespace: Hashable) -> Tree:
         """The tree of a caller's namespace; it knows what is on disk."""
-        tree = self._shelf.tree((namespace, self._format))
+        tree = self.state.nodes.tree((namespace, self._format))
         if self._disk is not None:
             self._disk.attach(tree, namespace)
         return tree
@@ -621,66 +608,38 @@ class PrefixCache:
     def _open_disk(self, settings: DiskSettings, about: dict[str, Any], label: str) -> None:
         """A folder that cannot be used is said, and the cache goes on without; one that another process writes to is
         refused."""
-        layout = [[[a.heads, a.dim, str(a.dtype)] for a in s.arrays] for s in self._store.specs]
+        layout = [[[a.heads, a.dim, str(a.dtype)] for a in s.arrays] for s in self.state.store.specs]
         about |= {"format": VERSION, "layout": layout}
-        leases = self._leases
         try:
-            self._disk = Disk(
-                settings,
-                self._shelf,
-                self._lock,
-                about,
-                points_of(self._anatomies),
-                label=label,
-                high_water=self._water[1],
-                computing=lambda: bool(leases),
-            )
+            self._disk = Disk(settings, self.state, about, points_of(self._models.anatomies), label=label)
         except OSError as error:
             why = error.strerror or str(error)
             log.warning("the disk cache in %s cannot be used: %s. KV is kept in memory alone", settings.folder, why)
             self._no_disk = DiskStats(failed=why, folder=os.fspath(settings.folder))
             return
-        self._shelf.disk = self._disk
+        self.state.nodes.tier = self._disk
         weakref.finalize(self, self._disk.abandon)
         self._tree("")
 
     def _open_for_use(self) -> None:
-        if self._closing:
+        if self.state.closing:
             raise ConfigError("this cache is closed")
 
     @property
     def closed(self) -> bool:
         """Whether it is closed, or being closed."""
-        return self._closing
+        return self.state.closing
 
     def sweep(self) -> None:
-        """Settle leases that were dropped without being closed. One whose state only another thread can compute waits
-        for that thread."""
-        if not self._dropped and not self._dropped_restores:
-            return
-        with self._lock:
-            while self._dropped_restores:
-                self._dropped_restores.pop().finish()
-            for lease in list(self._dropped):
-                self._leases.add(lease)  # the cyclic collector may have taken it out
-                with contextlib.suppress(WrongThread):
-                    self._settle_dropped(lease)
-                    self._dropped.remove(lease)
-
-    def _settle_dropped(self, lease: Lease) -> None:
-        try:
-            lease.cancel()
-            self.on_dropped(lease)
-        except DeviceError:
-            log.debug("a dropped lease could not be evaluated", exc_info=True)
-        self._reasons["dropped"] += 1
+        """Settle leases that were dropped without being closed."""
+        self.state.sweep()
 
     def _open_uncached(self, lease: Lease) -> None:
         """A model that we do not understand gets its own caches, and nothing is kept."""
         lease.reason = "unknown cache"
         models = [m for ref in self._refs if (m := ref()) is not None]
-        made = [stock.bounded_caches(stock.make_prompt_cache(m), self._anatomies[0].bound) for m in models]
-        lease.run_uncached(list(zip(self._anatomies, made, strict=False)))
+        made = [stock.bounded_caches(stock.make_prompt_cache(m), self._models.anatomies[0].bound) for m in models]
+        lease.run_uncached(list(zip(self._models.anatomies, made, strict=False)))
 
     # -- for a server's own notion of entries ------------------------------------------------
 
@@ -692,78 +651,71 @@ class PrefixCache:
     @property
     def held_bytes(self) -> int:
         """KV that is held now: live, stored and in checkpoints."""
-        with self._lock:
+        with self.state.lock:
             self.sweep()
-            for lease in self._leases:
-                lease._recount()
-            return self._ledger.held_bytes
+            for lease in self.state.leases:
+                lease.recount()
+            return self.state.ledger.held_bytes
 
     @property
     def open_leases(self) -> int:
         self.sweep()
-        return len(self._leases)
+        return len(self.state.leases)
 
     @property
     def budget_bytes(self) -> int:
-        return self._ledger.budget_bytes
+        return self.state.ledger.budget_bytes
 
     @property
     def token_bytes(self) -> int:
         """What one more token of a conversation takes."""
-        return self._store.token_bytes
+        return self.state.store.token_bytes
 
     @property
     def step_bytes(self) -> int:
         """What a conversation's buffer grows by at a time, with the copy of one layer."""
-        return STEP * (self._store.token_bytes + self._store.layer_token_bytes)
+        return STEP * (self.state.store.token_bytes + self.state.store.layer_token_bytes)
 
     @property
     def unallocated_bytes(self) -> int:
         """What the prompts of open leases will allocate at their first forward."""
-        with self._lock:
-            return sum(round_up(lease._unreserved) for lease in self._leases) * self._store.token_bytes
+        with self.state.lock:
+            return sum(round_up(lease.unreserved) for lease in self.state.leases) * self.state.store.token_bytes
 
     def prompt_bytes(self, tokens: Any) -> int:
         """What a request for these tokens would allocate for its prompt: KV that the tree does not have, and states."""
         found = as_tokens(tokens)
-        most = max((a.bound.max_size for a in self._anatomies if a.bound is not None), default=len(found))
-        points = sum(a.point_bytes(len(found), 1) for a in self._anatomies)
-        return round_up(max(0, min(len(found), most) - self.matched(found))) * self._store.token_bytes + points
+        most = max((a.bound.max_size for a in self._models.anatomies if a.bound is not None), default=len(found))
+        points = sum(a.point_bytes(len(found), 1) for a in self._models.anatomies)
+        return round_up(max(0, min(len(found), most) - self.matched(found))) * self.state.store.token_bytes + points
 
     @property
     def evicted_tokens(self) -> int:
-        return self._shelf.counts["evicted_tokens"]
+        return self.state.nodes.counts["evicted_tokens"]
 
     def fits(self, layers: list[Any]) -> bool:
         """Whether these caches of mlx-lm's are such as this model's."""
-        return adopting.fits(layers, self._anatomies)
+        return adopting.fits(layers, self._models.anatomies)
 
     @property
     def stored_bytes(self) -> int:
         """What no request is using."""
-        return self.held_bytes - self._ledger.by_purpose()[Purpose.LIVE.value]
-
-    def drop(self, lease: Lease) -> None:
-        """Settle this lease at the next call: for finalisers, which run on any thread and at any time."""
-        self._dropped.append(lease)
-
-    def drop_restore(self, restore: Restore) -> None:
-        self._dropped_restores.append(restore)
+        return self.held_bytes - self.state.ledger.by_purpose()[Purpose.LIVE.value]
 
     def in_memory(self, tokens: Any, *, namespace: Hashable = "") -> int:
         """How far these tokens can be had without the disk, as far as segments go; touches nothing."""
-        with self._lock:
+        with self.state.lock:
             path, matched = self._tree(namespace).match(as_tokens(tokens))
-            return opening.readable_length(self, path, matched)[0]
+            return readable_length(self.state, path, matched)[0]
 
     def matched(self, tokens: Any, *, namespace: Hashable = "") -> int:
         """How far these tokens are known; touches nothing."""
-        with self._lock:
+        with self.state.lock:
             return self._tree(namespace).match(as_tokens(tokens)).matched
 
     def continuation(self, tokens: Any, *, most: int = 32, namespace: Hashable = "") -> Tokens:
         """What is known to follow where these tokens stop being known: the conversation used last. Touches nothing."""
-        with self._lock:
+        with self.state.lock:
             tree = self._tree(namespace)
             path, matched = tree.match(as_tokens(tokens))
             node = path[-1] if path else tree.root
@@ -775,17 +727,17 @@ class PrefixCache:
     @property
     def resumes_anywhere(self) -> bool:
         """Whether a conversation can be taken up at any of its tokens; else only where there is a checkpoint."""
-        return not self._pointwise
+        return not self.state.model.pointwise
 
     def most_tokens(self) -> int:
         """The longest conversation that the budget has room for, if it had all of it, MLX's pool included."""
-        if self.uncached_reason:
+        if self.state.uncached_reason:
             return sys.maxsize  # what an unknown cache takes is not known
-        free = self._ledger.budget_bytes - (self._pool.bytes if self._ledger.elastic else 0)
-        bounds = [a.bound.max_size for a in self._anatomies if a.bound is not None]
+        free = self.state.ledger.budget_bytes - (self.state.pool.bytes if self.state.ledger.elastic else 0)
+        bounds = [a.bound.max_size for a in self._models.anatomies if a.bound is not None]
         if bounds and self._need(max(bounds) + 512) <= free:
             return sys.maxsize  # it rotates from there on, and grows no more
-        low, high = 0, free // max(1, self._store.token_bytes) + 1
+        low, high = 0, free // max(1, self.state.store.token_bytes) + 1
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self._need(middle) <= free else (low, middle - 1)
@@ -795,10 +747,10 @@ class PrefixCache:
         """What a lone conversation of so many tokens takes, with a forward of one token; and where it must lie in one
         buffer, with a copy of one array, which growing takes. Of windows and recurrent layers so many states: one that
         runs, one that is stored, and one that is being made."""
-        copied = self._store.array_token_bytes if self._contiguous else 0
-        slab = n_tokens * (self._store.token_bytes + copied)
-        scratch = sum(a.scratch_bytes(1, n_tokens) for a in self._anatomies)
-        points = sum(a.point_bytes(n_tokens, 1) for a in self._anatomies)
+        copied = self.state.store.array_token_bytes if self.state.model.contiguous else 0
+        slab = n_tokens * (self.state.store.token_bytes + copied)
+        scratch = sum(a.scratch_bytes(1, n_tokens) for a in self._models.anatomies)
+        points = sum(a.point_bytes(n_tokens, 1) for a in self._models.anatomies)
         return slab + scratch + states * points
 
     def forget(self, tokens: Any, keep: int, *, namespace: Hashable = "") -> None:
@@ -806,7 +758,7 @@ class PrefixCache:
         pin holds."""
         if not isinstance(keep, int) or keep < 0:
             raise ConfigError(f"keep is the number of tokens that stay, from 0 on, got {keep!r}")
-        self._lock.run(self._forgetting(as_tokens(tokens), keep, namespace))
+        self.state.lock.run(self._forgetting(as_tokens(tokens), keep, namespace))
 
     def _forgetting(self, tokens: Tokens, keep: int, namespace: Hashable) -> Work[None]:
         tree = self._tree(namespace)
@@ -817,67 +769,41 @@ class PrefixCache:
                 break
             if node.start < keep:
                 tree.split(node, keep)
-            self._totals["discarded_tokens"] += node.end - node.start
+            self.state.totals["discarded_tokens"] += node.end - node.start
             if node.span is not None:
                 node.span.slab.finish_copy()
                 slabs[node.span.slab] = None
-            self._shelf.drop(tree, node)
+            self.state.nodes.drop(tree, node)
         for slab in slabs:
-            yield from self._shelf.trimming_slack(slab)
+            yield from self.state.nodes.trimming_slack(slab)
 
     def shrink(self, n_bytes: int) -> None:
         """Evict until at most `n_bytes` are stored, or nothing more can be. Other threads get in meanwhile."""
-        self.reclaim(lambda: min(self.stored_bytes - n_bytes, self._shelf.reclaimable_bytes()))
-
-    def reclaim(self, excess: Callable[[], int], *, patience: float = PATIENCE, before: float | None = None) -> None:
-        """Free so many bytes, in stretches between which other threads get in; nothing if they cannot all be freed.
-        `patience` and `before` are `NodeStore.making_room`'s."""
-        self._lock.run(self._reclaiming(excess, patience, before))
-
-    def _reclaiming(self, excess: Callable[[], int], patience: float, before: float | None) -> Work[None]:
-        last = math.inf
-        if self._disk is not None:  # nothing can be freed where the writer is copying
-            yield from self._disk.spiller.awaiting_copies(self._store.busy)
-        while not self._closed and last > (missing := excess()) > 0:
-            last = missing
-            yield from self._shelf.making_room(missing, patience=patience, before=before)
+        self.state.reclaim(lambda: min(self.stored_bytes - n_bytes, self.state.nodes.reclaimable_bytes()))
 
     def adopt(self, tokens: Any, layers: list[Any]) -> tuple[int, str]:
         """Take over what a list of mlx-lm's own caches holds: the KV of `tokens`. Returns how many of them could be
         kept, and why not all. Buffers that only the list refers to are moved."""
         found = as_tokens(tokens)
-        with self._lock:
-            anatomies = self._anatomies
+        with self.state.lock:
+            anatomies = self._models.anatomies
             kept, reason = adopting.sound_length(layers, anatomies, len(found))
             if kept == 0:
                 return 0, reason
             with self.lease(found[:kept] if kept < len(found) else found) as lease:
-                if lease.matched < kept or self._pointwise:
+                if lease.matched < kept or self.state.model.pointwise:
                     adopting.fill(lease, layers, kept)
                     lease.commit(found[:kept])
             return kept, reason
 
     # -- for leases -------------------------------------------------------------------------
 
-    def _rotated(self, n_tokens: int, max_size: int) -> None:
-        """A conversation outgrows the bound: counted each time, logged once."""
-        self._reasons["rotated"] += 1
-        if not self._said_rotation:
-            self._said_rotation = True
-            log.warning(
-                "a conversation of %d tokens outgrows max_kv_size=%d: from now on the model sees its first tokens and "
-                "its latest ones, and not what lies between. This is logged once. How many conversations outgrew it: "
-                "PrefixCache.stats().reasons['rotated'], or \"rotated\" in a server's GET /v1/cache",
-                n_tokens,
-                max_size,
-            )
-
     def holds(self, pin: Pin) -> bool:
         """Whether the pin keeps its prefix: it was neither released nor cleared."""
         return id(pin) in self._pins
 
     def _unpin(self, pin: Pin) -> None:
-        with self._lock:
+        with self.state.lock:
             if id(pin) in self._pins:
                 self._pins.discard(id(pin))
                 for n in pin.node.path():

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from onefold.cache.tiers.disk.tier import DiskStats
-
-if TYPE_CHECKING:
-    from onefold.cache.prefix_cache import PrefixCache
+from onefold.cache.memory.state import CacheState
+from onefold.cache.tiers.disk.tier import Disk, DiskStats
 
 
 @dataclass(frozen=True)
@@ -44,12 +41,12 @@ class Stats:
     disk: DiskStats = field(default_factory=DiskStats)
 
 
-def count(cache: PrefixCache) -> Stats:
-    """With the lock held."""
-    for lease in cache._leases:
-        lease._recount()
-    nodes = list(cache._shelf.nodes())
-    t, counts = cache._totals, cache._shelf.counts
+def count(state: CacheState, disk: Disk | DiskStats) -> Stats:
+    """With the lock held. `disk`: the disk tier, or what to say if there is none."""
+    for lease in state.leases:
+        lease.recount()
+    nodes = list(state.nodes.nodes())
+    t, counts = state.totals, state.nodes.counts
     return Stats(
         requests=t["requests"],
         hits=t["hits"],
@@ -61,40 +58,40 @@ def count(cache: PrefixCache) -> Stats:
         stored_tokens=sum(n.end - n.start for n in nodes if n.span is not None),
         nodes=len(nodes),
         checkpoints=sum(n.checkpoint is not None for n in nodes),
-        open_leases=len(cache._leases),
+        open_leases=len(state.leases),
         evicted_tokens=counts["evicted_tokens"],
         discarded_tokens=t["discarded_tokens"] + counts["discarded_tokens"],
         merges=counts["merges"],
         compactions=counts["compactions"],
-        budget_bytes=cache._ledger.budget_bytes,
-        used_bytes=cache._ledger.used_bytes,
-        peak_bytes=cache._ledger.peak_bytes,
-        token_bytes=cache._store.token_bytes,
-        bytes=cache._ledger.by_purpose(),
-        reasons=dict(cache._reasons + (Counter() if cache._disk is None else cache._disk.all_reasons())),
+        budget_bytes=state.ledger.budget_bytes,
+        used_bytes=state.ledger.used_bytes,
+        peak_bytes=state.ledger.peak_bytes,
+        token_bytes=state.store.token_bytes,
+        bytes=state.ledger.by_purpose(),
+        reasons=dict(state.reasons + (disk.all_reasons() if isinstance(disk, Disk) else Counter())),
         tokens_from_disk=t["tokens_from_disk"],
-        disk=cache._no_disk if cache._disk is None else cache._disk.stats(),
+        disk=disk.stats() if isinstance(disk, Disk) else disk,
     )
 
 
-def recount(cache: PrefixCache) -> list[str]:
+def recount(state: CacheState) -> list[str]:
     """What is not as the books have it. With the lock held."""
-    known, restores = list(cache._leases), list(cache._restores)  # nothing is collected in between
-    cache.sweep()
-    leases = [lease for lease in known if lease in cache._leases]
+    known, restores = list(state.leases), list(state.restores)  # nothing is collected in between
+    state.sweep()
+    leases = [lease for lease in known if lease in state.leases]
     for lease in leases:
-        lease._recount()
-    found = cache._shelf.check()
+        lease.recount()
+    found = state.nodes.check()
     through: Counter[int] = Counter()
     for lease in leases:
-        if lease._node is not None:
-            through.update(id(n) for n in lease._node.path())
-    for node in cache._shelf.nodes():
+        if lease.node is not None:
+            through.update(id(n) for n in lease.node.path())
+    for node in state.nodes.nodes():
         if node.leases != through[id(node)]:
             found.append(f"node [{node.start}, {node.end}) counts {node.leases} leases, {through[id(node)]} are open")
-    for slab in cache._store.slabs:
+    for slab in state.store.slabs:
         for track in slab.tracks:
-            held = any(lease._track is track for lease in leases)
+            held = any(lease.track is track for lease in leases)
             if not held and not any(restore.holds(track) for restore in restores):
                 found.append(f"a slab of {slab.capacity} is held by a lease that is not open")
     return found

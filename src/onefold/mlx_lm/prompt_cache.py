@@ -363,7 +363,7 @@ class LRUPromptCache:
         """Move the layers' KV to where it is kept; returns how many tokens that are."""
         lease, ended = _lease_of(layers)
         if lease is not None:
-            store = next((s for s in self._stores.get(key, []) if s.cache is lease._cache), None)
+            store = next((s for s in self._stores.get(key, []) if s.cache.state is lease.state), None)
             if store is None:
                 self._say("another key", "these layers were fetched for another key, or from another cache")
                 return 0
@@ -398,7 +398,7 @@ class LRUPromptCache:
             return self._misfit(store, lease, "the layers hold none of the tokens that were put back", ended=ended)
         if held < len(tokens):
             self._say(adopting.LONGER, f"{held} of {show_count(len(tokens), 'token')} could be kept")
-        if self._outgrows(lease._cache, held):
+        if self._outgrows(store.cache, held):
             if ended:
                 store.discard(lease)
             return 0
@@ -409,7 +409,7 @@ class LRUPromptCache:
             return 0
         except LeaseError as error:
             return self._misfit(store, lease, str(error), ended=ended)
-        return min(held, lease._cache.matched(tokens[:held]))
+        return min(held, store.cache.matched(tokens[:held]))
 
     def _misfit(self, store: _Store, lease: Lease, why: str, *, ended: bool) -> int:
         """Keeps nothing of the lease. A request that is still running goes on with it: to close it under a batch would
@@ -654,7 +654,7 @@ class _Store:
         self.evicted = 0
         self.used = 0
         self.left_behind: list[Tokens] = []
-        cache.on_dropped = lambda lease: self.left_behind.append(lease.tokens)
+        cache.state.on_dropped = lambda lease: self.left_behind.append(lease.tokens)
 
     def discard(self, lease: Lease) -> None:
         """Keep nothing of a request. What was stored before it is looked at again: its entry may be gone."""

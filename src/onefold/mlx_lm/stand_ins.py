@@ -70,7 +70,7 @@ class Row:
 
     def __del__(self) -> None:
         if not self.lease.closed:  # the batch that it was a row of may refer to its lease for a while
-            self.table.cache.drop(self.lease)
+            self.table.cache.state.drop(self.lease)
 
 
 class StandIn:

@@ -17,8 +17,6 @@ import mlx.core as mx
 from onefold.cache.memory.ledger import Account
 from onefold.cache.memory.ranking import Ranking
 from onefold.cache.memory.tree import Node
-from onefold.cache.model.kinds.base import Snapshot
-from onefold.cache.model.kinds.own import OwnSnapshot
 
 PER_PATH = 4
 POINTS_SHARE = 4
@@ -80,20 +78,6 @@ class Checkpoint:
         """The rest of it, as JSON. Raises ValueError or TypeError for what JSON does not have."""
         leaves = [None if s is None else s.describe() for s in self.snapshots]
         return json.dumps({"position": self.position, "leaves": leaves}, separators=(",", ":"), allow_nan=False)
-
-
-def revive(described: str, arrays: dict[str, mx.array]) -> tuple[int, list[Any]]:
-    """The position and the snapshots of a checkpoint that was described. Raises ValueError, KeyError or TypeError on
-    nonsense."""
-    said = json.loads(described)
-    snapshots: list[Any] = []
-    for i, leaf in enumerate(said["leaves"]):
-        if leaf is None:
-            snapshots.append(None)
-            continue
-        slots = [arrays[f"state.{i}.{j}"] if used else None for j, used in enumerate(leaf["slots"])]
-        snapshots.append((OwnSnapshot if "names" in leaf else Snapshot).revive(leaf, slots))
-    return int(said["position"]), snapshots
 
 
 class Place(NamedTuple):

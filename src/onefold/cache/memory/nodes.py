@@ -19,7 +19,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from typing import TYPE_CHECKING
 
 from onefold.cache.memory import eviction
 from onefold.cache.memory.checkpoints import POINTS_SHARE, Checkpoint, Points, superfluous
@@ -27,11 +26,9 @@ from onefold.cache.memory.copying import Copying
 from onefold.cache.memory.ledger import Ledger
 from onefold.cache.memory.lock import CacheLock, Work
 from onefold.cache.memory.segment import ROOM_SHARE, Piece, Slab, Span, Store, Track, rest_capacity
+from onefold.cache.memory.tier import Tier
 from onefold.cache.memory.tree import Node, Tokens, Tree
 from onefold.errors import BudgetError, DeviceError
-
-if TYPE_CHECKING:
-    from onefold.cache.tiers.disk.tier import Disk
 
 log = logging.getLogger("onefold")
 
@@ -42,9 +39,9 @@ REMAINDER = 1024
 
 
 class NodeStore:
-    def __init__(self, store: Store, ledger: Ledger, gate: CacheLock, *, pointwise: bool) -> None:
+    def __init__(self, store: Store, ledger: Ledger, lock: CacheLock, *, pointwise: bool) -> None:
         self.store = store
-        self._gate = gate
+        self._lock = lock
         self.ledger = ledger
         self.pointwise = pointwise
         self.trees: dict[Hashable, Tree] = {}
@@ -52,12 +49,12 @@ class NodeStore:
         self.leaves = eviction.Leaves()
         self.points = Points()
         self.counts: Counter[str] = Counter()
-        self.disk: Disk | None = None
+        self.tier: Tier | None = None
         """Where what is given up here may lie on."""
         self.clock = 0.0
         """When something was used last."""
         self._reclaiming = False
-        store.run = gate.run_held
+        store.run = lock.run_held
         ledger.make_room = self.make_room
         ledger.making_room = self.making_room
         ledger.headroom = self._headroom
@@ -90,8 +87,8 @@ class NodeStore:
         path = node.path()
         for n in path:
             n.last_use = self.clock
-        if self.disk is not None:
-            self.disk.touch(path, self.clock)
+        if self.tier is not None:
+            self.tier.touch(path, self.clock)
 
     def now(self) -> float:
         """Nothing was used later than this, so far."""
@@ -161,7 +158,7 @@ class NodeStore:
 
     def admit_checkpoint(self, n_bytes: int) -> bool:
         """`admitting_checkpoint` in one go."""
-        return self._gate.run_held(self.admitting_checkpoint(n_bytes))
+        return self._lock.run_held(self.admitting_checkpoint(n_bytes))
 
     def admitting_checkpoint(self, n_bytes: int) -> Work[bool]:
         """Room under the checkpoints' share of the budget, by dropping others: those that one further on makes up for
@@ -175,13 +172,13 @@ class NodeStore:
                 if not node.idle:
                     self.points.pass_over(node)
                     continue
-                if self.disk is not None:
+                if self.tier is not None:
                     self.points.changed(node)  # the others see it while it is written
-                    saved = yield from self.disk.spiller.saving(node, until)
+                    saved = yield from self.tier.saving(node, until)
                     if not node.idle or node.checkpoint is None:
                         continue
                     if not saved:
-                        self.disk.spiller.count_lost(node)
+                        self.tier.count_lost(node)
                 self.drop_checkpoint(node)
                 yield 0.0
         finally:
@@ -202,8 +199,8 @@ class NodeStore:
 
     def drop(self, tree: Tree, node: Node) -> None:
         """Take a leaf out, with all it owns, on disk too."""
-        if self.disk is not None:
-            self.disk.leave(node)
+        if self.tier is not None:
+            self.tier.leave(node)
         tree.remove(node)
         self._empty(node)
 
@@ -214,8 +211,8 @@ class NodeStore:
         else:
             kept, known = node.disk.readable, node.disk.known
         lost = node.end - kept
-        if known < node.end and node.children and self.disk is not None:
-            self.disk.give_up_below(node)
+        if known < node.end and node.children and self.tier is not None:
+            self.tier.drop_below(node)
         if known > node.start:
             self._empty(tree.split(node, known) if known < node.end else node)
         if known < node.end:
@@ -254,11 +251,11 @@ class NodeStore:
 
     def _attainable_bytes(self) -> int:
         """What making room could free: beside that, what comes back when records that wait for the disk are written."""
-        return self.reclaimable_bytes() + (0 if self.disk is None else self.disk.spiller.extra_bytes)
+        return self.reclaimable_bytes() + (0 if self.tier is None else self.tier.extra_bytes)
 
     def make_room(self, missing: int) -> None:
         """`making_room` in one go."""
-        self._gate.run_held(self.making_room(missing))
+        self._lock.run_held(self.making_room(missing))
 
     def making_room(self, missing: int, *, patience: float = PATIENCE, before: float | None = None) -> Work[None]:
         """Free at least `missing` bytes if that is possible, and as little more as can be. What is not on disk yet and
@@ -277,14 +274,14 @@ class NodeStore:
 
     def _making_room(self, missing: int, patience: float, last: float) -> Work[None]:
         self.leaves.put_back()
-        if self.disk is not None:
-            yield from self.disk.spiller.awaiting_copies(self.store.busy)
+        if self.tier is not None:
+            yield from self.tier.awaiting_copies(self.store.busy)
         goal = self.ledger.used_bytes - missing
         yield from self.store.finishing_copies()  # nothing can be freed where another thread has begun one
         until = time.monotonic() + patience
-        if self.disk is not None and self.ledger.used_bytes - goal > self.reclaimable_bytes():
-            yield from self.disk.spiller.draining(until)  # what nobody used then is needed now
-            yield from self.disk.spiller.awaiting_copies(self.store.busy)  # of what the writer has turned to since
+        if self.tier is not None and self.ledger.used_bytes - goal > self.reclaimable_bytes():
+            yield from self.tier.draining(until)  # what nobody used then is needed now
+            yield from self.tier.awaiting_copies(self.store.busy)  # of what the writer has turned to since
         if self.ledger.used_bytes - goal > self.reclaimable_bytes():
             return
         # what room alone cannot make up for goes first, so that its buffers are not copied before
@@ -303,9 +300,9 @@ class NodeStore:
     def _giving_up(self, goal: int, patience: float, until: float, last: float) -> Work[None]:
         """Evict what was used no later than `last`, until no more than `goal` bytes are used: what is on disk too
         first, then the rest."""
-        if self.disk is not None:
-            yield from self._evicting_down_to(goal, self.disk.spiller.is_clean, 0.0, last)
-        if self.disk is None or patience:
+        if self.tier is not None:
+            yield from self._evicting_down_to(goal, self.tier.is_clean, 0.0, last)
+        if self.tier is None or patience:
             yield from self._evicting_down_to(goal, lambda node: True, until, last)
 
     def _squeezing(self, goal: int) -> Work[None]:
@@ -350,14 +347,14 @@ class NodeStore:
         node, tree = victim.node, self.tree_of(victim.node)
         if victim.keep_tokens:
             tree.split(node, node.start + victim.keep_tokens)
-        if self.disk is not None and until:
+        if self.tier is not None and until:
             self.changed(node)  # the others see it while it is written
             last_use = node.last_use
-            saved = yield from self.disk.spiller.saving(node, until)
+            saved = yield from self.tier.saving(node, until)
             if not eviction.is_leaf(node) or node.last_use > last_use:
                 return 0
             if not saved:
-                self.disk.spiller.count_lost(node)
+                self.tier.count_lost(node)
         freed = self.frees(node)
         self.counts["evicted_nodes"] += 1
         self.counts["evicted_tokens"] += node.end - node.start
@@ -508,7 +505,7 @@ class NodeStore:
         for slab in self.store.slabs:
             found += _check_slab(slab)
             found += [f"a span [{s.lo}, {s.hi}) belongs to no node" for s in slab.spans if id(s) not in spans]
-        return found + ([] if self.disk is None else self.disk.spiller.check())
+        return found + ([] if self.tier is None else self.tier.check())
 
 
 def _ranges(track: Track | None, start: int, stop: int) -> Iterator[tuple[int, int, Piece | None]]:
@@ -537,7 +534,7 @@ def _joined(spans: list[Span]) -> list[tuple[int, int]]:
 def _joinable(upper: Node, lower: Node) -> bool:
     if len(upper.children) != 1 or upper.checkpoint is not None:
         return False
-    if upper.disk is not None and (upper.disk.point is not None or upper.disk.reaches_beyond(lower)):
+    if upper.disk is not None and (upper.disk.has_point or upper.disk.reaches_beyond(lower)):
         return False
     if (upper.leases, upper.pins) != (lower.leases, lower.pins):
         return False

@@ -29,13 +29,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from onefold.cache.memory.arrays import own_bytes
 from onefold.cache.memory.copying import Copying
 from onefold.cache.memory.ledger import Ledger, Purpose
 from onefold.cache.memory.lock import Work, run_through
 from onefold.cache.memory.ranking import Ranking
 from onefold.cache.memory.tree import Node
-from onefold.cache.model.attention import View
-from onefold.cache.model.kinds.base import own_bytes
 from onefold.errors import BudgetError, DeviceError, LeaseClosed
 from onefold.sizes import show_size
 
@@ -82,6 +81,23 @@ class LayerSpec(NamedTuple):
     @property
     def token_bytes(self) -> int:
         return sum(a.token_bytes for a in self.arrays)
+
+
+class View(NamedTuple):
+    """The arrays of one layer in one slab, and the range of indices to read."""
+
+    arrays: list[mx.array]
+    lo: int
+    hi: int
+    slab: int
+    """Names the slab, whatever the layer: equal views of two rows are read once."""
+
+    @property
+    def capacity(self) -> int:
+        return self.arrays[0].shape[2]
+
+    def all(self) -> View:
+        return View(self.arrays, 0, self.capacity, self.slab)
 
 
 class Store:

@@ -18,30 +18,14 @@ import functools
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from onefold.cache.memory import device
+from onefold.cache.memory.segment import View
 from onefold.cache.model import stock
-
-
-class View(NamedTuple):
-    """The arrays of one layer in one slab, and the range of indices to read."""
-
-    arrays: list[mx.array]
-    lo: int
-    hi: int
-    slab: int
-    """Names the slab, whatever the layer: equal views of two rows are read once."""
-
-    @property
-    def capacity(self) -> int:
-        return self.arrays[0].shape[2]
-
-    def all(self) -> View:
-        return View(self.arrays, 0, self.capacity, self.slab)
 
 
 class Rows:

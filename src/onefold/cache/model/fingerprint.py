@@ -10,9 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
-import json
 import sys
-from collections.abc import Hashable
 from typing import Any
 
 import mlx.core as mx
@@ -21,7 +19,7 @@ import numpy as np
 import xxhash
 from mlx.utils import tree_flatten
 
-from onefold.cache.tiers.disk import host
+from onefold.cache.memory import arrays
 
 _SAMPLE = 64
 _COPIED_BYTES = 64 << 20
@@ -88,7 +86,7 @@ def _told(value: Any) -> str:
 
 def _hash(array: mx.array) -> bytes:
     digest = xxhash.xxh3_128()
-    for part in host.Payload([array], _COPIED_BYTES, direct=host.addressable()):
+    for part in arrays.Payload([array], _COPIED_BYTES, direct=arrays.addressable()):
         digest.update(part.data)
     return digest.digest()
 
@@ -106,27 +104,3 @@ def _source(module: str) -> bytes:
         return inspect.getsource(sys.modules[module]).encode()
     except (OSError, TypeError, KeyError):
         return b"?"
-
-
-def salt_of(namespace: Hashable) -> str | None:
-    """A name for a caller's namespace that will be the same in another process; None if it has none."""
-    plain = _plain(namespace)
-    return None if plain is None else json.dumps(plain)
-
-
-def _plain(value: Any) -> list[Any] | None:
-    """Of values of just these types: others may be shown as they like, and two of them alike."""
-    if value is None or type(value) in (bool, int, float, str):
-        return [type(value).__name__, repr(value)]
-    if type(value) is bytes:
-        return ["bytes", value.hex()]
-    if type(value) is tuple:
-        parts = [_plain(v) for v in value]
-        return None if None in parts else ["tuple", parts]
-    return None
-
-
-def name_of(about: dict[str, Any], salt: str) -> str:
-    """The folder of a namespace: a digest of everything that changes the bytes, and of the salt."""
-    text = json.dumps([about, salt], sort_keys=True).encode()
-    return hashlib.blake2b(text, digest_size=16, person=b"onefold space").hexdigest()

@@ -13,9 +13,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from onefold.cache.memory.segment import ArraySpec, Slab
+from onefold.cache.memory.segment import ArraySpec, Slab, View
 from onefold.cache.model import stock
-from onefold.cache.model.attention import Handle, Rows, View
+from onefold.cache.model.attention import Handle, Rows
 from onefold.cache.model.kinds.full import PlainCodec, SegmentedLayer
 from onefold.cache.model.stock import Kind
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from onefold.cache.memory.arrays import own_bytes, own_name
 from onefold.cache.memory.segment import STEP, ArraySpec
 from onefold.cache.model import stock
 from onefold.cache.model.anatomy import Anatomy, Leaf
-from onefold.cache.model.kinds.base import own_bytes, own_name
 from onefold.cache.model.stock import SLICEABLE, Kind
 
 if TYPE_CHECKING:
@@ -61,11 +61,11 @@ def fill(lease: Lease, layers: list[Any], upto: int) -> None:
     for beat in lease._beats:
         beat.reached = upto
         beat.fed.begin_with(lease.tokens[:upto])
-    lease._recount()
+    lease.recount()
 
 
 def _fill_track(lease: Lease, layers: list[tuple[Any, list[mx.array]]], upto: int) -> None:
-    track = lease._track
+    track = lease.track
     start = track.floor
     capacities = {a.shape[2] for _, arrays in layers for a in arrays}
     if start == 0 and len(capacities) == 1 and min(capacities) % STEP == 0:

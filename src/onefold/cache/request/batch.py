@@ -8,14 +8,12 @@ carry rows at different positions is stepped row by row, behind the same call.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from onefold.cache.memory.lock import CacheLock
+from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tree import as_tokens_or_none
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.fingerprint import model_name
@@ -35,8 +33,7 @@ class Batch:
         anatomy: Anatomy,
         leases: list[Lease],
         arena: Arena | None,
-        lock: CacheLock,
-        scratch: Callable[[int], AbstractContextManager[None]],
+        state: CacheState,
     ) -> None:
         self._model = weakref.ref(model)
         self.ragged = anatomy.ragged
@@ -45,8 +42,7 @@ class Batch:
         self._layers: list[Any] | None = None
         self._plans: dict[Any, Any] = {}
         self._arena = arena
-        self._lock = lock
-        self._scratch = scratch
+        self._state = state
         for lease in leases:
             self.add(lease)
 
@@ -66,7 +62,7 @@ class Batch:
         if not isinstance(lease, Lease):
             raise LeaseError(f"a row of a batch is a lease, not {type(lease).__name__}")
         lease._usable()
-        if lease._cache._lock is not self._lock or lease._cache.model is not self.model:
+        if lease.state is not self._state or not lease.is_of(self.model):
             raise LeaseError("a lease of another cache cannot be a row of this batch")
         if any(lease is known for known in self.leases):
             raise LeaseError("this lease is a row of the batch already")
@@ -109,11 +105,11 @@ class Batch:
         if len(self.leases) == 1:
             return self.model(tokens, cache=self.leases[0].layers[: self._n_layers])[:, -1, :]
         beats = [lease._beats[0] for lease in self.leases if lease._beats]  # none where a model runs uncached
-        with self._scratch(sum(beat.scratch_bytes(1) for beat in beats)):
+        with self._state.scratch.for_a_batch(sum(beat.scratch_bytes(1) for beat in beats)):
             if self.ragged:
                 if self._arena is not None:
-                    with self._lock:
-                        self._arena.seat([lease._track for lease in self.leases if not lease._spanless])
+                    with self._state.lock:
+                        self._arena.seat([lease.track for lease in self.leases if not lease._spanless])
                 RowsLayer.begin_step(self._plans)
                 return self.model(tokens, cache=self.layers)[:, -1, :]
             for beat in beats:  # all or none: a row that went ahead could not be taken back

@@ -20,10 +20,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from onefold.cache.memory.arrays import own_name
 from onefold.cache.memory.ledger import Account, Purpose
 from onefold.cache.memory.tree import NAMED, Tokens, common_length
 from onefold.cache.model.anatomy import Anatomy
-from onefold.cache.model.kinds.base import own_name
 from onefold.cache.model.stock import SLICEABLE, Kind
 from onefold.cache.request.fed import Fed
 from onefold.errors import BudgetError, LeaseClosed, LeaseError
@@ -119,6 +119,10 @@ class ForwardWatcher:
         if self._weak is not None:
             self._weak, self._lease = [], lambda: None
 
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether this is its model, or its model is not known."""
+        return self._model is None or self._model() is model
+
     @property
     def is_watched(self) -> bool:
         """Whether the model is known, so that its forwards are seen. Of layers that came without one, what they were
@@ -177,7 +181,7 @@ class ForwardWatcher:
         """Whether a forward of so many tokens may put a layer's pieces side by side."""
         if self.anatomy.contiguous or any(leaf.kind is not Kind.FULL for leaf in self.leaves):
             return True
-        return n_tokens > 1 and not self.lease._track.whole
+        return n_tokens > 1 and not self.lease.track.whole
 
     def begun(self, model: Any, inputs: mx.array | None, row: int, *, n_layers: int, embedded: bool) -> None:
         lease = self.lease
@@ -260,11 +264,11 @@ class ForwardWatcher:
         found: list[mx.array] = []
         if self.anatomy.pointwise or self.rotated:
             found = [a for leaf in self.leaves if leaf.kind not in SLICEABLE or leaf.ring for a in leaf.live_arrays()]
-        return found + self.lease._track.written() if attended and not self.rotated else found
+        return found + self.lease.track.written() if attended and not self.rotated else found
 
     def reserve_copy(self, n_bytes: int) -> Account:
         self.lease._usable()
-        return self.lease._cache._ledger.open(Purpose.LIVE, n_bytes, "a copy of a layer")
+        return self.lease.state.ledger.open(Purpose.LIVE, n_bytes, "a copy of a layer")
 
     def undo(self) -> None:
         """Back to where the unfinished forward began."""

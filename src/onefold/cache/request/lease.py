@@ -18,20 +18,24 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from onefold.cache.memory.checkpoints import GRID, Checkpoint, wanted
 from onefold.cache.memory.ledger import Account, Purpose
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.segment import LEAST_CHUNK, Track
+from onefold.cache.memory.state import CacheState
+from onefold.cache.memory.tier import Tier
 from onefold.cache.memory.tree import Node, Tokens, as_tokens_or_none, common_length
 from onefold.cache.model import exporting, stock
 from onefold.cache.model.anatomy import Anatomy
@@ -41,13 +45,10 @@ from onefold.cache.model.uncached import Uncached
 from onefold.cache.request import closing
 from onefold.cache.request.forward import ForwardWatcher
 from onefold.cache.request.turn import Turn
-from onefold.cache.tiers.disk.pace import Pace
 from onefold.errors import BudgetError, CommitError, ConfigError, DeviceError, LeaseClosed, LeaseError, WrongThread
 from onefold.sizes import show_count
 
-if TYPE_CHECKING:
-    from onefold.cache.prefix_cache import PrefixCache
-
+log = logging.getLogger("onefold")
 
 SETTLING_MOST = 10.0
 """Seconds that a thread waits for another one that is ending the lease."""
@@ -58,14 +59,15 @@ class Lease:
 
     def __init__(
         self,
-        cache: PrefixCache,
+        state: CacheState,
         tokens: Tokens,
         namespace: Any,
-        track: Track,
         anatomies: list[Anatomy],
+        models: Sequence[nn.Module | None],
         asked: frozenset[int],
     ) -> None:
-        self._cache = cache
+        """`models`: those of the anatomies, as far as they are known."""
+        self.state = state
         self.tokens = tokens
         self.namespace = namespace
         self.matched = 0
@@ -76,26 +78,28 @@ class Lease:
         """Of the cached tokens, those that were read from disk for this request."""
         self.reason = ""
         """Why `cached` is less than it might be; empty for a whole hit."""
+        self.owner: object = None
+        """Kept alive by this lease: the cache, which settles it."""
         self.closed = False
         self.layers: list[Any] = []
-        self._track = track
+        self.track = track = Track(state.store, contiguous=state.model.contiguous)
         self._beats: list[ForwardWatcher] = []
         self._parts: list[slice] = []
         """Each model's layers among them all."""
-        self._node: Node | None = None
-        self._points: Account = cache._ledger.open(Purpose.LIVE, 0)
+        self.node: Node | None = None
+        self._points: Account = state.ledger.open(Purpose.LIVE, 0)
         self._restored: Checkpoint | None = None
         self._taken: list[Checkpoint] = []
         self._rotated_at = sys.maxsize  # the first position that a ring, not the track, holds
         self._rewound = sys.maxsize  # below here the layers hold what the lease was opened with
-        self._unreserved = 0
+        self.unreserved = 0
         """Tokens of the prompt that room is made for at the first forward, and not before."""
         self._asked = asked
         self._uncached: list[Uncached] = []
         """Instead of beats, for a model that runs uncached."""
         self._chunk = (0, 0.0)
         """The last forward's tokens, and when it began."""
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         """That used it last: forwards' scratch is reserved by thread."""
         self._turn = Turn()
         """Of the thread that is in a forward, or settling."""
@@ -109,7 +113,7 @@ class Lease:
         """Whose forward was the last."""
         first = 0
         for i, anatomy in enumerate(anatomies):
-            beat = ForwardWatcher(self, anatomy, cache._refs[i]() if cache._refs else None)
+            beat = ForwardWatcher(self, anatomy, models[i] if models else None)
             layers, beat.leaves = anatomy.make(track, beat, first_index=first)
             first += len(anatomy.sliceable)
             self._parts.append(slice(len(self.layers), len(self.layers) + len(layers)))
@@ -145,7 +149,7 @@ class Lease:
         """The largest chunk, up to `limit`, whose scratch the budget has room for: a `prefill_step_size` that will not
         be refused. Down to 16 tokens nothing is evicted for it; below that, what can be."""
         parts: list[Any] = [*self._beats, *self._uncached]
-        ledger, held = self._cache._ledger, self._cache._scratch.bytes - 2 * self._points.bytes
+        ledger, held = self.state.ledger, self.state.scratch.bytes - 2 * self._points.bytes
         while limit > LEAST_CHUNK and not all(ledger.fits(b.scratch_bytes(limit) - held) for b in parts):
             limit //= 2
         held += ledger.spare()
@@ -167,7 +171,7 @@ class Lease:
         """The chunk that begins at `start`; empty where only the last token is left."""
         end = len(self.tokens) - 1
         stops = {end, *self._asked, (start // GRID + 1) * GRID}
-        if self._cache._pointwise and self.matched > self.cached:
+        if self.state.model.pointwise and self.matched > self.cached:
             stops.add(self.matched)  # where this request was seen to branch off
         stop = min([start + self.chunk_limit(limit), *(s for s in stops if start < s <= end)])
         return self.tokens[start : min(stop, end)]
@@ -195,11 +199,11 @@ class Lease:
             else:
                 found = as_tokens_or_none(tokens)
                 self._check_fed(found)
-            closing.say_unfed(self._cache, self)
+            closing.say_unfed(self.state, self)
             if not all(b.uniform for b in self._beats):
                 offsets = sorted({leaf.offset for b in self._beats for leaf in b.leaves})
                 raise CommitError(f"the layers disagree: they hold from {offsets[0]} to {offsets[-1]} tokens")
-            closing.settle(self._cache, self, found, close=close)
+            closing.settle(self.state, self, found, close=close)
             return found.tolist()
 
     def fed(self) -> list[int]:
@@ -245,6 +249,10 @@ class Lease:
                     "for all of it"
                 )
 
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether this is the model that its layers are of, or that is not known."""
+        return not self._beats or self._beats[0].is_of(model)
+
     def owns(self, layers: list[Any]) -> bool:
         """Whether these are the layers that it handed out, all of them."""
         own = self._handed_out or [ref() for ref in self._let_go]
@@ -270,7 +278,7 @@ class Lease:
 
     def _copy_uncached(self, cache: Any) -> Any:
         size = sum(a.nbytes for a in stock.arrays_of(cache))
-        account = self._cache._ledger.open(Purpose.LIVE, size, "a copy of a layer")
+        account = self.state.ledger.open(Purpose.LIVE, size, "a copy of a layer")
         return exporting.counted(account, lambda: copy.deepcopy(cache))
 
     def _layers_changed(self) -> bool:
@@ -313,17 +321,17 @@ class Lease:
             beat.undo()
         sound = all(b.uniform for b in self._beats) and not self._layers_changed()
         keep = min(self.agreement(self.tokens), self._rewound) if sound else 0
-        closing.settle(self._cache, self, self.tokens[:keep], close=True)
+        closing.settle(self.state, self, self.tokens[:keep], close=True)
 
     def _discard(self) -> None:
-        closing.evaluate(self._cache, self)
-        closing.release(self._cache, self)
+        closing.evaluate(self.state, self)
+        closing.release(self.state, self)
 
     def _lost(self, error: RuntimeError) -> None:
         """What its last forward wrote cannot be computed: nothing of it is kept."""
         if not self.closed:
-            with self._cache._lock:
-                closing.lose(self._cache, self, error)
+            with self.state.lock:
+                closing.lose(self.state, self, error)
 
     def end_now(self) -> bool:
         """Close without keeping anything, unless another thread is in a forward: then that thread will, and this is
@@ -345,7 +353,16 @@ class Lease:
     def _layers_dropped(self) -> None:
         if all(beat.is_dropped for beat in self._beats) and not self._given_up:
             self._given_up = True
-            self._cache.drop(self)
+            self.state.drop(self)
+
+    def settle_dropped(self) -> None:
+        """Settle it after it was dropped without being closed. Raises WrongThread if only another thread can."""
+        try:
+            self.cancel()
+            self.state.on_dropped(self)
+        except DeviceError:
+            log.debug("a dropped lease could not be evaluated", exc_info=True)
+        self.state.reasons["dropped"] += 1
 
     def __enter__(self) -> Lease:
         return self
@@ -385,16 +402,16 @@ class Lease:
     def _admit_uncached(self, part: Uncached, n_tokens: int) -> None:
         """Growth and scratch of a forward on caches that are not ours; or BudgetError, before it runs."""
         if n_tokens == 0:
-            self._recount()
+            self.recount()
             return
         self._usable()
-        self._cache._lock.run(self._admitting_uncached(part, n_tokens))
+        self.state.lock.run(self._admitting_uncached(part, n_tokens))
 
     def _admitting_uncached(self, part: Uncached, n_tokens: int) -> Work[None]:
-        yield from self._cache._scratch.reserving(part.scratch_bytes(n_tokens))
+        yield from self.state.scratch.reserving(part.scratch_bytes(n_tokens))
         self.refuse_closed()
         needed = sum(p.nbytes for p in self._uncached if p is not part) + part.bytes_after(n_tokens)
-        yield from self._cache._ledger.granting(Purpose.LIVE, needed - self._points.bytes)
+        yield from self.state.ledger.granting(Purpose.LIVE, needed - self._points.bytes)
         self.refuse_closed()
         self._points.resize(needed)
 
@@ -419,8 +436,8 @@ class Lease:
                     f"only thread {thread.name!r} can compute what it left in these layers, because it called a part "
                     "of the model and not the model itself: evaluate the layers there before another thread uses them"
                 ) from error
-            with self._cache._lock:
-                closing.lose(self._cache, self, error)
+            with self.state.lock:
+                closing.lose(self.state, self, error)
             raise DeviceError(f"what thread {thread.name!r} left in the layers is lost with it: {error}") from error
         self._unscheduled = None
 
@@ -432,18 +449,18 @@ class Lease:
             raise WrongThread("another thread is in the middle of a forward on this lease: wait until it has returned")
         usable = False
         try:
-            if self._cache.closed:
+            if self.state.closing:
                 raise LeaseClosed("the cache of this lease is closed: open a lease on one that is open")
             self._usable()
             usable = True
         finally:
             if not usable:
                 self._turn.give_back()
-        here, before = threading.get_ident(), self._thread
+        here, before = threading.get_ident(), self.thread
         if here != before:
-            self._thread = here
-            with self._cache._lock:
-                self._cache.thread_left(before)
+            self.thread = here
+            with self.state.lock:
+                self.state.thread_left(before)
 
     def _end_turn(self) -> None:
         self._end_as_asked()
@@ -509,37 +526,37 @@ class Lease:
 
     def _reserve_step(self, beat: ForwardWatcher, n_tokens: int) -> None:
         """Growth for all layers, windows and states, and the forward's scratch; or BudgetError, and nothing."""
-        self._cache._lock.run(self._reserving_step(beat, n_tokens))
+        self.state.lock.run(self._reserving_step(beat, n_tokens))
 
     def _reserving_step(self, beat: ForwardWatcher, n_tokens: int) -> Work[None]:
-        cache, start = self._cache, beat.position
+        state, start = self.state, beat.position
         self.refuse_closed()
-        cache.sweep()
+        state.sweep()
         beat.reached = start + n_tokens
         offsets = [leaf.offset for b in self._beats for leaf in b.leaves]
-        if cache._disk is not None:
-            self._time_prefill(cache._disk.prefill_pace, beat, n_tokens)
-        yield from cache._scratch.reserving(beat.scratch_bytes(n_tokens) + 2 * self._points.bytes)
+        if state.tier is not None:
+            self._time_prefill(state.tier, beat, n_tokens)
+        yield from state.scratch.reserving(beat.scratch_bytes(n_tokens) + 2 * self._points.bytes)
         self.refuse_closed()
         if not beat.rotated and any(isinstance(x, SegmentedLayer) and x.outgrows(n_tokens) for x in beat.leaves):
             self._rotate(beat)
         if not self._spanless:
-            if self._unreserved:
-                end, rest, self._unreserved = self._track.end, self._unreserved, 0
-                yield from self._track.ensuring(end, rest)
+            if self.unreserved:
+                end, rest, self.unreserved = self.track.end, self.unreserved, 0
+                yield from self.track.ensuring(end, rest)
                 self.refuse_closed()
-                self._track.shorten(end)
-            yield from self._track.ensuring(start, n_tokens, keep=max(offsets, default=0))
+                self.track.shorten(end)
+            yield from self.track.ensuring(start, n_tokens, keep=max(offsets, default=0))
             self.refuse_closed()
         kept = sum(b.round_bytes() for b in self._beats)
         self._count_points(kept + sum(self._point_bytes(b, n_tokens) for b in self._beats))
 
-    def _time_prefill(self, pace: Pace, beat: ForwardWatcher, n_tokens: int) -> None:
+    def _time_prefill(self, tier: Tier, beat: ForwardWatcher, n_tokens: int) -> None:
         """How long the chunk before this forward took, if it was one."""
         n, began = self._chunk
         if n >= LEAST_CHUNK:
             mx.eval([leaf.live_arrays() for leaf in beat.leaves])  # done already, unless the caller never waits
-            pace.took(time.perf_counter() - began, n)
+            tier.prefilled(n, time.perf_counter() - began)
         self._chunk = (n_tokens, time.perf_counter())
 
     @property
@@ -571,7 +588,7 @@ class Lease:
             total += beat.round_bytes()
         return total
 
-    def _recount(self) -> None:
+    def recount(self) -> None:
         """Between steps: exactly what is there, for statistics and checks."""
         if not self.closed and not self.in_forward_elsewhere:  # what a forward has reserved stays reserved
             self._points.resize(self._live_point_bytes(), force=True)
@@ -587,7 +604,7 @@ class Lease:
         try:
             self._points.resize(self._points.bytes + need)
         except BudgetError:
-            if not alone or not closing.abandon(self._cache, self):
+            if not alone or not closing.abandon(self.state, self):
                 raise
             give_up = True
         for leaf in beat.leaves:
@@ -595,15 +612,15 @@ class Lease:
                 leaf.rotate()
                 mx.eval(leaf.live_arrays())
                 if give_up:
-                    for piece in self._track.pieces:
+                    for piece in self.track.pieces:
                         piece.slab.layers[leaf.index] = None
         beat.rotated = True
         beat.rotates()
         self._rotated_at = min(self._rotated_at, start)
-        self._cache._rotated(beat.reached, bound.max_size)
+        self.state.note_rotation(beat.reached, bound.max_size)
         if self._spanless:
-            self._track.free()
-            closing.let_go(self._cache, self)
+            self.track.free()
+            closing.let_go(self.state, self)
         if give_up:
             self._points.resize(self._live_point_bytes())
 
@@ -615,7 +632,7 @@ class Lease:
         return max([c.position for c in self._taken], default=restored if exact else 0)
 
     def _maybe_checkpoint(self) -> None:
-        if not self._cache._pointwise and not self._spanless:
+        if not self.state.model.pointwise and not self._spanless:
             return
         position = self.offset
         if any(b.position != position for b in self._beats):
@@ -623,9 +640,9 @@ class Lease:
         last = self._last_checkpoint
         asked = self._asked | {self.matched} if self.matched > self.cached else self._asked
         if position <= len(self.tokens) and wanted(position, last, len(self.tokens), asked):
-            closing.make_room_for_checkpoint(self._cache, self, gap=position - last)
-            with self._cache._lock:
-                taken = closing.take_checkpoint(self._cache, self, position, gap=position - last)
+            closing.make_room_for_checkpoint(self.state, self, gap=position - last)
+            with self.state.lock:
+                taken = closing.take_checkpoint(self.state, self, position, gap=position - last)
             if taken is not None:
                 self._taken.append(taken)
 

@@ -15,7 +15,6 @@ A snapshot pins exactly the bytes it reports, and is closed exactly once.
 
 from __future__ import annotations
 
-import copy
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -211,21 +210,3 @@ def close_all(*snapshots: Any) -> None:
     for snapshot in snapshots:
         if snapshot is not None:
             snapshot.close()
-
-
-_SLOP = 1 << 20
-"""`mx.contiguous` leaves up to 16 KiB of a parent behind an array: nothing for one of this size, much for a
-small one."""
-
-
-def own_bytes(array: mx.array) -> mx.array:
-    """The same values in a buffer of their own: a slice would pin all of its parent."""
-    if array.nbytes < _SLOP and array.ndim:
-        return mx.concatenate([array, array[:0]], axis=0)  # always a new, exact allocation
-    return mx.contiguous(array)
-
-
-def own_name(array: mx.array) -> mx.array:
-    """Another Python object for the same values. A write through `array[...] = x` changes the Python object
-    that it is made on; whoever else holds that object (a snapshot, an undo mark) would see it."""
-    return copy.copy(array)

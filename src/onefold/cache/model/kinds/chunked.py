@@ -10,8 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from onefold.cache.memory.arrays import own_bytes, own_name
 from onefold.cache.model import stock
-from onefold.cache.model.kinds.base import ForwardListener, NoPulse, Point, Snapshot, own_bytes, own_name
+from onefold.cache.model.kinds.base import ForwardListener, NoPulse, Point, Snapshot
 from onefold.cache.model.stock import Kind
 
 

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from onefold.cache.memory.arrays import own_bytes
 from onefold.cache.memory.segment import ArraySpec, LayerSpec, Track
 from onefold.cache.model import stock
 from onefold.cache.model.attention import Codec, Handle
-from onefold.cache.model.kinds.base import ForwardListener, Snapshot, Watched, close_all, own_bytes
+from onefold.cache.model.kinds.base import ForwardListener, Snapshot, Watched, close_all
 from onefold.cache.model.kinds.rotating import RotatingLayer, steps_mask
 from onefold.cache.model.stock import Kind
 

@@ -10,19 +10,16 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
-from onefold.cache.memory import device
+from onefold.cache.memory.arrays import Bytes, as_bytes, bytes_of, in_order
 from onefold.cache.memory.segment import LayerSpec, Slab
 from onefold.cache.tiers.records import record
 from onefold.cache.tiers.records.record import TYPE_CODES, Tensor
-
-Bytes = npt.NDArray[np.uint8]
 
 _CODES = {getattr(mx, "bool_" if name == "bool" else name): code for name, code in TYPE_CODES.items()}
 _TYPES = {code: dtype for dtype, code in _CODES.items()}
@@ -38,25 +35,9 @@ def range_tensors(specs: Iterable[LayerSpec], n_tokens: int) -> tuple[Tensor, ..
     return record.range_tensors(layout, n_tokens)
 
 
-def addressable() -> bool:
-    """Whether the processor can read and write MLX's memory where it lies."""
-    return not device.on_cuda()
-
-
 def leave_thread() -> None:
     """The thread ends: what MLX leaves of a thread's streams can abort the process when it exits."""
     mx.clear_streams()
-
-
-def bytes_of(array: mx.array) -> Bytes:
-    """An array's own memory. What is written there is written into the array; the array must outlive its use."""
-    if not _in_order(array):
-        raise ValueError("an array whose bytes do not lie in order")
-    return np.frombuffer(array, np.uint8)  # type: ignore[call-overload, no-any-return]
-
-
-def _in_order(array: Any) -> bool:
-    return memoryview(array).c_contiguous
 
 
 def rows(array: mx.array) -> Bytes:
@@ -75,11 +56,11 @@ def copy_out(slab: Slab, lo: int, hi: int, into: Bytes, *, direct: bool) -> None
         return
     at = 0
     for array in arrays:
-        if _in_order(array):
+        if in_order(array):
             found = rows(array)[:, lo:hi]
         else:  # a forward that filled it whole left it as the model made it
             _, heads, _, dim = array.shape
-            found = _as_bytes(array[..., lo:hi, :]).reshape(heads, hi - lo, dim * array.dtype.size)
+            found = as_bytes(array[..., lo:hi, :]).reshape(heads, hi - lo, dim * array.dtype.size)
         into[at : at + found.size].reshape(found.shape)[:] = found
         at += found.size
     if at != into.size:
@@ -88,36 +69,6 @@ def copy_out(slab: Slab, lo: int, hi: int, into: Bytes, *, direct: bool) -> None
 
 COPIED = 3
 """Times the bytes of a record, that `copy_out` takes beside where they go, unless it is `direct`."""
-
-
-class Payload:
-    """The bytes of some arrays, in their order, to be gone through as often as needed. They are read where they lie;
-    what cannot be is copied, no more than `most` bytes at a time."""
-
-    def __init__(self, arrays: Iterable[mx.array], most: int, *, direct: bool) -> None:
-        self._arrays, self._most, self._direct = list(arrays), most, direct
-
-    def __iter__(self) -> Iterator[Bytes]:
-        for array in self._arrays:
-            if self._direct and _in_order(array):
-                yield bytes_of(array)
-            else:
-                yield from map(_as_bytes, _pieces(array, self._most))
-
-
-def _pieces(array: mx.array, most: int) -> Iterator[mx.array]:
-    """Slices of it, in the order of their bytes."""
-    if array.nbytes <= most or not array.ndim:
-        yield array
-        return
-    n, row = len(array), array.nbytes // len(array)
-    if row > most:
-        for i in range(n):
-            yield from _pieces(array[i], most)
-    else:
-        step = most // row
-        for i in range(0, n, step):
-            yield array[i : i + step]
 
 
 def places(slab: Slab, lo: int, hi: int) -> list[Any]:
@@ -169,14 +120,6 @@ def array_in(tensor: Tensor, fill: Callable[[Bytes], None], *, direct: bool) -> 
     array = flat.reshape(tensor.shape)
     mx.eval(array)
     return array, data
-
-
-def _as_bytes(array: mx.array) -> Bytes:
-    flat = mx.contiguous(array).reshape(-1)
-    if flat.dtype == mx.bool_:
-        return np.array(flat).view(np.uint8)
-    found: Bytes = np.array(mx.view(flat, mx.uint8))
-    return found
 
 
 class _Untouched:

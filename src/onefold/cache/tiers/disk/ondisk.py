@@ -81,6 +81,11 @@ class OnDisk:
         return lower.disk is None or not lower.disk.records or lower.disk.records[0] is not last
 
     @property
+    def has_point(self) -> bool:
+        """Whether the checkpoint at the node's end is on disk, or on its way."""
+        return self.point is not None
+
+    @property
     def all(self) -> list[Record]:
         return self.records if self.point is None else [*self.records, self.point]
 

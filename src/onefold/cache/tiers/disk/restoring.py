@@ -24,12 +24,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from onefold.cache.memory.checkpoints import Checkpoint, revive
+from onefold.cache.memory.arrays import Bytes, addressable
+from onefold.cache.memory.checkpoints import Checkpoint
 from onefold.cache.memory.ledger import Account, Purpose
 from onefold.cache.memory.lock import Work
+from onefold.cache.memory.reach import kv_reach, readable_length, resume_point
 from onefold.cache.memory.segment import Slab, Span, Track
+from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tree import Node, Tokens, Tree
-from onefold.cache.request import opening
 from onefold.cache.tiers.disk import host
 from onefold.cache.tiers.records.catalog import Record, is_passing, reason_of
 from onefold.cache.tiers.records.folder import read_all
@@ -38,7 +40,6 @@ from onefold.cache.tiers.records.record import Content, Tensor
 from onefold.errors import BudgetError, RecordError
 
 if TYPE_CHECKING:
-    from onefold.cache.prefix_cache import PrefixCache
     from onefold.cache.tiers.disk.tier import Disk
 
 log = logging.getLogger("onefold")
@@ -54,7 +55,7 @@ class Loaded(NamedTuple):
 
     content: Content
     checksum: str
-    places: list[host.Bytes]
+    places: list[Bytes]
 
 
 class Wanted(NamedTuple):
@@ -71,26 +72,26 @@ class Wanted(NamedTuple):
     matched: int
 
 
-def wanted(cache: PrefixCache, tree: Tree, tokens: Tokens) -> Wanted | None:
+def wanted(state: CacheState, tree: Tree, tokens: Tokens) -> Wanted | None:
     """What of the disk would let a request of these tokens begin further on than memory alone."""
     path, matched = tree.match(tokens)
     usable = min(matched, len(tokens) - 1)
     if usable <= 0 or all(n.disk is None for n in path):
         return None
-    in_memory, _ = opening.readable_length(cache, path, matched)
-    have, _, _ = opening.resume_point(cache, path, min(usable, in_memory), usable)
-    reach = kv_reach(cache, path, matched)
+    in_memory, _ = readable_length(state, path, matched)
+    have, _, _ = resume_point(state, path, min(usable, in_memory), usable)
+    reach = kv_reach(state, path, matched)
     target, point = min(reach, matched), None
     node = next((n for n in reversed(path) if n.end <= usable and _resumable(n, reach)), None)
-    if node is not None and (cache._pointwise or node.end > reach):
+    if node is not None and (state.model.pointwise or node.end > reach):
         target, point = node.end, None if node.checkpoint is not None else node.disk.point
         path = path[: path.index(node) + 1]
-    elif cache._pointwise:
+    elif state.model.pointwise:
         return None
     if min(target, usable) <= have:
         return None
     path = [n for n in path if n.start < target]
-    records = _records(path, target) if cache._store.specs and target <= reach else []
+    records = _records(path, target) if state.store.specs and target <= reach else []
     return Wanted(path, target, records, point, have, min(target, usable) - have, matched)
 
 
@@ -106,24 +107,6 @@ def _resumable(node: Node, reach: int) -> bool:
 def _rotated(node: Node) -> bool:
     """Whether it lies behind tokens without KV: then its checkpoint does without as well."""
     return any(r.hollow for n in node.path() if n.disk is not None for r in n.disk.records)
-
-
-def kv_reach(cache: PrefixCache, path: list[Node], matched: int) -> int:
-    """How far the path's KV can be had, from memory and then from disk."""
-    if not cache._store.specs:
-        return matched
-    at = 0
-    for node in path:
-        if node.span is not None:
-            at = node.end
-            continue
-        for record in [] if node.disk is None else node.disk.records:
-            if not record.ready or record.hollow:
-                return min(at, matched)
-            at = min(node.end, record.end)
-        if at < node.end:
-            break
-    return min(at, matched)
 
 
 def _records(path: list[Node], target: int) -> list[Record]:
@@ -142,9 +125,9 @@ def _records(path: list[Node], target: int) -> list[Record]:
     return found
 
 
-def planning(cache: PrefixCache, disk: Disk, tree: Tree, tokens: Tokens, reserve_tokens: int) -> Work[Restore | None]:
+def planning(state: CacheState, disk: Disk, tree: Tree, tokens: Tokens, reserve_tokens: int) -> Work[Restore | None]:
     """A restore that has begun, if one is worth it. Raises BudgetError if there is no room."""
-    found = wanted(cache, tree, tokens)
+    found = wanted(state, tree, tokens)
     if found is None or not (found.records or found.point):
         return None
     size = sum(r.size for r in found.records) + (0 if found.point is None else found.point.size)
@@ -159,22 +142,22 @@ def planning(cache: PrefixCache, disk: Disk, tree: Tree, tokens: Tokens, reserve
         for node in end.path():
             node.pins += 1  # or what it goes on from might make way
         try:
-            yield from cache._store.making_room_for(max(r.end for r in found.records) + room - first)
+            yield from state.store.making_room_for(max(r.end for r in found.records) + room - first)
         finally:
             for node in end.path():
                 node.pins = max(0, node.pins - 1)
-        found = wanted(cache, tree, tokens)  # others had the lock meanwhile
+        found = wanted(state, tree, tokens)  # others had the lock meanwhile
         if found is None or not (found.records or found.point):
             return None
-    restore = Restore(cache, disk, tree, found, max(0, len(tokens) + reserve_tokens - found.matched))
+    restore = Restore(state, disk, tree, found, max(0, len(tokens) + reserve_tokens - found.matched))
     restore.begin()
     return restore
 
 
-def awaiting_others(cache: PrefixCache, tree: Tree, tokens: Tokens) -> Work[None]:
+def awaiting_others(state: CacheState, tree: Tree, tokens: Tokens) -> Work[None]:
     """Wait while another thread, which does nothing else meanwhile, reads something that these tokens want."""
-    while (found := wanted(cache, tree, tokens)) is not None and any(
-        restore.is_read_elsewhere and restore.reads(found.records) for restore in cache._restores
+    while (found := wanted(state, tree, tokens)) is not None and any(
+        restore.is_read_elsewhere and restore.reads(found.records) for restore in state.restores
     ):
         yield READ_ELSEWHERE_SECONDS
 
@@ -182,8 +165,8 @@ def awaiting_others(cache: PrefixCache, tree: Tree, tokens: Tokens) -> Work[None
 class Restore:
     """Made by `plan`. Call `step` until it returns False, or `finish` to leave it at that."""
 
-    def __init__(self, cache: PrefixCache, disk: Disk, tree: Tree, found: Wanted, room: int) -> None:
-        self._cache, self._disk, self._tree = cache, disk, tree
+    def __init__(self, state: CacheState, disk: Disk, tree: Tree, found: Wanted, room: int) -> None:
+        self._state, self._disk, self._tree = state, disk, tree
         self._wanted = found
         self._left: list[Record] = [*found.records, *([] if found.point is None else [found.point])]
         self._held = list(self._left)
@@ -196,10 +179,10 @@ class Restore:
         self._reached = self._base
         self._slab: Slab | None = None
         self._buffers: Account | None = None
-        self._holder = Track(cache._store)
+        self._holder = Track(state.store)
         self._read_bytes = 0
         self._seconds = 0.0
-        self._direct = host.addressable()
+        self._direct = addressable()
         self._loading: deque[concurrent.futures.Future[Loaded]] = deque()
         self._layouts: dict[int, tuple[Tensor, ...]] = {}
         self.done = False
@@ -215,7 +198,7 @@ class Restore:
     def __del__(self) -> None:
         """Dropped before it was done: what it holds is let go at the cache's next call."""
         if not getattr(self, "done", True):
-            self._cache.drop_restore(self)
+            self._state.drop_restore(self)
 
     @property
     def is_read_elsewhere(self) -> bool:
@@ -240,7 +223,7 @@ class Restore:
             undo.callback(self._not_begun)
             self._reserve(self._wanted.records)
             undo.pop_all()
-        self._cache._restores.add(self)
+        self._state.restores.add(self)
 
     def _not_begun(self) -> None:
         self.done = True
@@ -252,20 +235,20 @@ class Restore:
         if not self._direct:
             self._buffers = self._on_the_way((AHEAD + 1 + host.TWICE_MORE) * max(r.size for r in records))
         stop = max(self._stop, self._wanted.target + self._room)
-        self._slab = self._cache._store.slab_for(stop - self._base)
+        self._slab = self._state.store.slab_for(stop - self._base)
         self._slab.enter(self._holder)
 
     def _on_the_way(self, n_bytes: int) -> Account:
         """For bytes that cannot be read straight into their place. Raises BudgetError."""
-        return self._cache._ledger.open(Purpose.DISK, n_bytes, "records on their way from the disk")
+        return self._state.ledger.open(Purpose.DISK, n_bytes, "records on their way from the disk")
 
     def step(self) -> bool:
         """Read one record; False when there is nothing more to do. The disk is waited for without the lock."""
-        with self._cache._lock:
+        with self._state.lock:
             reading = self._begin_reading()
         if reading is not None:
             concurrent.futures.wait([reading])
-        with self._cache._lock:
+        with self._state.lock:
             return self._step()
 
     def _begin_reading(self) -> concurrent.futures.Future[Loaded] | None:
@@ -344,14 +327,14 @@ class Restore:
 
     def finish(self) -> None:
         """What was read is memory's from here on."""
-        with self._cache._lock:
+        with self._state.lock:
             self._finish()
 
     def _finish(self) -> None:
         if self.done:
             return
         self.done = True
-        with self._cache._lock.released():
+        with self._state.lock.released():
             concurrent.futures.wait(self._loading)  # what is still being read into
         self._loading.clear()
         if self._slab is not None:
@@ -366,7 +349,7 @@ class Restore:
         self._disk.counts["restored_bytes"] += self._read_bytes
 
     def _let_go(self) -> None:
-        self._cache._restores.discard(self)
+        self._state.restores.discard(self)
         if self._buffers is not None:
             self._buffers.close()
         for record in self._held:
@@ -396,7 +379,7 @@ class Restore:
 
     def _tensors(self, n: int) -> tuple[Tensor, ...]:
         if n not in self._layouts:
-            self._layouts[n] = host.range_tensors(self._cache._store.specs, n)
+            self._layouts[n] = host.range_tensors(self._state.store.specs, n)
         return self._layouts[n]
 
     def _believe(self, record: Record, loaded: Loaded, upto: int) -> None:
@@ -436,21 +419,21 @@ class Restore:
     # -- points -------------------------------------------------------------------------------------------
 
     def _read_point(self, record: Record) -> None:
-        node, cache = self._end, self._cache
+        node, state = self._end, self._state
         with self._disk.vault.folder.reading(record.namespace, record.name) as file:
             content, data_at, checksum = self._content(file, record)
             self._disk.layout.require(content)
             size = content.payload_bytes
             if node.end != record.start or node.checkpoint is not None:
                 return
-            if not cache._shelf.admit_checkpoint(size):
+            if not state.nodes.admit_checkpoint(size):
                 raise BudgetError("a checkpoint", needed_bytes=size, available_bytes=0)
-            account = cache._ledger.open(Purpose.CHECKPOINT, size, "a checkpoint from disk")
+            account = state.ledger.open(Purpose.CHECKPOINT, size, "a checkpoint from disk")
             kept = False
             try:
                 largest = max((t.nbytes for t in content.tensors), default=0)
                 with contextlib.closing(self._on_the_way(0 if self._direct else largest)):
-                    with cache._lock.released():
+                    with state.lock.released():
                         found = self._revive(file, content, data_at, checksum, account)
                     if self.done or node.checkpoint is not None:  # others had the lock meanwhile
                         return
@@ -466,11 +449,11 @@ class Restore:
     def _revive(self, file: int, content: Content, data_at: int, checksum: str, account: Account) -> Checkpoint:
         arrays: dict[str, mx.array] = {}
 
-        def tensors(at: int) -> Iterator[host.Bytes]:
+        def tensors(at: int) -> Iterator[Bytes]:
             """One after the other: no more than one is there twice."""
             for tensor in content.tensors:
 
-                def fill(place: host.Bytes, at: int = at) -> None:
+                def fill(place: Bytes, at: int = at) -> None:
                     _fill(file, [place], at)
 
                 arrays[tensor.name], data = host.array_in(tensor, fill, direct=self._direct)
@@ -480,14 +463,10 @@ class Restore:
         if content.checksum(tensors(data_at)) != checksum:
             raise RecordError("checksum")
         try:
-            position, snapshots = revive(content.state, arrays)
+            position, snapshots = self._state.model.revive(content.state, arrays)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise RecordError("no header of ours") from error
-        layers = [leaf for a in self._cache._anatomies for leaf in a.make(Track(self._cache._store))[1]]
-        if position != content.start or len(snapshots) != len(layers):
-            raise RecordError("of another layout")
-        fits = (s is None or x.can_restore(s, position) for x, s in zip(layers, snapshots, strict=True))
-        if not all(fits):
+        if position != content.start or not self._state.model.accepts(self._state.store, snapshots, position):
             raise RecordError("of another layout")
         spanless = all(s is not None for s in snapshots)
         return Checkpoint(position, snapshots, account, spanless=spanless)

@@ -17,13 +17,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
+from onefold.cache.memory.arrays import addressable
 from onefold.cache.memory.checkpoints import POINTS_SHARE
 from onefold.cache.memory.eviction import leaves
-from onefold.cache.memory.ledger import Ledger, Purpose
-from onefold.cache.memory.lock import CacheLock, Work
-from onefold.cache.memory.segment import Slab, Store
+from onefold.cache.memory.ledger import Purpose
+from onefold.cache.memory.lock import Work
+from onefold.cache.memory.segment import Slab
+from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tree import Node
 from onefold.cache.tiers.disk import host
 from onefold.cache.tiers.disk.backlog import Backlog
@@ -66,33 +68,29 @@ TRIES = 16
 class Spiller:
     def __init__(
         self,
-        store: Store,
-        nodes: Callable[[], Iterator[Node]],
+        state: CacheState,
         vault: Catalog,
-        gate: CacheLock,
-        ledger: Ledger,
         layout: Layout,
         *,
         through: bool,
-        high_water: float,
         gone: Callable[[Record], None],
         forget: Callable[[Iterable[Record]], object],
         thin: Callable[[Node], None],
         space_of: Callable[[Node], str | None],
-        computing: Callable[[], bool],
     ) -> None:
         """`gone` is told of a record that was given up, and `thin` of a node whose checkpoint has arrived on disk;
         `forget` gives up records and all that go on from them; all with the lock held. `space_of` says to which folder
-        a node's records belong, None if to none; `computing`, whether there is a request that the writer would be in
-        the way of."""
+        a node's records belong, None if to none."""
         self.vault = vault
         self.through = through
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
-        self._gone, self._forget, self._thin, self._space_of, self._computing = gone, forget, thin, space_of, computing
-        self._store, self._nodes, self._gate, self._ledger = store, nodes, gate, ledger
+        self._gone, self._forget, self._thin, self._space_of = gone, forget, thin, space_of
+        self._state = state
+        store, ledger = state.store, state.ledger
+        self._store, self._nodes, self._lock, self._ledger = store, state.nodes.nodes, state.lock, ledger
         self._layout = layout
-        self._mark = max(0.0, high_water - CLEAN_FROM)
+        self._mark = max(0.0, state.water[1] - CLEAN_FROM)
         self._backlog = Backlog(self._writable, self._is_owed)
         self._flushing = 0
         self._given_up = False
@@ -106,14 +104,14 @@ class Spiller:
         self.record_tokens = max(1, self.record_bytes // per_token) if store.token_bytes else HOLLOW_TOKENS
         buffer_bytes = max(BUFFER_LEAST, self.record_tokens * store.token_bytes)
         n_buffers = max(2, min(BUFFERS_MOST, ledger.budget_bytes // BUFFERS_SHARE // buffer_bytes))
-        copies = 0 if host.addressable() else host.COPIED
+        copies = 0 if addressable() else host.COPIED
         piece_bytes = min(PIECE_MOST, buffer_bytes) if layout.has_points else 0
         reserved = (n_buffers + copies) * buffer_bytes + piece_bytes
         self._account = ledger.open(Purpose.DISK, reserved, "records on their way to the disk")
         self._staging = Staging(ledger, buffer_bytes, n_buffers, ledger.budget_bytes // STAGED_SHARE)
         self._writer = Writer(
             vault,
-            gate,
+            state.lock,
             self._staging,
             piece_bytes // 2,
             self._next,
@@ -128,7 +126,7 @@ class Spiller:
     def committed(self, node: Node) -> None:
         if self.through:
             self._backlog.want(node)
-        self._gate.tell()
+        self._lock.tell()
 
     def is_clean(self, node: Node) -> bool:
         """Whether all that the node has in memory is on disk too."""
@@ -158,7 +156,7 @@ class Spiller:
             if not asked:
                 self._backlog.hurry(node)
                 asked = True
-            self._gate.tell()
+            self._lock.tell()
             yield min(left, LOOK_AGAIN)
         yield from self.awaiting_copies(self._store.busy)
         return self.is_clean(node)
@@ -228,12 +226,12 @@ class Spiller:
         if everything:
             self._backlog.want_all(sorted(self._nodes(), key=lambda n: -n.last_use))
         self._flushing += 1
-        self._gate.tell()
+        self._lock.tell()
         try:
             while self._backlog.next(None) is not None or self._backlog.more or not self._writer.idle:
                 if not self._writer.alive or self._given_up or time.monotonic() > until:
                     return False
-                self._gate.wait(LOOK_AGAIN)
+                self._lock.wait(LOOK_AGAIN)
         finally:
             self._flushing -= 1
         if self._lost > told:
@@ -271,12 +269,12 @@ class Spiller:
 
     def _hurries(self) -> bool:
         """Somebody waits, nobody is held up, or records come faster than the thread would take them at its ease."""
-        return self._backlog.is_urgent or self._flushing > 0 or self._staging.extra_bytes > 0 or not self._computing()
+        return self._backlog.is_urgent or self._flushing > 0 or self._staging.extra_bytes > 0 or not self._state.leases
 
     def stop(self) -> None:
         """Without the lock."""
         self._writer.stop()
-        with self._gate.inner:
+        with self._lock.inner:
             if not self._account.closed:
                 self._account.close()
 
@@ -293,7 +291,7 @@ class Spiller:
                 return job
             if self._writable(node):  # else it comes again when its request has ended
                 self._backlog.refuse(node)
-            self._gate.tell()
+            self._lock.tell()
         self._backlog.more = True
         return None
 

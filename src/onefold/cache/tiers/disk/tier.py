@@ -15,17 +15,18 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from onefold.cache.memory.checkpoints import superfluous
-from onefold.cache.memory.lock import CacheLock
-from onefold.cache.memory.nodes import NodeStore
+from onefold.cache.memory.lock import Work
+from onefold.cache.memory.segment import Slab
+from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tree import Node, Tree
-from onefold.cache.model.fingerprint import name_of, salt_of
+from onefold.cache.tiers.disk.naming import name_of, salt_of
 from onefold.cache.tiers.disk.ondisk import OnDisk
 from onefold.cache.tiers.disk.pace import Pace
 from onefold.cache.tiers.disk.restoring import AHEAD
@@ -103,14 +104,11 @@ class Disk:
     def __init__(
         self,
         settings: DiskSettings,
-        shelf: NodeStore,
-        gate: CacheLock,
+        state: CacheState,
         about: dict[str, Any],
         points: list[dict[str, Any]],
         *,
         label: str,
-        high_water: float,
-        computing: Callable[[], bool],
     ) -> None:
         """`about` is everything that changes the bytes, `points` what checkpoints are made of, `label` for people.
         Raises OSError if the folder cannot be used."""
@@ -128,26 +126,21 @@ class Disk:
             """Seconds a byte takes to restore."""
             self.prefill_pace = Pace()
             """Seconds a token takes to compute."""
-            self._about, self._label, self._gate = about, label, gate
+            self._about, self._label, self._lock = about, label, state.lock
             self._points = points
             self.layout = Layout(about["layout"], points)
             """What this model's records are made of."""
-            self._shelf = shelf
+            self._nodes = state.nodes
             self._spaces: dict[Node, str | None] = {}
             self.spiller = Spiller(
-                shelf.store,
-                shelf.nodes,
+                state,
                 self.vault,
-                gate,
-                shelf.ledger,
                 self.layout,
                 through=settings.mode == "through",
-                high_water=high_water,
                 gone=self.take_from_nodes,
                 forget=self.forget,
                 thin=self._thin,
                 space_of=self.space_of,
-                computing=computing,
             )
         except (OSError, OnefoldError):
             folder.unlock()
@@ -255,7 +248,7 @@ class Disk:
                     return
                 at = at.parent
 
-    def give_up_below(self, node: Node) -> None:
+    def drop_below(self, node: Node) -> None:
         """What is on disk below a node that leaves without being there itself: nothing leads to it any more."""
         self.forget({r for n in node.walk() if n.disk is not None for r in n.disk.all})
 
@@ -272,11 +265,11 @@ class Disk:
                 return
             above = node.parent
             if node.disk is not None and node.disk.covered > node.start:
-                above = self._shelf.tree_of(node).split(node, node.disk.covered)
+                above = self._nodes.tree_of(node).split(node, node.disk.covered)
             for record in [] if node.disk is None else node.disk.all:
                 record.nodes.discard(node)
             node.disk = None
-            self._shelf.tree_of(node).remove(node)
+            self._nodes.tree_of(node).remove(node)
             if above.span is None and above.checkpoint is None and above.disk is None and above.parent is not None:
                 self.prune(above)
 
@@ -298,6 +291,39 @@ class Disk:
                 n.disk.lose(record)
                 self.spiller.let_go(record)
 
+    # -- as memory asks: see `memory.tier.Tier` ---------------------------------------------------------
+
+    def committed(self, node: Node) -> None:
+        self.spiller.committed(node)
+
+    def is_clean(self, node: Node) -> bool:
+        return self.spiller.is_clean(node)
+
+    def saving(self, node: Node, until: float) -> Work[bool]:
+        return self.spiller.saving(node, until)
+
+    def count_lost(self, node: Node) -> None:
+        self.spiller.count_lost(node)
+
+    def awaiting_copies(self, slabs: Iterable[Slab]) -> Work[None]:
+        return self.spiller.awaiting_copies(slabs)
+
+    def making_way(self, path: list[Node], slabs: Iterable[Slab]) -> Work[bool]:
+        return self.spiller.making_way(path, slabs)
+
+    @property
+    def extra_bytes(self) -> int:
+        return self.spiller.extra_bytes
+
+    def draining(self, until: float) -> Work[None]:
+        return self.spiller.draining(until)
+
+    def prefilled(self, n_tokens: int, seconds: float) -> None:
+        self.prefill_pace.took(seconds, n_tokens)
+
+    def check(self) -> list[str]:
+        return self.spiller.check()
+
     def touch(self, path: list[Node], used: float) -> None:
         for node in path:
             if node.disk is not None:
@@ -306,12 +332,12 @@ class Disk:
     def abandon(self) -> None:
         """The cache is gone, or Python ends, without `close`. What was to be written through is; the rest is said to be
         lost. Without the lock."""
-        if self._gate.is_elsewhere:
+        if self._lock.is_elsewhere:
             return
         if self.spiller.writes_here:  # the collector came by on the thread that would be waited for
             threading.Thread(target=self.abandon, name="onefold-abandon").start()
             return
-        with self._gate:
+        with self._lock:
             lost = self.spiller.left(time.monotonic() + ABANDONED_SECONDS)
         if lost:
             log.warning("the cache was not closed: %d tokens are not on disk; use `with`, or close()", lost)

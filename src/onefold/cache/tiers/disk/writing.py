@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from onefold.cache.memory.arrays import Bytes, Payload, addressable
 from onefold.cache.memory.checkpoints import Checkpoint
 from onefold.cache.memory.lock import CacheLock
 from onefold.cache.memory.segment import Slab
@@ -59,7 +60,7 @@ class Job(NamedTuple):
 
 class Staged(NamedTuple):
     job: Job
-    payload: Iterable[host.Bytes]
+    payload: Iterable[Bytes]
     place: Place | None
     """None of a record whose bytes are read when it is written: a checkpoint, or a range without any."""
 
@@ -68,7 +69,7 @@ class Writer:
     def __init__(
         self,
         vault: Catalog,
-        gate: CacheLock,
+        lock: CacheLock,
         staging: Staging,
         piece_bytes: int,
         next_job: Callable[[], Job | None],
@@ -80,7 +81,7 @@ class Writer:
         somebody waits for a record, or nobody is held up by it; `impatient` whether there may be a job though none was
         given."""
         self.busy = False
-        self._vault, self._gate = vault, gate
+        self._vault, self._lock = vault, lock
         self._staging, self._piece_bytes = staging, piece_bytes
         self._next_job, self._settle = next_job, settle
         self._hurries, self._impatient = hurries, impatient
@@ -89,7 +90,7 @@ class Writer:
         """The one that is being written."""
         self.staged_points = 0
         """Checkpoints among those: they cannot be given up while they wait."""
-        self._direct = host.addressable()
+        self._direct = addressable()
         self._stop = self._died = False
         self._thread = Worker(self._run, "onefold-disk")
 
@@ -112,9 +113,9 @@ class Writer:
 
     def stop(self) -> None:
         """End the thread. Without the lock: it may need it to end."""
-        with self._gate.inner:
+        with self._lock.inner:
             self._stop = True
-            self._gate.tell()
+            self._lock.tell()
         if self._thread.working and not self.is_this_thread and not self._thread.wait(STOPPING_MOST):
             log.warning("a record is still being written after %.0f s, and is left to itself", STOPPING_MOST)
 
@@ -135,12 +136,12 @@ class Writer:
                 pass
         finally:
             if not self._stop:  # never, but for a bug: then nobody must wait for this thread
-                with self._gate.inner:
+                with self._lock.inner:
                     why = type(sys.exc_info()[1]).__name__
                     self._vault.fail(OSError(0, f"the thread that writes has ended ({why})"))
                     self.busy, self._died = False, True
                     self._give_back()
-                    self._gate.tell()
+                    self._lock.tell()
             host.leave_thread()
 
     def _give_back(self) -> None:
@@ -157,7 +158,7 @@ class Writer:
 
     def _turn(self) -> bool:
         """One record; False when it is time to end."""
-        with self._gate.inner:
+        with self._lock.inner:
             job, place = self._wait()
             if self._stop and job is None and not self._staged:
                 return False
@@ -181,9 +182,9 @@ class Writer:
         """Leave the processor to the requests: a core that is taken from a matrix product holds up all the others, and
         the interpreter is what feeds a GPU."""
         until = time.monotonic() + REST * worked
-        with self._gate.inner:
+        with self._lock.inner:
             while (left := until - time.monotonic()) > 0 and not self._stop and not self._hurries():
-                self._gate.wait(min(left, LOOK_AGAIN))
+                self._lock.wait(min(left, LOOK_AGAIN))
 
     def _wait(self) -> tuple[Job | None, Place | None]:
         """Until there is something to do; a job, with a place for its bytes, if none is staged."""
@@ -196,8 +197,8 @@ class Writer:
             if self._vault.unnoted:  # a burst is over
                 break
             self.busy = False
-            self._gate.tell()
-            self._gate.wait(0.001 if self._impatient() else LOOK_AGAIN)
+            self._lock.tell()
+            self._lock.wait(0.001 if self._impatient() else LOOK_AGAIN)
         self.busy = True
         return None, None
 
@@ -211,10 +212,10 @@ class Writer:
         except _COPY_ERRORS as caught:
             error = caught
         finally:
-            with self._gate.inner:
+            with self._lock.inner:
                 if error is not None:
                     self._settle(job, error, False)
-                self._gate.tell()
+                self._lock.tell()
 
     def _place(self, job: Job) -> Place | None:
         """Where its bytes are copied to; None if they are read when it is written."""
@@ -226,7 +227,7 @@ class Writer:
         """Raises RuntimeError, among others, if the arrays are not computed yet; then the place is free again."""
         if job.slab is None:
             arrays = {} if job.checkpoint is None else job.checkpoint.arrays()
-            return Staged(job, host.Payload(arrays.values(), self._piece_bytes, direct=self._direct), None)
+            return Staged(job, Payload(arrays.values(), self._piece_bytes, direct=self._direct), None)
         n = len(job.content.tokens)
         copied = False
         try:
@@ -235,17 +236,17 @@ class Writer:
             host.copy_out(job.slab, job.lo, job.lo + n, place.bytes, direct=self._direct)
             copied = True
         finally:
-            with self._gate.inner:
+            with self._lock.inner:
                 if place is not None and not copied:
                     self._staging.give(place)
                 job.slab.copies -= 1
                 job.slab.settle()
-                self._gate.tell()
+                self._lock.tell()
         return Staged(job, [place.bytes], place)
 
     def _write(self, staged: Staged) -> None:
         record, content = staged.job.record, staged.job.content
-        with self._gate.inner:
+        with self._lock.inner:
             if not record.nodes:  # nobody relies on it any more, or on what it goes on from
                 self._end(staged, None, written=False)
                 return
@@ -257,7 +258,7 @@ class Writer:
             self._vault.folder.write(record.namespace, record.name, parts, record.used)
         except (OSError, *_COPY_ERRORS) as caught:
             error = caught
-        with self._gate.inner:
+        with self._lock.inner:
             self._end(staged, error)
 
     def _end(self, staged: Staged, error: Exception | None, *, written: bool = True) -> None:
@@ -265,4 +266,4 @@ class Writer:
         if staged.place is not None:
             self._staging.give(staged.place)
         self._settle(staged.job, error, written)
-        self._gate.tell()
+        self._lock.tell()

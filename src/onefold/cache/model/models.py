@@ -1,0 +1,48 @@
+"""The models of one cache, the target and perhaps its draft, as memory and tiers see them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from onefold.cache.memory.segment import LayerSpec, Store, Track
+from onefold.cache.model.anatomy import Anatomy
+from onefold.cache.model.kinds.base import Snapshot
+from onefold.cache.model.kinds.own import OwnSnapshot
+
+
+class Models:
+    def __init__(self, anatomies: Sequence[Anatomy]) -> None:
+        self.anatomies = list(anatomies)
+        self.specs: list[LayerSpec] = [spec for a in anatomies for spec in a.specs]
+        """The arrays of each layer whose KV lies in slabs."""
+        self.pointwise = any(a.pointwise for a in anatomies)
+        """Whether resuming needs a checkpoint."""
+        self.recurrent = any(a.recurrent for a in anatomies)
+        """Whether some state is good for one point alone."""
+        self.contiguous = any(a.contiguous for a in anatomies)
+        """Whether a conversation must lie in one buffer."""
+        self.bounds = [a.bound.max_size for a in anatomies if a.bound is not None]
+
+    def accepts(self, store: Store, snapshots: Sequence[Any], position: int) -> bool:
+        """Whether layers of these models would take these snapshots, clamped to `position`; None is no snapshot."""
+        layers = [leaf for a in self.anatomies for leaf in a.make(Track(store))[1]]
+        if len(layers) != len(snapshots):
+            return False
+        return all(s is None or x.can_restore(s, position) for x, s in zip(layers, snapshots, strict=True))
+
+    def revive(self, described: str, arrays: dict[str, mx.array]) -> tuple[int, list[Any]]:
+        """The position and the snapshots of a checkpoint that was described. Raises ValueError, KeyError or TypeError
+        for nonsense."""
+        said = json.loads(described)
+        snapshots: list[Any] = []
+        for i, leaf in enumerate(said["leaves"]):
+            if leaf is None:
+                snapshots.append(None)
+                continue
+            slots = [arrays[f"state.{i}.{j}"] if used else None for j, used in enumerate(leaf["slots"])]
+            snapshots.append((OwnSnapshot if "names" in leaf else Snapshot).revive(leaf, slots))
+        return int(said["position"]), snapshots

@@ -97,7 +97,7 @@ def ours(model: object, prefix: list[int], rows: int, table: list[str]) -> None:
         out = [
             t for t, _ in generate_step(mx.array(lease.rest), model, max_tokens=64, prompt_cache=lease.layers)
         ]
-        moved = len(lease.track.pieces) == 1
+        moved = len(lease.hold.track.pieces) == 1
         peak = mx.get_peak_memory() - held
         token, took = mx.array([[7]]), []
         for _ in range(40):

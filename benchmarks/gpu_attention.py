@@ -19,8 +19,8 @@ import onefold  # noqa: F401  first: it preloads a real BLAS
 # isort: split
 import mlx.core as mx
 
-from onefold.cache.model.attention import Handle, attention
 from onefold.cache.memory.segment import View
+from onefold.cache.model.attention import Handle, attention
 from onefold.cache.model.kinds.full import PlainCodec
 
 QUERIES = (1, 2, 9, 512)

@@ -25,7 +25,6 @@ from mlx_lm.generate import generate_step
 from shapes import llama_model
 
 from onefold.cache.memory import arrays
-from onefold.cache.tiers.disk import host
 
 
 def words(n: int, seed: int = 0) -> list[int]:

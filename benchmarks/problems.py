@@ -914,7 +914,7 @@ def c1_bound_everywhere() -> Shown:
     with listening():
         with onefold.PrefixCache(model, "256MB", draft_model=draft, **options) as cache:
             lease = cache.lease(words(10))  # the draft's layers too
-            leaves = [leaf for beat in lease._beats for leaf in beat.leaves]
+            leaves = [leaf for beat in lease.hold.watchers for leaf in beat.leaves]
             right = len(leaves) == 6 and all(leaf.bound == (bound, 4) for leaf in leaves)
         with onefold.PrefixCache(model, "256MB", **options) as cache:  # a batch
             prompts = [words(40, i) for i in range(3)]

@@ -23,8 +23,8 @@ from fake import FakeModel, Session, assert_holds, settled, text
 from test_scenarios_fake import CASES, Case
 from tiny import tiny
 
-from onefold.cache.memory import arrays
 from onefold import ConfigError, PrefixCache
+from onefold.cache.memory import arrays
 from onefold.cache.model import fingerprint
 from onefold.cache.tiers.disk import host
 from onefold.cache.tiers.disk.pace import Pace

@@ -199,7 +199,7 @@ def test_4_the_ledger_never_exceeds_the_budget_and_growth_is_refused_at_the_firs
                 for _ in range(100):
                     model(mx.array([prompt]), cache=lease.layers)
             assert refused.value.needed_bytes > refused.value.available_bytes
-            assert lease._beats[0].uniform
+            assert lease.hold.watchers[0].uniform
         stats = cache.stats()
         assert stats.peak_bytes <= stats.budget_bytes
         cache.check()
@@ -402,7 +402,7 @@ def test_speculative_decoding_leases_target_and_draft_together():
                     )
                 ]
                 assert out == reference
-                held = lease._beats[0].position
+                held = lease.hold.watchers[0].position
                 lease.commit((known + out)[:held])
             cache.check()
             if i:
@@ -446,7 +446,7 @@ def test_quantised_segments_are_attended_without_dequantising():
             logits = forward(model, lease.layers, words(200), lease.cached)
             _, seen = greedy(model, lease.layers, logits, 4)
             assert same(seen, reference[1], tolerance=0.08)
-        assert all(k.value == "quantized" for leaf in lease._beats[0].leaves for k in (leaf.kind,))
+        assert all(k.value == "quantized" for leaf in lease.hold.watchers[0].leaves for k in (leaf.kind,))
 
 
 def _seam_is_reversible():

@@ -96,7 +96,7 @@ def test_error_in_the_middle_of_a_forward_keeps_the_sound_part(cache, model, fam
     with pytest.raises(RuntimeError, match="broken"), cache.lease(longer) as lease:
         forward(model, lease.layers, longer[:48], lease.cached)
         held = lease.offset
-        leaf = lease._beats[0].leaves[-1]
+        leaf = lease.hold.watchers[0].leaves[-1]
         name = "__setitem__" if leaf.kind.value == "recurrent" else "update_and_fetch"
 
         def broken(*_: object, **__: object) -> None:
@@ -117,7 +117,7 @@ def test_a_forward_that_failed_can_be_tried_again_on_the_same_lease(cache, model
     reference = cold(model, prompt, 4)
     with cache.lease(prompt) as lease:
         forward(model, lease.layers, prompt[:24], 0)
-        leaf = lease._beats[0].leaves[-1]
+        leaf = lease.hold.watchers[0].leaves[-1]
         name = "__setitem__" if leaf.kind.value == "recurrent" else "update_and_fetch"
         with monkeypatch.context() as patch:
             patch.setattr(type(leaf), name, lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))

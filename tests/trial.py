@@ -389,7 +389,7 @@ class Trial:
         return opening.resume_point(cache, path, readable, matched)[0]
 
     def uniform(self, lease: onefold.Lease, at: int) -> None:
-        offsets = {leaf.offset for beat in lease._beats for leaf in beat.leaves}
+        offsets = {leaf.offset for beat in lease.hold.watchers for leaf in beat.leaves}
         must(offsets == {at}, f"layers stand at {sorted(offsets)} after {at} tokens")
 
     def ledger_true(self, cache: onefold.PrefixCache) -> None:

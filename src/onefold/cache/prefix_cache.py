@@ -37,7 +37,7 @@ from onefold.cache.model.attention import attention
 from onefold.cache.model.fingerprint import lasting_digest, model_digest, model_name
 from onefold.cache.model.kinds.full import Bound
 from onefold.cache.model.models import Models
-from onefold.cache.request import adopting, closing, opening
+from onefold.cache.request import adopting, opening
 from onefold.cache.request.arena import Arena
 from onefold.cache.request.batch import Batch
 from onefold.cache.request.lease import Lease
@@ -287,8 +287,8 @@ class PrefixCache:
             if self.state.uncached_reason:
                 self._open_uncached(lease)
             else:
-                opening.begin(self.state, lease)
-                yield from opening.giving_room(self.state, lease, reserve_tokens)
+                opening.begin(lease.hold)
+                yield from opening.giving_room(lease.hold, reserve_tokens)
             opened = True
         except BudgetError as error:
             self.state.reasons["no room"] += 1
@@ -298,16 +298,16 @@ class PrefixCache:
             raise
         finally:
             if not opened:
-                closing.release(self.state, lease)
+                lease.release()
         self.state.totals["requests"] += 1
         self.state.totals["tokens_requested"] += len(tokens)
         self.state.totals["hits"] += lease.cached > 0
         self.state.totals["tokens_matched"] += lease.matched
         self.state.totals["tokens_cached"] += lease.cached
         if restores:
-            lease.restored = min(sum(r.tokens for r in restores), max(0, lease.cached - restores[0].before))
+            lease.hold.from_disk = min(sum(r.tokens for r in restores), max(0, lease.cached - restores[0].before))
         if any(r.rejected for r in restores) and lease.reason in ("", "nothing known", "no checkpoint"):
-            lease.reason = "damaged on disk"
+            lease.hold.reason = "damaged on disk"
         self.state.totals["tokens_from_disk"] += lease.restored
         if lease.reason:
             self.state.reasons[lease.reason] += 1
@@ -535,7 +535,7 @@ class PrefixCache:
                 if not lease.end_now():  # its thread settles it
                     continue
             if not lease.closed:  # only a thread that is still there could compute what it holds
-                closing.release(self.state, lease)
+                lease.release()
         self.state.dropped.clear()
         for restore in list(self.state.restores):
             restore.finish()
@@ -636,7 +636,7 @@ class PrefixCache:
 
     def _open_uncached(self, lease: Lease) -> None:
         """A model that we do not understand gets its own caches, and nothing is kept."""
-        lease.reason = "unknown cache"
+        lease.hold.reason = "unknown cache"
         models = [m for ref in self._refs if (m := ref()) is not None]
         made = [stock.bounded_caches(stock.make_prompt_cache(m), self._models.anatomies[0].bound) for m in models]
         lease.run_uncached(list(zip(self._models.anatomies, made, strict=False)))
@@ -680,7 +680,7 @@ class PrefixCache:
     def unallocated_bytes(self) -> int:
         """What the prompts of open leases will allocate at their first forward."""
         with self.state.lock:
-            return sum(round_up(lease.unreserved) for lease in self.state.leases) * self.state.store.token_bytes
+            return sum(round_up(lease.hold.unreserved) for lease in self.state.leases) * self.state.store.token_bytes
 
     def prompt_bytes(self, tokens: Any) -> int:
         """What a request for these tokens would allocate for its prompt: KV that the tree does not have, and states."""
@@ -792,7 +792,7 @@ class PrefixCache:
                 return 0, reason
             with self.lease(found[:kept] if kept < len(found) else found) as lease:
                 if lease.matched < kept or self.state.model.pointwise:
-                    adopting.fill(lease, layers, kept)
+                    adopting.fill(lease.hold, layers, kept)
                     lease.commit(found[:kept])
             return kept, reason
 

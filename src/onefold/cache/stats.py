@@ -84,14 +84,14 @@ def recount(state: CacheState) -> list[str]:
     found = state.nodes.check()
     through: Counter[int] = Counter()
     for lease in leases:
-        if lease.node is not None:
-            through.update(id(n) for n in lease.node.path())
+        if lease.hold.node is not None:
+            through.update(id(n) for n in lease.hold.node.path())
     for node in state.nodes.nodes():
         if node.leases != through[id(node)]:
             found.append(f"node [{node.start}, {node.end}) counts {node.leases} leases, {through[id(node)]} are open")
     for slab in state.store.slabs:
         for track in slab.tracks:
-            held = any(lease.track is track for lease in leases)
+            held = any(lease.hold.track is track for lease in leases)
             if not held and not any(restore.holds(track) for restore in restores):
                 found.append(f"a slab of {slab.capacity} is held by a lease that is not open")
     return found

@@ -77,18 +77,12 @@ class ModelTraits(Protocol):
 class Holder(Protocol):
     """An open lease, as memory sees it."""
 
-    closed: bool
-
     @property
-    def track(self) -> Track: ...
+    def closed(self) -> bool: ...
     @property
-    def node(self) -> Node | None:
-        """The end of the path that it holds in the tree."""
-        ...
-
-    @property
-    def thread(self) -> int:
-        """That used it last."""
+    def hold(self) -> Any:
+        """What it holds (`request.hold.Hold`): its `track`, the `node` at the end of its path, the `thread` that used
+        it last, and the tokens of its prompt that have no room yet (`unreserved`)."""
         ...
 
     @property
@@ -98,11 +92,6 @@ class Holder(Protocol):
 
     @property
     def in_forward_elsewhere(self) -> bool: ...
-    @property
-    def unreserved(self) -> int:
-        """Tokens of its prompt that have no room yet."""
-        ...
-
     def recount(self) -> None:
         """Have the ledger say exactly what its layers occupy."""
         ...
@@ -183,13 +172,13 @@ class CacheState:
 
     def thread_left(self, thread: int) -> None:
         """Release the scratch of a thread that no open lease was used by last. Called with the lock held."""
-        if not any(lease.thread == thread for lease in self.leases):
+        if not any(lease.hold.thread == thread for lease in self.leases if not lease.closed):
             self.scratch.release(thread)
 
     def busy_writer(self, node: Node) -> Holder | None:
         """The lease that another thread is using at this moment to write where this node lies."""
         writers = node.span.slab.writers if node.span is not None else ()
-        found = (x for x in self.leases if x.track in writers and x.busy_elsewhere)
+        found = (x for x in self.leases if x.hold.track in writers and x.busy_elsewhere)
         return next(found, None) if writers else None
 
     # -- memory --------------------------------------------------------------------------------

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 
@@ -17,9 +17,7 @@ from onefold.cache.memory.segment import STEP, ArraySpec
 from onefold.cache.model import stock
 from onefold.cache.model.anatomy import Anatomy, Leaf
 from onefold.cache.model.stock import SLICEABLE, Kind
-
-if TYPE_CHECKING:
-    from onefold.cache.request.lease import Lease
+from onefold.cache.request.hold import Hold
 
 MISFIT = "layers do not fit the model"
 LONGER = "more tokens than KV"
@@ -47,25 +45,25 @@ def sound_length(layers: list[Any], anatomies: list[Anatomy], n_tokens: int) -> 
     return kept, reason
 
 
-def fill(lease: Lease, layers: list[Any], upto: int) -> None:
+def fill(hold: Hold, layers: list[Any], upto: int) -> None:
     """Have the lease's layers hold what these hold of the positions [0, upto)."""
-    given = [cache for cache, _ in _pairs(layers, [b.anatomy for b in lease._beats])]
-    own = [leaf for beat in lease._beats for leaf in beat.leaves]
+    given = [cache for cache, _ in _pairs(layers, [b.anatomy for b in hold.watchers])]
+    own = hold.leaves
     sliceable = [(x, _arrays(c)) for x, c in zip(own, given, strict=True) if x.kind in SLICEABLE]
     if sliceable:
-        _fill_track(lease, sliceable, upto)
+        _fill_track(hold, sliceable, upto)
     for layer, cache in zip(own, given, strict=True):
         if layer.kind not in SLICEABLE:
             _fill_point(layer, cache, upto)
         layer.offset = upto
-    for beat in lease._beats:
-        beat.reached = upto
-        beat.fed.begin_with(lease.tokens[:upto])
-    lease.recount()
+    for watcher in hold.watchers:
+        watcher.reached = upto
+        watcher.fed.begin_with(hold.tokens[:upto])
+    hold.points.resize(hold.live_point_bytes(), force=True)
 
 
-def _fill_track(lease: Lease, layers: list[tuple[Any, list[mx.array]]], upto: int) -> None:
-    track = lease.track
+def _fill_track(hold: Hold, layers: list[tuple[Any, list[mx.array]]], upto: int) -> None:
+    track = hold.track
     start = track.floor
     capacities = {a.shape[2] for _, arrays in layers for a in arrays}
     if start == 0 and len(capacities) == 1 and min(capacities) % STEP == 0:

@@ -18,6 +18,7 @@ from onefold.cache.memory.tree import as_tokens_or_none
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.fingerprint import model_name
 from onefold.cache.model.rows import RowsLayer
+from onefold.cache.request import forward
 from onefold.cache.request.arena import Arena
 from onefold.cache.request.lease import Lease
 from onefold.errors import LeaseError
@@ -61,7 +62,7 @@ class Batch:
         """One more row: a lease of this cache that is prefilled up to its last token."""
         if not isinstance(lease, Lease):
             raise LeaseError(f"a row of a batch is a lease, not {type(lease).__name__}")
-        lease._usable()
+        lease.require_usable()
         if lease.state is not self._state or not lease.is_of(self.model):
             raise LeaseError("a lease of another cache cannot be a row of this batch")
         if any(lease is known for known in self.leases):
@@ -95,7 +96,7 @@ class Batch:
     def step(self, tokens: Any) -> mx.array:
         """Logits `[rows, vocab]` for one more token per row, from one forward of the model."""
         for lease in self.leases:
-            lease._usable()
+            lease.require_usable()
         if not isinstance(tokens, mx.array):
             tokens = mx.array(as_tokens_or_none(tokens))
         tokens = tokens.reshape(-1, 1)
@@ -104,20 +105,21 @@ class Batch:
             raise LeaseError(f"{given} for {seated}: give one token per row")
         if len(self.leases) == 1:
             return self.model(tokens, cache=self.leases[0].layers[: self._n_layers])[:, -1, :]
-        beats = [lease._beats[0] for lease in self.leases if lease._beats]  # none where a model runs uncached
-        with self._state.scratch.for_a_batch(sum(beat.scratch_bytes(1) for beat in beats)):
+        holds = [lease.hold for lease in self.leases]
+        rows = [(hold, hold.watchers[0]) for hold in holds if hold.watchers]  # none where a model runs uncached
+        with self._state.scratch.for_a_batch(sum(watcher.scratch_bytes(1) for _, watcher in rows)):
             if self.ragged:
                 if self._arena is not None:
                     with self._state.lock:
-                        self._arena.seat([lease.track for lease in self.leases if not lease._spanless])
+                        self._arena.seat([lease.hold.track for lease in self.leases if not lease.hold.spanless])
                 RowsLayer.begin_step(self._plans)
                 return self.model(tokens, cache=self.layers)[:, -1, :]
-            for beat in beats:  # all or none: a row that went ahead could not be taken back
-                beat.lease._reserve_step(beat, 1)
+            for hold, watcher in rows:  # all or none: a row that went ahead could not be taken back
+                forward.reserve_step(hold, watcher, 1)
             for lease in self.leases:
                 lease.reserve_uncached(1)
-            rows = [
+            logits = [
                 self.model(tokens[i : i + 1], cache=lease.layers[: self._n_layers])[:, -1, :]
                 for i, lease in enumerate(self.leases)
             ]
-            return mx.concatenate(rows, axis=0)
+            return mx.concatenate(logits, axis=0)

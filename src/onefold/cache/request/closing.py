@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -21,71 +20,68 @@ from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tree import Node, Tokens
 from onefold.cache.model import stock
+from onefold.cache.request.hold import Hold
 from onefold.errors import BudgetError, DeviceError
-
-if TYPE_CHECKING:
-    from onefold.cache.request.lease import Lease
-
 
 log = logging.getLogger("onefold")
 
 
-def settle(state: CacheState, lease: Lease, tokens: Tokens, *, close: bool) -> None:
+def settle(hold: Hold, tokens: Tokens, *, close: bool) -> None:
     """Store `tokens` of what a lease holds, and with `close` let go of the rest. The device is waited for without the
     lock. It is not held throughout while buffers are cut to size, and while room is made for what comes next."""
-    if not state.uncached_reason and not lease.closed:
+    if not hold.state.uncached_reason and not hold.closed:
         try:
-            evaluate(state, lease)
+            evaluate(hold)
         finally:
-            if lease.closed:  # it was lost
-                _lower_water(state, None)
-    if not lease.closed and _takes_end(state, lease, keep := _kept(lease, tokens)):
-        make_room_for_checkpoint(state, lease, gap=keep - lease._last_checkpoint)
+            if hold.closed:  # it was lost
+                _lower_water(hold.state, None)
+    if not hold.closed and _takes_end(hold, keep := _kept(hold, tokens)):
+        make_room_for_checkpoint(hold, gap=keep - hold.last_checkpoint)
     node, slabs = None, set[Slab]()
-    with state.lock:
+    with hold.state.lock:
         try:
-            if not state.uncached_reason and len(tokens) and not state.closing:
-                _store_work(state, lease, tokens)
+            if not hold.state.uncached_reason and len(tokens) and not hold.state.closing:
+                _store_work(hold, tokens)
         finally:
             if close:
-                node, slabs = lease.node, _release(state, lease)
+                node, slabs = hold.node, _release(hold)
     if close:
-        state.lock.run(_trimming(state, slabs))
-        _lower_water(state, node)
+        hold.state.lock.run(_trimming(hold.state, slabs))
+        _lower_water(hold.state, node)
 
 
-def evaluate(state: CacheState, lease: Lease) -> None:
+def evaluate(hold: Hold) -> None:
     """Wait until what the layers hold is computed: what goes into the tree may be read by other threads. Raises
     DeviceError if it cannot be; the buffers that the lease was writing are lost then, and it is closed."""
     try:
-        mx.eval([a for b in lease._beats for leaf in b.leaves for a in leaf.live_arrays()])
+        mx.eval([a for leaf in hold.leaves for a in leaf.live_arrays()])
     except RuntimeError as error:
-        with state.lock:
-            lose(state, lease, error)
+        with hold.state.lock:
+            lose(hold, error)
         raise DeviceError(f"what the layers hold could not be evaluated: {error}") from error
 
 
-def lose(state: CacheState, lease: Lease, error: Exception) -> None:
+def lose(hold: Hold, error: Exception) -> None:
     """Close a lease whose state cannot be computed, and give up the buffers that it was writing."""
-    torn = [p.slab for p in lease.track.pieces if lease.track.writable(p)]
-    state.reasons["lost on the device"] += 1
-    release(state, lease)
+    torn = [p.slab for p in hold.track.pieces if hold.track.writable(p)]
+    hold.state.reasons["lost on the device"] += 1
+    release(hold)
     for slab in torn:
-        state.nodes.lose(slab, error)
+        hold.state.nodes.lose(slab, error)
 
 
-def _store_work(state: CacheState, lease: Lease, tokens: Tokens) -> None:
-    shelf, tree, track = state.nodes, state.nodes.tree(lease.namespace), lease.track
-    keep = _kept(lease, tokens)
-    if _takes_end(state, lease, keep):
-        _take_end(state, lease, keep)
-    if state.model.recurrent:
+def _store_work(hold: Hold, tokens: Tokens) -> None:
+    shelf, tree, track = hold.state.nodes, hold.state.nodes.tree(hold.namespace), hold.track
+    keep = _kept(hold, tokens)
+    if _takes_end(hold, keep):
+        _take_end(hold, keep)
+    if hold.state.model.recurrent:
         # without a checkpoint behind it a segment could never be resumed: do not keep it
-        last = max((c.position for c in lease._taken), default=0)
+        last = max((c.position for c in hold.taken), default=0)
         if last < keep:
-            state.totals["discarded_tokens"] += max(0, keep - max(last, track.floor))
+            hold.state.totals["discarded_tokens"] += max(0, keep - max(last, track.floor))
             keep = max(last, min(track.floor, keep))
-    lease._taken, taken = [], lease._taken
+    hold.taken, taken = [], hold.taken
     taken_here = [c for c in taken if c.position <= keep]
     for checkpoint in taken:
         if checkpoint.position > keep:
@@ -93,65 +89,65 @@ def _store_work(state: CacheState, lease: Lease, tokens: Tokens) -> None:
     if keep == 0:
         return
     kept = tokens[:keep]
-    node = shelf.put(tree, kept, None if lease._spanless else track)
-    _hold_deeper(state, lease, node)
-    if not lease._spanless:
+    node = shelf.put(tree, kept, None if hold.spanless else track)
+    _hold_deeper(hold, node)
+    if not hold.spanless:
         track.freeze(keep)
-        if state.model.contiguous:
-            _adopt(state, lease, node)
-    reach = kv_reach(state, node.path(), keep) if lease._spanless else keep
+        if hold.state.model.contiguous:
+            _adopt(hold, node)
+    reach = kv_reach(hold.state, node.path(), keep) if hold.spanless else keep
     for checkpoint in taken_here:
         if not checkpoint.spanless and checkpoint.position > reach:
             checkpoint.close()  # it goes with KV that was forgotten when the conversation rotated
         elif not shelf.place(tree, kept, checkpoint):
-            state.reasons["checkpoint already there"] += 1
+            hold.state.reasons["checkpoint already there"] += 1
     shelf.touch(node)
     shelf.thin(node)
-    if state.tier is not None:
-        state.tier.committed(node)
+    if hold.state.tier is not None:
+        hold.state.tier.committed(node)
 
 
-def say_unfed(state: CacheState, lease: Lease) -> None:
+def say_unfed(hold: Hold) -> None:
     """Count, and log once, that nothing is stored because one of two models stands at the beginning, if that is so."""
-    fed = [beat.position > 0 for beat in lease._beats]
+    fed = [watcher.position > 0 for watcher in hold.watchers]
     if all(fed) or not any(fed):
         return
     which = "draft model" if fed[0] else "target"
-    if not state.reasons["draft or target was fed nothing"]:
+    if not hold.state.reasons["draft or target was fed nothing"]:
         log.warning(
             "a request that ran on one model alone is not stored: its %s was fed nothing. Feed both, or use a cache "
             "that is made without draft_model=",
             which,
         )
-    state.reasons["draft or target was fed nothing"] += 1
+    hold.state.reasons["draft or target was fed nothing"] += 1
 
 
-def _kept(lease: Lease, tokens: Tokens) -> int:
+def _kept(hold: Hold, tokens: Tokens) -> int:
     """How many of these tokens can be stored."""
-    keep = min(len(tokens), lease.offset)
-    return keep if lease._spanless else min(keep, lease._rotated_at)  # from there on a model that rotated wrote nothing
+    keep = min(len(tokens), hold.offset)
+    return keep if hold.spanless else min(keep, hold.rotated_at)  # from there on a model that rotated wrote nothing
 
 
-def _takes_end(state: CacheState, lease: Lease, keep: int) -> bool:
+def _takes_end(hold: Hold, keep: int) -> bool:
     """Whether the live state becomes the checkpoint at the end."""
-    if keep == 0 or not (state.model.pointwise or lease._spanless):
+    if keep == 0 or not (hold.state.model.pointwise or hold.spanless):
         return False
-    return keep > lease._last_checkpoint and all(beat.position == keep for beat in lease._beats)
+    return keep > hold.last_checkpoint and all(watcher.position == keep for watcher in hold.watchers)
 
 
-def _take_end(state: CacheState, lease: Lease, position: int) -> None:
+def _take_end(hold: Hold, position: int) -> None:
     """Makes the live state the checkpoint at the end. It is moved, not copied, where it lies right."""
-    taken = take_checkpoint(state, lease, position, gap=position - lease._last_checkpoint)
+    taken = take_checkpoint(hold, position, gap=position - hold.last_checkpoint)
     if taken is not None:
-        lease._taken.append(taken)
+        hold.taken.append(taken)
 
 
-def make_room_for_checkpoint(state: CacheState, lease: Lease, *, gap: int) -> None:
+def make_room_for_checkpoint(hold: Hold, *, gap: int) -> None:
     """Before `take_checkpoint`, and without the lock."""
-    if not _too_short(state, gap):
-        size = _checkpoint_bytes(lease)
-        if state.lock.run(state.nodes.admitting_checkpoint(size)):
-            state.lock.run(state.ledger.granting(Purpose.CHECKPOINT, size))
+    if not _too_short(hold.state, gap):
+        size = _checkpoint_bytes(hold)
+        if hold.state.lock.run(hold.state.nodes.admitting_checkpoint(size)):
+            hold.state.lock.run(hold.state.ledger.granting(Purpose.CHECKPOINT, size))
 
 
 def _too_short(state: CacheState, gap: int) -> bool:
@@ -159,51 +155,51 @@ def _too_short(state: CacheState, gap: int) -> bool:
     return state.model.recurrent and gap < state.min_checkpoint_tokens
 
 
-def _checkpoint_bytes(lease: Lease) -> int:
-    return sum(lease._point_bytes(b, 1) for b in lease._beats)
+def _checkpoint_bytes(hold: Hold) -> int:
+    return sum(hold.point_bytes(b, 1) for b in hold.watchers)
 
 
-def take_checkpoint(state: CacheState, lease: Lease, position: int, *, gap: int) -> Checkpoint | None:
-    if _too_short(state, gap):
-        state.reasons["too short to keep"] += 1
+def take_checkpoint(hold: Hold, position: int, *, gap: int) -> Checkpoint | None:
+    if _too_short(hold.state, gap):
+        hold.state.reasons["too short to keep"] += 1
         return None
-    size = _checkpoint_bytes(lease)
-    if not state.nodes.admit_checkpoint(size):
-        state.reasons["checkpoint too large"] += 1
+    size = _checkpoint_bytes(hold)
+    if not hold.state.nodes.admit_checkpoint(size):
+        hold.state.reasons["checkpoint too large"] += 1
         return None
     try:
-        account = state.ledger.open(Purpose.CHECKPOINT, size, "a checkpoint")
+        account = hold.state.ledger.open(Purpose.CHECKPOINT, size, "a checkpoint")
     except BudgetError:
-        state.reasons["no room for a checkpoint"] += 1
+        hold.state.reasons["no room for a checkpoint"] += 1
         return None
-    snapshots = lease.snapshots()
+    snapshots = hold.snapshots()
     spanless = all(s is not None for s in snapshots)
     checkpoint = Checkpoint(position, snapshots, account, spanless=spanless)
     account.resize(checkpoint.bytes, force=True)
     return checkpoint
 
 
-def _hold_deeper(state: CacheState, lease: Lease, node: Node) -> None:
-    state.nodes.hold(node)
-    if lease.node is not None:
-        state.nodes.release(lease.node)
-    lease.node = node
+def _hold_deeper(hold: Hold, node: Node) -> None:
+    hold.state.nodes.hold(node)
+    if hold.node is not None:
+        hold.state.nodes.release(hold.node)
+    hold.node = node
 
 
-def _adopt(state: CacheState, lease: Lease, node: Node) -> None:
+def _adopt(hold: Hold, node: Node) -> None:
     """A contiguous copy was made for this request: where nobody reads the original, the copy takes its place."""
-    if not lease.track.whole:
+    if not hold.track.whole:
         return
-    slab = lease.track.pieces[-1].slab
+    slab = hold.track.pieces[-1].slab
     own = [n for n in node.path() if n.span is not None and n.span.slab is not slab and n.span.slab.idle]
-    state.nodes.repoint(own, slab)
+    hold.state.nodes.repoint(own, slab)
 
 
-def release(state: CacheState, lease: Lease) -> None:
+def release(hold: Hold) -> None:
     """Let go of all that a lease holds. What it has put into the tree stays."""
-    with state.lock:
-        slabs = _release(state, lease)
-    state.lock.run(_trimming(state, slabs))
+    with hold.state.lock:
+        slabs = _release(hold)
+    hold.state.lock.run(_trimming(hold.state, slabs))
 
 
 def _trimming(state: CacheState, slabs: set[Slab]) -> Work[None]:
@@ -211,58 +207,56 @@ def _trimming(state: CacheState, slabs: set[Slab]) -> Work[None]:
         yield from state.nodes.trimming_slack(slab)
 
 
-def _release(state: CacheState, lease: Lease) -> set[Slab]:
+def _release(hold: Hold) -> set[Slab]:
     """Returns the buffers that it used, which may have more room now than they need."""
-    if lease.closed:
+    if hold.closed:
         return set()
-    slabs = {p.slab for p in lease.track.pieces}
-    if lease.node is not None:
-        state.nodes.evacuate(lease.node.path(), lease.track)
-    for beat in lease._beats:
-        for leaf in beat.leaves:
+    slabs = {p.slab for p in hold.track.pieces}
+    if hold.node is not None:
+        hold.state.nodes.evacuate(hold.path, hold.track)
+    for watcher in hold.watchers:
+        for leaf in watcher.leaves:
             if leaf.kind not in stock.SLICEABLE:
                 leaf.free()
             else:
                 leaf.ring = None
             leaf.offset = 0
-        beat.part()
-    if lease._uncached:
-        lease.layers, lease._handed_out, lease._uncached = [], [], []
-    lease.track.free()
-    for checkpoint in lease._taken:
+        watcher.part()
+    hold.uncached = []
+    hold.track.free()
+    for checkpoint in hold.taken:
         checkpoint.close()
-    lease._taken, lease._restored = [], None
-    node, tree = lease.node, state.nodes.tree(lease.namespace)
-    let_go(state, lease)
-    if not lease._points.closed:
-        lease._points.close()
-    lease.closed = True
-    state.leases.discard(lease)
+    hold.taken, hold.checkpoint = [], None
+    node, tree = hold.node, hold.state.nodes.tree(hold.namespace)
+    let_go(hold)
+    if not hold.points.closed:
+        hold.points.close()
+    hold.closed = True
     if node is not None and node.parent is not None:
-        state.nodes.tidy(tree, node)
-    state.thread_left(lease.thread)
+        hold.state.nodes.tidy(tree, node)
+    hold.state.thread_left(hold.thread)
     return slabs
 
 
-def let_go(state: CacheState, lease: Lease) -> None:
-    if lease.node is not None:
-        state.nodes.release(lease.node)
-        lease.node = None
+def let_go(hold: Hold) -> None:
+    if hold.node is not None:
+        hold.state.nodes.release(hold.node)
+        hold.node = None
 
 
-def abandon(state: CacheState, lease: Lease) -> bool:
-    """Give the tree's share of this lease's path up to the lease, if nobody else needs it. What is on disk of it stays
+def abandon(hold: Hold) -> bool:
+    """Give the tree's share of this lease's path up to the hold, if nobody else needs it. What is on disk of it stays
     there."""
-    track = lease.track
+    track = hold.track
     if any(p.slab.tracks != {track} for p in track.pieces):
         return False
-    node, tree = lease.node, state.nodes.tree(lease.namespace)
-    let_go(state, lease)
+    node, tree = hold.node, hold.state.nodes.tree(hold.namespace)
+    let_go(hold)
     while node is not None and node.parent is not None and node.idle and not any(n.in_memory for n in node.walk()):
         node, gone = node.parent, node
-        if state.tier is not None:
-            state.tier.count_lost(gone)
-        state.nodes.unload(tree, gone)
+        if hold.state.tier is not None:
+            hold.state.tier.count_lost(gone)
+        hold.state.nodes.unload(tree, gone)
     return not any(p.slab.spans for p in track.pieces)
 
 

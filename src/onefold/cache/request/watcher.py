@@ -1,0 +1,410 @@
+"""One model's forwards in a lease: the target's, or the draft's.
+
+- A forward is noticed at its first layer, where every layer stands at one position. One that fails is undone.
+- The tokens of each forward are recorded (`fed`): a commit stores nothing else.
+- Layers whose state is good for one point alone cannot be rewound by cutting. Where a draft model runs beside the
+  target, their state at the beginning of each round is kept; a rewind puts it back and feeds the accepted tokens
+  again. A rewind that is refused all the same stops the next forward, since callers do not look.
+- A watcher's layers refer to it, and it refers to its lease weakly: a lease that is dropped goes by reference counting.
+  Where only the layers are still held, they keep the lease alive (`keep`).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from onefold.cache.memory.arrays import own_name
+from onefold.cache.memory.ledger import Account, Purpose
+from onefold.cache.memory.tree import NAMED, Tokens, common_length
+from onefold.cache.model.anatomy import Anatomy
+from onefold.cache.model.stock import SLICEABLE, Kind
+from onefold.cache.request import forward
+from onefold.cache.request.fed import Fed
+from onefold.cache.request.hold import Hold
+from onefold.errors import BudgetError, LeaseClosed, LeaseError
+
+Marks = list[tuple[Any, ...]]
+
+
+class Owner(Protocol):
+    """The lease that a watcher's layers are of."""
+
+    hold: Hold
+
+    @property
+    def closed(self) -> bool: ...
+    def begin(self, watcher: ForwardWatcher) -> None:
+        """A forward begins. Raises if this thread cannot use the lease now."""
+        ...
+
+    def require_usable(self) -> None:
+        """Raises if this thread cannot use the lease now."""
+        ...
+
+    def take_turn(self) -> None: ...
+    def end_turn(self) -> None: ...
+    def lost(self, error: RuntimeError) -> None: ...
+    def layers_of(self, watcher: ForwardWatcher) -> list[Any]:
+        """The layers that a model takes as its cache; none where they are not what was handed out any more."""
+        ...
+
+    def layers_dropped(self) -> None: ...
+
+
+class ForwardWatcher:
+    def __init__(self, lease: Owner, anatomy: Anatomy, model: nn.Module | None) -> None:
+        self._lease: Callable[[], Owner | None] = weakref.ref(lease)
+        self._model = None if model is None else weakref.ref(model)
+        self.anatomy = anatomy
+        self.fed = Fed()
+        self.epoch = 0
+        self.rotated = not anatomy.sliceable
+        """Nothing of this model lies in the track: it has no sliceable layer, or they have become rings."""
+        self.reached = 0
+        """Where the last forward ended; a forward that begins before it comes after a rewind."""
+        self._leaves: list[Any] = []
+        self._weak: list[weakref.ref[Any]] | None = None
+        self._order: dict[int, int] = {}
+        self._sized = True
+        self._entered = 0
+        self._depth = 0
+        """Watched calls that are under way: a model's call may be made of that of a class it derives from."""
+        self._inputs: tuple[mx.array | Tokens, int] | None = None
+        self._start = 0
+        self._marks: Marks | None = None
+        self._round: tuple[int, Marks] | None = None
+        """Where the last round began, and every leaf's state there."""
+        self._moved: dict[int, int] = {}
+        """Leaves that a rewind has moved already, by id, and that will still be asked for it: where they stood."""
+        self._finalized: set[int] = set()
+        """Leaves that were finalized before their lease was, by id: the collector has an order of its own."""
+        self._refused: int | None = None
+        """Where a rewind was to go that could not be done."""
+
+    @property
+    def lease(self) -> Owner:
+        lease = self._lease()
+        if lease is None:
+            raise LeaseClosed("this lease was dropped; its layers hold nothing any more")
+        return lease
+
+    @property
+    def hold(self) -> Hold:
+        return self.lease.hold
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its lease is closed, or gone."""
+        lease = self._lease()
+        return lease is None or lease.closed
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The cache objects that hold this model's state."""
+        if self._weak is None:
+            return self._leaves
+        alive = [ref() for ref in self._weak]
+        return [leaf for leaf in alive if leaf is not None]
+
+    @leaves.setter
+    def leaves(self, leaves: list[Any]) -> None:
+        self._leaves = leaves
+
+    def keep(self, lease: Owner) -> None:
+        """The caller has dropped the lease: from here on its layers keep it alive, while somebody refers to them."""
+        leaves = self._leaves
+        self._weak = [weakref.ref(leaf) for leaf in leaves]
+        self._order = {id(leaf): i for i, leaf in enumerate(leaves) if id(leaf) not in self._finalized}
+        self._lease = lambda: lease
+        self._leaves = [leaf for leaf in leaves if id(leaf) in self._finalized]
+
+    def dropped(self, layer: Any) -> None:
+        """A layer that nobody refers to comes back to its watcher, so that what it holds can be settled."""
+        if self._weak is None:
+            self._finalized.add(id(layer))
+        elif id(layer) in self._order:
+            self._weak[self._order.pop(id(layer))] = weakref.ref(layer)
+            self._leaves.append(layer)
+            if self.is_dropped:
+                self.lease.layers_dropped()
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the caller has dropped the lease, and every layer too."""
+        return self._weak is not None and not self._order
+
+    def part(self) -> None:
+        """The lease is settled: refer to nothing any more, so that nothing waits for the cyclic collector."""
+        self._round = self._marks = self._inputs = None
+        self._leaves, self._order, self.fed = [], {}, Fed()
+        if self._weak is not None:
+            self._weak, self._lease = [], lambda: None
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether this is its model, or its model is not known."""
+        return self._model is None or self._model() is model
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the model is known, so that its forwards are seen. Of layers that came without one, what they were
+        fed is the caller's word."""
+        return self._model is not None
+
+    # -- forwards ------------------------------------------------------------------------------
+
+    def enter(self, layer: Any, n_tokens: int | None) -> None:
+        if layer.epoch == self.epoch:  # every layer has been here this often: a new forward
+            if self.anatomy.silent and not self._depth:
+                raise LeaseError(
+                    "this model's layers do not count their tokens: call the model itself, and not a part of it"
+                )
+            self.lease.begin(self)
+            self.epoch += 1
+            self._entered, self._sized = 0, False
+            self._mark_round()
+            self._marks = [leaf.mark() for leaf in self.leaves]
+            if not self._depth:
+                self.hold.unscheduled = threading.current_thread()
+        layer.epoch = self.epoch
+        self._entered += 1
+        if n_tokens is not None and not self._sized:
+            self._sized = True
+            try:
+                forward.reserve_step(self.hold, self, n_tokens)
+            except BudgetError as error:
+                self.undo()
+                raise error.advised("end other leases, release pins, or raise the budget") from None
+            if self._marks is not None:  # layers that have just become rings begin this forward as rings
+                kept = zip(self.leaves, self._marks, strict=True)
+                self._marks = [m if x.kind is Kind.RECURRENT else x.mark() for x, m in kept]
+        if self._entered == len(self.leaves) and not self._depth:
+            self._marks = None  # whole, as far as can be seen from here
+
+    @property
+    def position(self) -> int:
+        """Where the layers stand."""
+        return min((leaf.offset for leaf in self.leaves), default=0)
+
+    @property
+    def uniform(self) -> bool:
+        return len({leaf.offset for leaf in self.leaves}) <= 1
+
+    @property
+    def verifies(self) -> bool:
+        return self.rolls_back and self.position >= len(self.hold.tokens) - 1
+
+    def scratch_bytes(self, n_tokens: int) -> int:
+        bound = self.anatomy.bound
+        seen = self.position if bound is None else min(self.position, bound.max_size)
+        return self.anatomy.scratch_bytes(n_tokens, seen + n_tokens, joins=self.joins(n_tokens))
+
+    def joins(self, n_tokens: int) -> bool:
+        """Whether a forward of so many tokens may put a layer's pieces side by side."""
+        if self.anatomy.contiguous or any(leaf.kind is not Kind.FULL for leaf in self.leaves):
+            return True
+        return n_tokens > 1 and not self.hold.track.whole
+
+    def begun(self, model: Any, inputs: mx.array | None, row: int, *, n_layers: int, embedded: bool) -> None:
+        lease = self.lease
+        lease.take_turn()
+        if self._depth:
+            self._depth += 1
+            return
+        accepted = False
+        try:
+            if n_layers < self.anatomy.n_layers:
+                raise LeaseError(
+                    f"this model has {self.anatomy.n_layers} layers with a cache, and was given {n_layers}: pass all "
+                    "of them. (mlx-lm's speculative_generate_step cuts prompt_cache at len(model.layers), which does "
+                    "not fit a model whose layers share their KV.)"
+                )
+            self._admit(lease.hold, model, inputs, row, embedded)
+            accepted = True
+        finally:
+            if accepted:
+                self._depth = 1
+            else:
+                lease.end_turn()
+
+    def _admit(self, hold: Hold, model: Any, inputs: mx.array | None, row: int, embedded: bool) -> None:
+        """Refuses another model, and other tokens than the lease was opened with: both would be stored as this model's
+        KV of these tokens."""
+        if self._model is not None and model is not self._model():
+            raise LeaseError("this lease's layers belong to another model: pass the model that the cache was made for")
+        self._start = start = self.position
+        self._inputs = None
+        if embedded or inputs is None:
+            if inputs is not None and (hold.tokens >= NAMED).any():  # the caller names what its embeddings stand for
+                self._inputs = (_named(hold.tokens, start, np.array(inputs)[row]), 0)
+            return
+        end = min(len(hold.tokens), hold.rewound)
+        if not self.reached <= start < end:
+            self._inputs = (own_name(inputs), row)  # the caller may write into its own array
+            return
+        fed = np.array(inputs)[row].astype(np.int32)
+        same = common_length(fed, hold.tokens[start:end])
+        if same < min(len(fed), end - start):
+            raise LeaseError(
+                f"position {start + same} is fed token {int(fed[same])}, but the lease was opened with "
+                f"{int(hold.tokens[start + same])} there: feed lease.rest, or after a rewind lease.tokens[{start}:]"
+            )
+        self._inputs = (fed, 0)
+
+    def ended(self, n_tokens: int, stepped: bool) -> list[mx.array]:
+        if self._depth > 1:
+            return []
+        self._marks = None  # nothing to undo, and no second reference to any state
+        if self.anatomy.silent:
+            for leaf in self.leaves:
+                if leaf.kind is Kind.RECURRENT:
+                    leaf.offset += n_tokens
+        self.reached = self.position
+        inputs, row = (None, 0) if self._inputs is None else self._inputs
+        self.fed.append(self._start, inputs, row, self.reached - self._start)
+        earlier, self.hold.unscheduled = self.hold.unscheduled, None
+        return self._written(attended=not stepped or earlier is not None)
+
+    def failed(self) -> list[mx.array]:
+        if self._depth > 1:
+            return []
+        self.undo()
+        return self._written()
+
+    def lost(self, error: RuntimeError) -> None:
+        self.lease.lost(error)
+
+    def left(self) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._inputs = None
+        self.lease.end_turn()
+
+    def _written(self, *, attended: bool = True) -> list[mx.array]:
+        """The arrays that forwards write to, as they are now. Without `attended` those are left out that a forward's
+        output depends on, because it attends to them after they were written."""
+        found: list[mx.array] = []
+        if self.anatomy.pointwise or self.rotated:
+            found = [a for leaf in self.leaves if leaf.kind not in SLICEABLE or leaf.ring for a in leaf.live_arrays()]
+        return found + self.hold.track.written() if attended and not self.rotated else found
+
+    def reserve_copy(self, n_bytes: int) -> Account:
+        self.lease.require_usable()
+        return self.hold.state.ledger.open(Purpose.LIVE, n_bytes, "a copy of a layer")
+
+    def undo(self) -> None:
+        """Back to where the unfinished forward began."""
+        if self._marks is not None:
+            for leaf, mark in zip(self.leaves, self._marks, strict=True):
+                leaf.reset(mark)
+            self._marks = None
+            self.reached = self.position
+        for leaf in self.leaves:
+            leaf.epoch = self.epoch
+
+    # -- rewinding -----------------------------------------------------------------------------
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether a draft model runs beside the target, so that the beginning of each round is kept."""
+        return self._model is not None and len(self.hold.watchers) > 1
+
+    def round_bytes(self) -> int:
+        """What the state at the beginning of the round occupies beside the live one."""
+        if self._round is None:
+            return 0
+        live = {id(a) for leaf in self.leaves for a in leaf.live_arrays()}
+        kept = {id(a): a for mark in self._round[1] for a in _arrays_in(mark)}
+        return sum(a.nbytes for i, a in kept.items() if i not in live)
+
+    def _mark_round(self) -> None:
+        """A round begins with the first forward after another model's, behind the prompt."""
+        hold = self.hold
+        another, hold.running = hold.running is not self, self
+        if not self.anatomy.pointwise and self.anatomy.bound is None:
+            return
+        if self.verifies and (another or self._round is None or self._round[0] > self.position):
+            self._round = (self.position, [leaf.mark() for leaf in self.leaves])
+
+    def rotates(self) -> None:
+        """The sliceable leaves have become rings, and stand in the round's beginning for what they were then: a ring
+        that has not wrapped can be cut to any earlier position."""
+        if self._round is not None:
+            at, marks = self._round
+            pairs = zip(self.leaves, marks, strict=True)
+            self._round = (at, [x.mark() if x.kind in SLICEABLE else m for x, m in pairs])
+
+    def trim(self, layer: Any, n: int) -> int:
+        if id(layer) in self._moved:
+            return int(self._moved.pop(id(layer)) - layer.offset)
+        self.undo()
+        self._moved = {}
+        n = min(layer.offset, n)
+        if n <= 0:
+            return 0
+        to = layer.offset - n
+        if all(leaf.can_restore(None, to) for leaf in self.leaves if leaf.offset > to):
+            return n if layer.restore(None, to) else 0
+        before = {id(leaf): leaf.offset for leaf in self.leaves if leaf is not layer}
+        if not self._roll_back(to):
+            self._refused = to
+            return 0
+        self._moved = before
+        return n
+
+    def refuse_after_refused_rewind(self) -> None:
+        """Callers do not look whether a rewind was refused; feeding on would leave rejected tokens in the layers."""
+        if self._refused is not None and self.position > self._refused:
+            raise LeaseError(
+                f"the layers could not be rewound from position {self.position} to {self._refused}, and hold tokens "
+                "that were to be taken back: open another lease, or give the cache its draft_model="
+            )
+        self._refused = None
+
+    def _roll_back(self, to: int) -> bool:
+        """Put back the state at the beginning of the round, and feed what was accepted since again."""
+        model = None if self._model is None else self._model()
+        layers = self.lease.layers_of(self)
+        if self._round is None or model is None or not layers:
+            return False
+        at, marks = self._round
+        again = self.fed.tokens()[at:to]
+        if at < to and len(again) < to - at:
+            return False
+        before = [leaf.mark() for leaf in self.leaves]
+        for leaf, mark in zip(self.leaves, marks, strict=True):
+            leaf.reset(mark)
+        if to < at and not all(leaf.can_restore(None, to) for leaf in self.leaves):
+            for leaf, mark in zip(self.leaves, before, strict=True):
+                leaf.reset(mark)
+            return False
+        for leaf in self.leaves:
+            if leaf.offset > min(at, to) or leaf.kind in SLICEABLE:
+                leaf.restore(None, min(at, to))
+        self.reached = self.position
+        self.fed.cut(self.position)
+        if at < to:
+            model(mx.array(again)[None], cache=layers)
+        return True
+
+
+def _named(leased: Tokens, start: int, inputs: Any) -> Tokens:
+    """Tokens that were fed as embeddings: where the lease was opened with an id that names one, that id."""
+    found = inputs.astype(np.int32)
+    own = leased[start : start + len(found)]
+    found[: len(own)] = np.where(own >= NAMED, own, found[: len(own)])
+    return found
+
+
+def _arrays_in(mark: Any) -> list[mx.array]:
+    if isinstance(mark, mx.array):
+        return [mark]
+    if isinstance(mark, dict):
+        return _arrays_in(list(mark.values()))
+    return [a for part in mark for a in _arrays_in(part)] if isinstance(mark, (list, tuple)) else []

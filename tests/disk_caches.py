@@ -78,7 +78,7 @@ class Held:
 
     def __init__(self, cache: PrefixCache) -> None:
         assert cache._disk is not None
-        self._folder = cache._disk.vault.folder
+        self._folder = cache._disk.catalog.folder
         self._write = self._folder.write
         self._go = threading.Event()
         self.begun = threading.Event()

@@ -49,7 +49,7 @@ class Walk:
         small_records(cache, chance.choice([16, 50, 200, 900]))
         assert cache._disk is not None
         if self.fails:
-            self._make_faulty(cache._disk.vault.folder)
+            self._make_faulty(cache._disk.catalog.folder)
         return cache
 
     def _make_faulty(self, folder: Any) -> None:

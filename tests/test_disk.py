@@ -48,7 +48,7 @@ def test_a_conversation_goes_on_after_a_restart(
     name: str, mode: str, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By both ways that bytes have into memory and out of it, whichever this machine takes."""
-    monkeypatch.setattr(host, "addressable", lambda: direct)
+    monkeypatch.setattr(arrays, "addressable", lambda: direct)
     case = CASES[name]
     model = model_of(case)
     prompt = text(90)
@@ -297,13 +297,13 @@ def test_the_disk_budget_is_hard(mode: str, tmp_path: Path) -> None:
     most = 300_000
     with opened(model, tmp_path, budget="4MB", disk_budget=most, disk_mode=mode) as cache:
         assert cache._disk is not None
-        seen, write = [], cache._disk.vault.folder.write
+        seen, write = [], cache._disk.catalog.folder.write
 
         def measured(*what: Any) -> None:
             write(*what)
             seen.append(disk_bytes(tmp_path))
 
-        cache._disk.vault.folder.write = measured  # type: ignore[method-assign]
+        cache._disk.catalog.folder.write = measured  # type: ignore[method-assign]
         for i in range(12):
             last = turn(model, cache, [i, *text(60, i)])
             cache.flush()
@@ -343,7 +343,7 @@ def test_a_daily_limit_pauses_writing(model: FakeModel, tmp_path: Path, caplog: 
         again = cache.stats().disk
         assert again.written_today_bytes == again.written_ever_bytes == stats.disk.written_today_bytes
         assert cache._disk is not None
-        cache._disk.vault._clock = lambda: time.time() + 86_400
+        cache._disk.catalog._clock = lambda: time.time() + 86_400
         turn(model, cache, text(90, 99))
         assert cache.flush()
         assert 0 < cache.stats().disk.written_today_bytes < cache.stats().disk.written_ever_bytes
@@ -509,7 +509,7 @@ def test_what_is_on_its_way_from_disk_is_in_the_ledger(
 ) -> None:
     """Where bytes cannot be read into their place, the buffers that they go through are counted; else there are none.
     The ledger has room for all that MLX was seen to take."""
-    monkeypatch.setattr(host, "addressable", lambda: direct)
+    monkeypatch.setattr(arrays, "addressable", lambda: direct)
     model = FakeModel(kinds, dim=256)
     with opened(model, tmp_path, budget="64MB") as cache:
         tokens = turn(model, cache, text(1500))
@@ -532,10 +532,10 @@ def test_the_copies_of_what_leaves_for_the_disk_are_in_the_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = FakeModel(("full",) * 4, dim=256)
-    monkeypatch.setattr(host, "addressable", lambda: True)
+    monkeypatch.setattr(arrays, "addressable", lambda: True)
     with opened(model, tmp_path / "direct", budget="128MB") as cache:
         in_place = cache.stats().bytes["disk_buffers"]
-    monkeypatch.setattr(host, "addressable", lambda: False)
+    monkeypatch.setattr(arrays, "addressable", lambda: False)
     with opened(model, tmp_path / "composed", budget="128MB") as cache:
         assert cache._disk is not None
         slot = cache._disk.spiller.record_tokens * cache.token_bytes

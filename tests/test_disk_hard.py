@@ -540,5 +540,5 @@ def test_a_restore_without_room_leaves_nothing_held(model: FakeModel, tmp_path: 
             gc.collect()
             settled(cache)
             assert all(n.pins == 0 for n in cache.state.nodes.nodes())
-            assert cache._disk is not None and all(r.pins == 0 for r in cache._disk.vault.records())
+            assert cache._disk is not None and all(r.pins == 0 for r in cache._disk.catalog.records())
         other.commit()

@@ -24,6 +24,7 @@ from fake import FakeModel, Session, settled, text
 from mlx_lm.tuner.lora import LoRALinear
 
 from onefold import ConfigError, PrefixCache
+from onefold.cache.memory import arrays
 from onefold.cache.memory.lock import CacheLock
 from onefold.cache.model import fingerprint
 from onefold.cache.tiers.disk import host
@@ -56,7 +57,7 @@ def test_a_step_that_is_broken_off_believes_nothing_more(
     error: type[BaseException], direct: bool, model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record that was being looked at is damaged; whoever goes on afterwards is not given it."""
-    monkeypatch.setattr(host, "addressable", lambda: direct)
+    monkeypatch.setattr(arrays, "addressable", lambda: direct)
     with opened(model, tmp_path) as cache:
         small_records(cache)
         tokens = turn(model, cache, text(200))
@@ -426,7 +427,7 @@ def test_a_cache_that_is_collected_on_the_writers_thread_is_written(model: FakeM
     """The collector runs where it likes: the thread does not wait for itself."""
     cache = opened(model, tmp_path, disk_mode="through")
     assert cache._disk is not None
-    folder, thread, go = cache._disk.vault.folder, cache._disk.spiller._writer._thread, threading.Event()
+    folder, thread, go = cache._disk.catalog.folder, cache._disk.spiller._writer._thread, threading.Event()
     write = folder.write
 
     def collecting(*what: Any) -> None:
@@ -464,7 +465,7 @@ def test_a_cache_that_is_collected_on_the_writers_thread_is_written(model: FakeM
 def test_any_order_of_things_on_a_disk_that_fails_leaves_everything_right(
     direct: bool, kinds: tuple[str, ...], seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "addressable", lambda: direct)
+    monkeypatch.setattr(arrays, "addressable", lambda: direct)
     walk = Walk(FakeModel(kinds), tmp_path, seed + 100 * direct, fails=True)
     for _ in range(50):
         walk.step()
@@ -484,7 +485,7 @@ def test_any_order_of_things_on_a_sound_disk_loses_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is said to be durable is there after a restart, and no record is ever rejected."""
-    monkeypatch.setattr(host, "addressable", lambda: direct)
+    monkeypatch.setattr(arrays, "addressable", lambda: direct)
     walk = Walk(FakeModel(kinds), tmp_path, seed + 100 * direct, bound=bound)
     for _ in range(50):
         walk.step()

@@ -15,6 +15,7 @@ from disk_caches import Held, files, flip, opened, small_records, turn
 from fake import FakeModel, Session, logits_of, settled, text
 
 from onefold import BudgetError, PrefixCache
+from onefold.cache.memory import arrays
 from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.tree import as_tokens
 from onefold.cache.tiers.disk import host, spilling
@@ -43,7 +44,7 @@ def test_a_short_branch_of_a_long_record_is_restored(
     direct: bool, model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record that it branches off ends later than anything it asks for."""
-    monkeypatch.setattr(host, "addressable", lambda: direct)
+    monkeypatch.setattr(arrays, "addressable", lambda: direct)
     long = text(900)
     short = branch(long, 40, 20, 5)
     with opened(model, tmp_path, disk_mode="through") as cache:
@@ -110,7 +111,7 @@ def test_a_record_inside_what_was_written_again_from_further_up(
         record_lengths(cache, monkeypatch, 20)
         Session(model, cache, tokens[:40]).prefill(40).commit()
         assert cache.flush(10)
-        lingers = [r for r in cache._disk.vault.records() if r.start == 20]
+        lingers = [r for r in cache._disk.catalog.records() if r.start == 20]
         for record in lingers:
             record.children += 1  # as if something went on from it
         cache.forget(tokens[:40], 8)
@@ -124,8 +125,8 @@ def test_a_record_inside_what_was_written_again_from_further_up(
             assert cache._disk is not None and cache.durable(tokens) == length
             if lost:
                 with cache.state.lock:
-                    within = [r for r in cache._disk.vault.records() if r.start == 20 and r.end <= 40]
-                    cache._disk.forget(r for r in within if r.nodes)
+                    within = [r for r in cache._disk.catalog.records() if r.start == 20 and r.end <= 40]
+                    cache._disk.links.forget(r for r in within if r.nodes)
                 settled(cache)
             left = 20 if lost and length == 40 and "recurrent" not in kinds else length  # nothing leads to the other
             assert cache.durable(tokens) == left
@@ -219,7 +220,7 @@ def test_a_checkpoint_goes_on_from_the_kv_that_overtook_a_hollow_range(tmp_path:
     model, bound, common = FakeModel(("full", "recurrent")), (64, 4), text(30, 1)
     with opened(model, tmp_path, disk_mode="through", **BOUND) as cache:
         assert cache._disk is not None
-        folder, turns = cache._disk.vault.folder, threading.Semaphore(0)
+        folder, turns = cache._disk.catalog.folder, threading.Semaphore(0)
         write = folder.write
 
         def one_by_one(*what: Any) -> None:
@@ -233,7 +234,7 @@ def test_a_checkpoint_goes_on_from_the_kv_that_overtook_a_hollow_range(tmp_path:
             turn(model, cache, tokens, 0, bound=bound)
         for _ in range(200):
             with cache.state.lock:
-                records = cache._disk.vault.records()
+                records = cache._disk.catalog.records()
                 if any((r.start, r.end, r.hollow, r.ready) == (0, 30, True, False) for r in records):
                     break
             turns.release()
@@ -350,7 +351,7 @@ def test_what_cannot_be_written_is_tried_once(code: int, mode: str, model: FakeM
     tokens, tries = text(100), list[str]()
     with opened(model, tmp_path, disk_mode=mode) as cache:
         assert cache._disk is not None
-        folder = cache._disk.vault.folder
+        folder = cache._disk.catalog.folder
 
         def failing(namespace: str, name: str, *_: Any) -> None:
             tries.append(name)
@@ -408,7 +409,7 @@ def test_what_stays_of_something_that_was_owed_is_owed(how: str, model: FakeMode
 def test_what_was_lost_is_told_to_whoever_asks_and_to_nobody_else(model: FakeModel, tmp_path: Path) -> None:
     with opened(model, tmp_path, disk_mode="through") as cache:
         assert cache._disk is not None
-        folder = cache._disk.vault.folder
+        folder = cache._disk.catalog.folder
         write = folder.write
 
         def failing(*_: Any) -> None:

@@ -290,7 +290,7 @@ def test_a_writer_that_ends_is_done_without(
     with opened(model, tmp_path, budget="1MB", disk_mode=mode) as cache:
         assert cache._disk is not None
         with monkeypatch.context() as patched:
-            patched.setattr(cache._disk.vault, where, dies)
+            patched.setattr(cache._disk.catalog, where, dies)
             said = turn(model, cache, text(100))
             assert not cache.flush(10, everything=True)
         disk = cache.stats().disk

@@ -12,8 +12,9 @@ import pytest
 from disk_caches import Held, opened
 from fake import FakeModel, text
 
+from onefold.cache.memory import arrays
 from onefold.cache.memory.ledger import Ledger, Purpose
-from onefold.cache.tiers.disk import host, spilling
+from onefold.cache.tiers.disk import spilling
 from onefold.cache.tiers.disk.staging import Staging
 from onefold.cache.tiers.disk.writing import Job, Writer
 
@@ -50,7 +51,7 @@ def test_turns_that_follow_at_once_go_on_in_place(
 ) -> None:
     """Turns of 100 tokens each, 25 to a conversation; what the disk has not taken yet holds none of them up."""
     if not direct:
-        monkeypatch.setattr(host, "addressable", lambda: False)
+        monkeypatch.setattr(arrays, "addressable", lambda: False)
     slow_disk(monkeypatch, slow)
     model = FakeModel(kinds)
     with opened(model, tmp_path, disk_mode="through", min_checkpoint_tokens=100) as cache:

@@ -363,7 +363,7 @@ class PrefixCache:
             if self._disk is None or self.state.uncached_reason:
                 return None
             tree = self._tree(namespace)
-        return self.state.lock.run(restoring.planning(self.state, self._disk, tree, found, reserve_tokens))
+        return self.state.lock.run(restoring.planning(self.state, self._disk.reading, tree, found, reserve_tokens))
 
     def _read_disk(self, tokens: Tokens, namespace: Hashable, reserve_tokens: int) -> list[Restore]:
         """All that is on disk of these tokens; again, where a record turned out to be damaged."""
@@ -398,7 +398,7 @@ class PrefixCache:
         self.state.lock.refuse_elsewhere()
         with self.state.lock.inner:  # requests go on meanwhile
             written = self._disk.spiller.flush(everything=everything, until=until, tells=True)
-            return written and not self._disk.vault.failed
+            return written and not self._disk.catalog.failed
 
     def durable(self, tokens: Any, *, namespace: Hashable = "") -> int:
         """How many of these tokens, from the first on, would survive the end of this process. Touches nothing."""
@@ -543,7 +543,7 @@ class PrefixCache:
     @property
     def written_bytes(self) -> int | None:
         """To disk so far, by this cache; None without a disk. Does not wait for whoever has the lock."""
-        return None if self._disk is None else self._disk.vault.counts["written_bytes"]
+        return None if self._disk is None else self._disk.catalog.counts["written_bytes"]
 
     def close_soon(self) -> None:
         """Closing, on whatever thread, waits no longer for what is not on disk yet: that is lost."""

@@ -17,14 +17,15 @@ import logging
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from onefold.cache.memory.arrays import Bytes, addressable
+from onefold.cache.memory import arrays
+from onefold.cache.memory.arrays import Bytes
 from onefold.cache.memory.checkpoints import Checkpoint
 from onefold.cache.memory.ledger import Account, Purpose
 from onefold.cache.memory.lock import Work
@@ -33,14 +34,14 @@ from onefold.cache.memory.segment import Slab, Span, Track
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tree import Node, Tokens, Tree
 from onefold.cache.tiers.disk import host
+from onefold.cache.tiers.disk.linking import Links
+from onefold.cache.tiers.disk.pace import Pace
 from onefold.cache.tiers.records.catalog import Record, is_passing, reason_of
 from onefold.cache.tiers.records.folder import read_all
 from onefold.cache.tiers.records.heads import read_content
+from onefold.cache.tiers.records.layout import Layout
 from onefold.cache.tiers.records.record import Content, Tensor
 from onefold.errors import BudgetError, RecordError
-
-if TYPE_CHECKING:
-    from onefold.cache.tiers.disk.tier import Disk
 
 log = logging.getLogger("onefold")
 
@@ -48,6 +49,23 @@ READ_ELSEWHERE_SECONDS = 0.05
 """Seconds between two looks at what another thread reads."""
 AHEAD = 2
 """Records that are read while one is being looked at."""
+
+
+class Reading(NamedTuple):
+    """What the restores of a tier share."""
+
+    links: Links
+    layout: Layout
+    reader: concurrent.futures.ThreadPoolExecutor
+    """Reads the next records while one is being looked at."""
+    read_pace: Pace
+    """Seconds a byte takes to restore."""
+    prefill_pace: Pace
+    """Seconds a token takes to compute."""
+    counts: Counter[str]
+    reasons: Counter[str]
+    dirtied: Callable[[Node], None]
+    """Told of nodes that memory has, and the disk no longer."""
 
 
 class Loaded(NamedTuple):
@@ -125,16 +143,18 @@ def _records(path: list[Node], target: int) -> list[Record]:
     return found
 
 
-def planning(state: CacheState, disk: Disk, tree: Tree, tokens: Tokens, reserve_tokens: int) -> Work[Restore | None]:
+def planning(
+    state: CacheState, shared: Reading, tree: Tree, tokens: Tokens, reserve_tokens: int
+) -> Work[Restore | None]:
     """A restore that has begun, if one is worth it. Raises BudgetError if there is no room."""
     found = wanted(state, tree, tokens)
     if found is None or not (found.records or found.point):
         return None
     size = sum(r.size for r in found.records) + (0 if found.point is None else found.point.size)
-    reading, computing = disk.read_pace.estimate(size), disk.prefill_pace.estimate(found.saves)
-    if reading is not None and computing is not None and reading >= computing and disk.read_pace.passed_over():
-        disk.counts["skipped_tokens"] += found.saves
-        disk.reasons["slower than prefill"] += 1
+    reading, computing = shared.read_pace.estimate(size), shared.prefill_pace.estimate(found.saves)
+    if reading is not None and computing is not None and reading >= computing and shared.read_pace.passed_over():
+        shared.counts["skipped_tokens"] += found.saves
+        shared.reasons["slower than prefill"] += 1
         return None
     room = max(0, len(tokens) + reserve_tokens - found.matched)
     if found.records:
@@ -149,7 +169,7 @@ def planning(state: CacheState, disk: Disk, tree: Tree, tokens: Tokens, reserve_
         found = wanted(state, tree, tokens)  # others had the lock meanwhile
         if found is None or not (found.records or found.point):
             return None
-    restore = Restore(state, disk, tree, found, max(0, len(tokens) + reserve_tokens - found.matched))
+    restore = Restore(state, shared, tree, found, max(0, len(tokens) + reserve_tokens - found.matched))
     restore.begin()
     return restore
 
@@ -165,8 +185,8 @@ def awaiting_others(state: CacheState, tree: Tree, tokens: Tokens) -> Work[None]
 class Restore:
     """Made by `plan`. Call `step` until it returns False, or `finish` to leave it at that."""
 
-    def __init__(self, state: CacheState, disk: Disk, tree: Tree, found: Wanted, room: int) -> None:
-        self._state, self._disk, self._tree = state, disk, tree
+    def __init__(self, state: CacheState, shared: Reading, tree: Tree, found: Wanted, room: int) -> None:
+        self._state, self._shared, self._tree = state, shared, tree
         self._wanted = found
         self._left: list[Record] = [*found.records, *([] if found.point is None else [found.point])]
         self._held = list(self._left)
@@ -182,7 +202,7 @@ class Restore:
         self._holder = Track(state.store)
         self._read_bytes = 0
         self._seconds = 0.0
-        self._direct = addressable()
+        self._direct = arrays.addressable()
         self._loading: deque[concurrent.futures.Future[Loaded]] = deque()
         self._layouts: dict[int, tuple[Tensor, ...]] = {}
         self.done = False
@@ -291,16 +311,17 @@ class Restore:
             self._left.clear()
             self.rejected = True
             if is_passing(error):
-                self._disk.set_apart(record, error)
+                for node in self._shared.links.set_apart(record, error):
+                    self._shared.dirtied(node)
             else:
-                self._disk.reject(record, reason_of(error))
+                self._shared.links.reject(record, reason_of(error))
         except BudgetError:
             self._left.clear()
-            self._disk.reasons["no room to restore"] += 1
+            self._shared.reasons["no room to restore"] += 1
         except (RuntimeError, MemoryError) as error:  # of the device, or no more threads
             self._left.clear()
             self._reached = self._base  # arrays that are still to be computed may never be
-            self._disk.reasons["failed to restore"] += 1
+            self._shared.reasons["failed to restore"] += 1
             log.warning("what is on disk could not be restored, and is computed: %s", error)
         self._seconds += time.perf_counter() - began
 
@@ -323,7 +344,7 @@ class Restore:
             if i and record.start != records[i - 1].end:
                 return
             if i >= len(self._loading):
-                self._loading.append(self._disk.reader.submit(self._load, record))
+                self._loading.append(self._shared.reader.submit(self._load, record))
 
     def finish(self) -> None:
         """What was read is memory's from here on."""
@@ -344,9 +365,9 @@ class Restore:
             self._slab.leave(self._holder)
             self._slab.settle()
         self._let_go()
-        self._disk.read_pace.took(self._seconds, self._read_bytes)
-        self._disk.counts["restored_tokens"] += self.tokens
-        self._disk.counts["restored_bytes"] += self._read_bytes
+        self._shared.read_pace.took(self._seconds, self._read_bytes)
+        self._shared.counts["restored_tokens"] += self.tokens
+        self._shared.counts["restored_bytes"] += self._read_bytes
 
     def _let_go(self) -> None:
         self._state.restores.discard(self)
@@ -356,7 +377,7 @@ class Restore:
             record.pins -= 1
         for node in self._end.path():
             node.pins = max(0, node.pins - 1)
-        self._disk.prune(self._end)
+        self._shared.links.prune(self._end)
 
     # -- ranges ------------------------------------------------------------------------------------------
 
@@ -366,7 +387,7 @@ class Restore:
         assert slab is not None
         lo = record.start - self._base
         n = record.end - record.start
-        with self._disk.vault.folder.reading(record.namespace, record.name) as file:
+        with self._shared.links.catalog.folder.reading(record.namespace, record.name) as file:
             content, data_at, checksum = self._content(file, record)
             if content.tensors != self._tensors(n):
                 raise RecordError("of another layout")
@@ -420,9 +441,9 @@ class Restore:
 
     def _read_point(self, record: Record) -> None:
         node, state = self._end, self._state
-        with self._disk.vault.folder.reading(record.namespace, record.name) as file:
+        with self._shared.links.catalog.folder.reading(record.namespace, record.name) as file:
             content, data_at, checksum = self._content(file, record)
-            self._disk.layout.require(content)
+            self._shared.layout.require(content)
             size = content.payload_bytes
             if node.end != record.start or node.checkpoint is not None:
                 return
@@ -447,7 +468,7 @@ class Restore:
             self.tokens += self._wanted.saves
 
     def _revive(self, file: int, content: Content, data_at: int, checksum: str, account: Account) -> Checkpoint:
-        arrays: dict[str, mx.array] = {}
+        read: dict[str, mx.array] = {}
 
         def tensors(at: int) -> Iterator[Bytes]:
             """One after the other: no more than one is there twice."""
@@ -456,14 +477,14 @@ class Restore:
                 def fill(place: Bytes, at: int = at) -> None:
                     _fill(file, [place], at)
 
-                arrays[tensor.name], data = host.array_in(tensor, fill, direct=self._direct)
+                read[tensor.name], data = host.array_in(tensor, fill, direct=self._direct)
                 at += tensor.nbytes
                 yield data
 
         if content.checksum(tensors(data_at)) != checksum:
             raise RecordError("checksum")
         try:
-            position, snapshots = self._state.model.revive(content.state, arrays)
+            position, snapshots = self._state.model.revive(content.state, read)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise RecordError("no header of ours") from error
         if position != content.start or not self._state.model.accepts(self._state.store, snapshots, position):

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from onefold.cache.memory.arrays import addressable
+from onefold.cache.memory import arrays
 from onefold.cache.memory.checkpoints import POINTS_SHARE
 from onefold.cache.memory.eviction import leaves
 from onefold.cache.memory.ledger import Purpose
@@ -29,10 +29,11 @@ from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tree import Node
 from onefold.cache.tiers.disk import host
 from onefold.cache.tiers.disk.backlog import Backlog
+from onefold.cache.tiers.disk.linking import Links
 from onefold.cache.tiers.disk.ondisk import OnDisk
 from onefold.cache.tiers.disk.staging import Staging
 from onefold.cache.tiers.disk.writing import LOOK_AGAIN, Job, Writer
-from onefold.cache.tiers.records.catalog import MISPLACED, NO_TOKENS, PASSING, Catalog, Record
+from onefold.cache.tiers.records.catalog import MISPLACED, NO_TOKENS, PASSING, Record
 from onefold.cache.tiers.records.layout import Layout
 from onefold.cache.tiers.records.order import below
 from onefold.cache.tiers.records.record import Content, Tensor, What
@@ -69,23 +70,18 @@ class Spiller:
     def __init__(
         self,
         state: CacheState,
-        vault: Catalog,
+        links: Links,
         layout: Layout,
         *,
         through: bool,
-        gone: Callable[[Record], None],
-        forget: Callable[[Iterable[Record]], object],
-        thin: Callable[[Node], None],
         space_of: Callable[[Node], str | None],
     ) -> None:
-        """`gone` is told of a record that was given up, and `thin` of a node whose checkpoint has arrived on disk;
-        `forget` gives up records and all that go on from them; all with the lock held. `space_of` says to which folder
-        a node's records belong, None if to none."""
-        self.vault = vault
+        """`space_of` says to which folder a node's records belong, None if to none."""
+        self.catalog = vault = links.catalog
         self.through = through
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
-        self._gone, self._forget, self._thin, self._space_of = gone, forget, thin, space_of
+        self._links, self._space_of = links, space_of
         self._state = state
         store, ledger = state.store, state.ledger
         self._store, self._nodes, self._lock, self._ledger = store, state.nodes.nodes, state.lock, ledger
@@ -104,7 +100,7 @@ class Spiller:
         self.record_tokens = max(1, self.record_bytes // per_token) if store.token_bytes else HOLLOW_TOKENS
         buffer_bytes = max(BUFFER_LEAST, self.record_tokens * store.token_bytes)
         n_buffers = max(2, min(BUFFERS_MOST, ledger.budget_bytes // BUFFERS_SHARE // buffer_bytes))
-        copies = 0 if addressable() else host.COPIED
+        copies = 0 if arrays.addressable() else host.COPIED
         piece_bytes = min(PIECE_MOST, buffer_bytes) if layout.has_points else 0
         reserved = (n_buffers + copies) * buffer_bytes + piece_bytes
         self._account = ledger.open(Purpose.DISK, reserved, "records on their way to the disk")
@@ -171,7 +167,7 @@ class Spiller:
         """A request wants to go on in these buffers. What has to be on disk is copied out first, if there is room for
         all of it and that does not take long; False if the request had better go on elsewhere, and leave them to the
         writer."""
-        if self.through and path and not self.vault.failed and not (yield from self._copying_out(path)):
+        if self.through and path and not self.catalog.failed and not (yield from self._copying_out(path)):
             return False
         yield from self.awaiting_copies(slabs)
         return True
@@ -247,7 +243,7 @@ class Spiller:
 
     def left(self, until: float) -> int:
         """Tokens that are in memory and not on disk, after what is to be written through has been."""
-        if not self._writer.alive or self.vault.failed:
+        if not self._writer.alive or self.catalog.failed:
             return 0
         self.flush(everything=False, until=until)
         return self.unsaved()
@@ -297,7 +293,7 @@ class Spiller:
 
     def _old(self) -> Callable[[], Iterable[Node]] | None:
         """What is to be written ahead, if memory is nearly full, or the checkpoints' share of it."""
-        if self.vault.failed:
+        if self.catalog.failed:
             return None
         nearly_full = self._mark * self._ledger.budget_bytes
         if self._ledger.used_bytes > nearly_full:
@@ -308,7 +304,7 @@ class Spiller:
 
     def _writable(self, node: Node, *, points: bool = True) -> bool:
         """Whether some of it, or of what goes before it, can be written now; without `points`, of ranges alone."""
-        if node.parent is None or self.vault.failed or self._space_of(node) is None:
+        if node.parent is None or self.catalog.failed or self._space_of(node) is None:
             return False
         first = self._first_dirty(node, points=points)
         if first is None or self._backlog.is_refused(first):
@@ -369,7 +365,7 @@ class Spiller:
         if first.disk is None:
             first.disk = OnDisk(first)
         for superfluous in first.disk.add(record):
-            self.let_go(superfluous)
+            self._links.let_go(superfluous)
         if known is not None:
             return known
         if span is None:
@@ -405,7 +401,7 @@ class Spiller:
 
     def _known(self, content: Content) -> Record | None:
         """A record of this content that is there, and could be read when it was last looked at."""
-        there = self.vault.find(content.namespace, content.address)
+        there = self.catalog.find(content.namespace, content.address)
         return there if there is not None and there.ready and not there.unread else None
 
     @staticmethod
@@ -422,12 +418,12 @@ class Spiller:
 
     def _expect(self, node: Node, content: Content, end: int, above: Record | None) -> Record | None:
         """Reserve a record's place on the disk; None if it has none, for a reason."""
-        vault = self.vault
+        vault = self.catalog
         reason = vault.refuses(content.size)
         victims: list[Record] | None = []
         there = vault.find(content.namespace, content.address)
         if there is not None and there.unread and there.ready and there.size != content.size:
-            self._forget([there])  # whatever that file is, it is not this record
+            self._links.forget([there])  # whatever that file is, it is not this record
             there = None
         if not reason and there is not None and not (there.unread and there.ready):
             reason = "record already there"
@@ -441,7 +437,7 @@ class Spiller:
                     above.pins -= 1
             reason = "" if victims is not None else "no room on disk"
         for victim in victims or ():
-            self._gone(victim)
+            self._links.take_from_nodes(victim)
         if reason:
             self.reasons[reason] += 1
             if reason == "no room on disk" and not self._said_full:
@@ -468,7 +464,7 @@ class Spiller:
     # -- what became of it, with the lock held -----------------------------------------------------------
 
     def _settle(self, job: Job, error: Exception | None, written: bool) -> None:
-        record, vault = job.record, self.vault
+        record, vault = job.record, self.catalog
         if job.checkpoint is not None:
             job.checkpoint.release()
         if error is None:
@@ -477,10 +473,10 @@ class Spiller:
             if not record.nodes:  # nobody wants it any more
                 vault.drop(record)
                 if record.parent is not None:
-                    self.let_go(record.parent)
+                    self._links.let_go(record.parent)
                 return
             for node in list(record.nodes) if record.what is What.POINT else ():
-                self._thin(node)
+                self._links.thin(node)
             self.counts["spilled_tokens"] += record.end - record.start
             self._slow = False
             return
@@ -490,10 +486,10 @@ class Spiller:
                 self._backlog.refuse(node)
         if record.unread and record.nodes:
             for tail in sorted(tails, key=lambda r: -r.start):
-                self._gone(tail)
+                self._links.take_from_nodes(tail)
             vault.set_back(record, tails)
         else:
-            self._forget([record])
+            self._links.forget([record])
             vault.drop(record)
         if not isinstance(error, OSError):
             self.reasons["not yet computed"] += 1
@@ -513,16 +509,8 @@ class Spiller:
         if self.through and above is not None and self._is_owed(above):
             self.committed(above)
 
-    def let_go(self, record: Record) -> None:
-        """A node does not rely on it any more: it goes, if nothing else does, and what only it went on from. One that
-        is being written goes afterwards."""
-        at: Record | None = record
-        while at is not None and at.ready and not at.nodes and not at.children:
-            self.vault.drop(at)
-            at = at.parent
-
     def check(self) -> list[str]:
-        found = self.vault.check()
+        found = self.catalog.check()
         for node in self._nodes():
             if node.disk is not None:
                 found += _check_node(node)

@@ -19,23 +19,19 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from onefold.cache.memory.checkpoints import superfluous
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tree import Node, Tree
+from onefold.cache.tiers.disk.growing import grow
+from onefold.cache.tiers.disk.linking import Links
 from onefold.cache.tiers.disk.naming import name_of, salt_of
-from onefold.cache.tiers.disk.ondisk import OnDisk
 from onefold.cache.tiers.disk.pace import Pace
-from onefold.cache.tiers.disk.restoring import AHEAD
+from onefold.cache.tiers.disk.restoring import AHEAD, Reading
 from onefold.cache.tiers.disk.spilling import Spiller
-from onefold.cache.tiers.records.catalog import Catalog, Loaded, Record
+from onefold.cache.tiers.records.catalog import Catalog
 from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.layout import Layout
-from onefold.cache.tiers.records.order import below
-from onefold.cache.tiers.records.record import What
 from onefold.collecting import paused
 from onefold.errors import ConfigError, OnefoldError
 from onefold.sizes import parse_size, show_size
@@ -115,7 +111,7 @@ class Disk:
         self.mode = settings.mode
         folder = Folder.make(settings.folder)
         try:
-            self.vault = Catalog(
+            self.catalog = Catalog(
                 folder,
                 _budget(settings.budget, folder),
                 daily_bytes=None if settings.daily_limit is None else parse_size(settings.daily_limit),
@@ -130,27 +126,25 @@ class Disk:
             self._points = points
             self.layout = Layout(about["layout"], points)
             """What this model's records are made of."""
-            self._nodes = state.nodes
             self._spaces: dict[Node, str | None] = {}
+            self.links = Links(state.nodes, self.catalog)
             self.spiller = Spiller(
-                state,
-                self.vault,
-                self.layout,
-                through=settings.mode == "through",
-                gone=self.take_from_nodes,
-                forget=self.forget,
-                thin=self._thin,
-                space_of=self.space_of,
+                state, self.links, self.layout, through=settings.mode == "through", space_of=self.space_of
             )
         except (OSError, OnefoldError):
             folder.unlock()
             raise
         self.reader = concurrent.futures.ThreadPoolExecutor(AHEAD, "onefold-read")
         """Reads the next records while one is being looked at. Its threads are made when they are first used."""
-        if self.vault.budget_bytes < 2 * self.spiller.record_bytes:
+        self.reading = Reading(
+            self.links, self.layout, self.reader, self.read_pace, self.prefill_pace, self.counts, self.reasons,
+            self.spiller.committed,
+        )  # fmt: skip
+        """What restores share."""
+        if self.catalog.budget_bytes < 2 * self.spiller.record_bytes:
             log.warning(
                 "a disk budget of %s is next to nothing: a record takes up to %s",
-                show_size(self.vault.budget_bytes),
+                show_size(self.catalog.budget_bytes),
                 show_size(self.spiller.record_bytes),
             )
 
@@ -161,8 +155,8 @@ class Disk:
         tried again at a later use."""
         if tree.root in self._spaces:
             known = self._spaces[tree.root]
-            if known is not None and (found := self.vault.load_again(known)):
-                _grow(tree, found)
+            if known is not None and (found := self.catalog.load_again(known)):
+                grow(tree, found)
             return
         salt = salt_of(namespace)
         if salt is None:
@@ -173,123 +167,33 @@ class Disk:
         self._spaces[tree.root] = space
         salted = namespace not in ("", None)
         told = {"label": self._label} | self._about | {"points": self._points, "salted": salted}
-        self.vault.folder.describe(space, told)
+        self.catalog.folder.describe(space, told)
         with paused():
-            _grow(tree, self.vault.load(space))
+            grow(tree, self.catalog.load(space))
 
     def space_of(self, node: Node) -> str | None:
         return self._spaces.get(node.root)
 
     # -- records and nodes --------------------------------------------------------------------------------
 
-    def forget(self, records: Iterable[Record]) -> list[Record]:
-        """Give up these records, and all that go on from them; returns them all."""
-        gone = sorted(below(self.vault.records(), records), key=lambda r: -r.start)
-        for record in gone:
-            self.take_from_nodes(record)
-            if record.ready:
-                self.vault.drop(record)
-        return gone
-
-    def reject(self, record: Record, reason: str) -> None:
-        """It is not what it should be; then what goes on from it is an orphan."""
-        tails = [tail for tail in self.forget([record]) if tail is not record]
-        self.vault.count_rejected(record, reason, tails)
-
-    def set_apart(self, record: Record, error: Exception) -> None:
-        """The record cannot be read now. Takes it and its descendants from their nodes, so that what memory has of
-        them is dirty again; the files stay, and are tried again later."""
-        tails = sorted(below(self.vault.records(), [record]), key=lambda r: -r.start)
-        nodes = {node for tail in tails for node in tail.nodes}
-        for tail in tails:
-            self.take_from_nodes(tail)
-        self.vault.set_apart(record, tails, error)
-        for node in nodes:
-            if node.parent is not None and (node.span is not None or node.checkpoint is not None):
-                self.spiller.committed(node)
-
     def clear(self) -> None:
         """Everything of this model's that no node has, in whatever namespace, but for what is on its way."""
         told = json.loads(json.dumps(self._about))
         ours = {s for s in self._spaces.values() if s is not None}
-        unused = [r for r in self.vault.records() if not r.nodes]
+        unused = [r for r in self.catalog.records() if not r.nodes]
         for space in {r.namespace for r in unused} - ours:
-            about = self.vault.folder.about(space)
+            about = self.catalog.folder.about(space)
             if {k: about.get(k) for k in told} == told:
                 ours.add(space)
-        self.forget([r for r in unused if r.namespace in ours])
-
-    def take_from_nodes(self, record: Record) -> None:
-        nodes = sorted(record.nodes, key=lambda n: -n.start)
-        for node in nodes:
-            node.disk.lose(record)
-        for node in nodes:
-            self._fall_back(node)
-            if not node.disk.all:
-                node.disk = None
-            self.prune(node)
-
-    def _fall_back(self, node: Node) -> None:
-        """A record has gone; others with the same tokens count instead, if its checkpoint or something below goes on
-        from them."""
-        disk: OnDisk = node.disk
-        if disk.reaches >= node.end:
-            return
-        firsts = [n.disk.records[0] for n in node.children.values() if n.disk is not None and n.disk.records]
-        for first in [*([] if disk.point is None else [disk.point.parent]), *firsts]:
-            found: list[Record] = []
-            at: Record | None = first
-            while at is not None and self.vault.find(at.namespace, at.address) is at:
-                found.insert(0, at)
-                if at.start <= disk.reaches:
-                    for record in found:
-                        if record.start < node.end:
-                            disk.add(record)
-                    return
-                at = at.parent
-
-    def drop_below(self, node: Node) -> None:
-        """What is on disk below a node that leaves without being there itself: nothing leads to it any more."""
-        self.forget({r for n in node.walk() if n.disk is not None for r in n.disk.all})
-
-    def prune(self, node: Node) -> None:
-        """A node that has nothing anywhere, and nothing below it, goes."""
-        if (
-            node.span is None
-            and node.checkpoint is None
-            and not node.children
-            and node.idle
-            and node.parent is not None
-        ):
-            if node.disk is not None and node.disk.readable >= node.end:
-                return
-            above = node.parent
-            if node.disk is not None and node.disk.covered > node.start:
-                above = self._nodes.tree_of(node).split(node, node.disk.covered)
-            for record in [] if node.disk is None else node.disk.all:
-                record.nodes.discard(node)
-            node.disk = None
-            self._nodes.tree_of(node).remove(node)
-            if above.span is None and above.checkpoint is None and above.disk is None and above.parent is not None:
-                self.prune(above)
+        self.links.forget([r for r in unused if r.namespace in ours])
 
     def leave(self, node: Node) -> None:
-        """The node is going from the tree: nobody relies on its records through it."""
+        """The node is being removed from its tree."""
         self.spiller.bequeath(node)
-        if node.disk is not None:
-            disk, node.disk = node.disk, None
-            for record in reversed(disk.all):
-                record.nodes.discard(node)
-                self.spiller.let_go(record)
+        self.links.leave(node)
 
-    def _thin(self, node: Node) -> None:
-        """Keep the best few checkpoints of a path on disk, as in memory."""
-        held = [n for n in node.path() if n.disk is not None and n.disk.point is not None and n.disk.point.ready]
-        for n in superfluous(held):
-            record = n.disk.point
-            if not record.pins:  # a restore is about to read it; the next checkpoint that arrives thins again
-                n.disk.lose(record)
-                self.spiller.let_go(record)
+    def drop_below(self, node: Node) -> None:
+        self.links.drop_below(node)
 
     # -- as memory asks: see `memory.tier.Tier` ---------------------------------------------------------
 
@@ -327,7 +231,7 @@ class Disk:
     def touch(self, path: list[Node], used: float) -> None:
         for node in path:
             if node.disk is not None:
-                self.vault.touch(node.disk.all, used)
+                self.catalog.touch(node.disk.all, used)
 
     def abandon(self) -> None:
         """The cache is gone, or Python ends, without `close`. What was to be written through is; the rest is said to be
@@ -343,7 +247,7 @@ class Disk:
             log.warning("the cache was not closed: %d tokens are not on disk; use `with`, or close()", lost)
         self.spiller.stop()
         self.reader.shutdown(wait=False)
-        self.vault.folder.unlock()
+        self.catalog.folder.unlock()
 
     # -- the whole of it ------------------------------------------------------------------------------------
 
@@ -351,13 +255,13 @@ class Disk:
         """After `spiller.stop`, and not before."""
         self.reader.shutdown()
         if not self.spiller.writes:  # else a record is still being written, and files are that thread's
-            self.vault.empty_bin()
-            self.vault.note(self.vault.take_touched(force=True), force=True)
-            self.vault.refresh_indexes()
-        self.vault.folder.unlock()
+            self.catalog.empty_bin()
+            self.catalog.note(self.catalog.take_touched(force=True), force=True)
+            self.catalog.refresh_indexes()
+        self.catalog.folder.unlock()
 
     def stats(self) -> DiskStats:
-        vault, spiller = self.vault, self.spiller
+        vault, spiller = self.catalog, self.spiller
         return DiskStats(
             mode=self.mode,
             folder=str(vault.folder.path),
@@ -380,7 +284,7 @@ class Disk:
         )
 
     def all_reasons(self) -> Counter[str]:
-        found = self.vault.reasons + self.spiller.reasons + self.reasons
+        found = self.catalog.reasons + self.spiller.reasons + self.reasons
         return Counter({f"disk: {reason}": n for reason, n in found.items()})
 
 
@@ -391,84 +295,3 @@ def _budget(given: int | float | str | None, folder: Folder) -> int:
     if usage.free >= 2 * DEFAULT_MOST:
         return DEFAULT_MOST  # whatever the records take, which need not be listed for this
     return max(1, min(DEFAULT_MOST, (usage.free + folder.bytes()) // 2))
-
-
-def _grow(tree: Tree, loaded: list[Loaded]) -> None:
-    """Give a tree the nodes that these records are of. Records may have tokens in common: what was forgotten in
-    part, and came again, has been written again. The nodes keep the first, and one with KV before a hollow one. Nodes
-    that are in memory alone get the records that they are on disk with."""
-    members = {found.record for found in loaded}
-    following: dict[Record | None, list[Loaded]] = {}
-    for found in loaded:
-        following.setdefault(found.record.parent, []).append(found)
-    ends: dict[Record, Node] = {}
-    points: list[Record] = []
-    todo = list[Loaded]()
-    for above, after in following.items():
-        if above is None:
-            todo += after
-        elif above not in members and above.nodes:
-            ends[above] = max(above.nodes, key=lambda n: n.end)
-            todo += after
-    hollow: list[Loaded] = []
-    while todo or hollow:
-        found = todo.pop() if todo else hollow.pop()
-        if found.record.hollow and todo:
-            hollow.append(found)
-            continue
-        if found.record.what is What.POINT:
-            points.append(found.record)
-            continue
-        chain = [found]
-        while _continues(chain[-1].record, after := following.get(chain[-1].record, [])):
-            chain.append(after[0])
-        tokens = np.concatenate([c.tokens for c in chain]) if len(chain) > 1 else found.tokens
-        node, known = tree.reach(tokens, _node_at(tree, ends, found.record))
-        used = max(c.record.used for c in chain)
-        if known:
-            _claim(node, [member.record for member in chain])
-        if known < len(tokens):
-            node = tree.add(node, tokens[known:])
-            node.disk = OnDisk(node)
-            for member in chain:
-                if member.record.end > node.start:
-                    node.disk.add(member.record)
-        node.last_use = max(node.last_use, used)
-        ends |= dict.fromkeys((member.record for member in chain), node)
-        todo += following.get(chain[-1].record, ())
-    for record in points:
-        node = _node_at(tree, ends, record)
-        if node.parent is not None and node.disk is not None and node.disk.point is None:
-            node.disk.set_point(record)
-
-
-def _claim(node: Node, records: list[Record]) -> None:
-    """Give these records, which go on from each other, to the nodes down to this one that lack them."""
-    nodes: list[Node] = []
-    while node.parent is not None and node.end > records[0].start:
-        nodes.append(node)
-        node = node.parent
-    for n in reversed(nodes):
-        for record in records:
-            at = n.start if n.disk is None else n.disk.reaches
-            if record.start <= at < min(n.end, record.end):
-                if n.disk is None:
-                    n.disk = OnDisk(n)
-                n.disk.add(record)
-
-
-def _continues(record: Record, after: list[Loaded]) -> bool:
-    """Whether one range goes on from its end, and nothing else from anywhere in it."""
-    if len(after) != 1 or after[0].record.what is not What.RANGE:
-        return False
-    return after[0].record.start == record.end and after[0].record.hollow == record.hollow
-
-
-def _node_at(tree: Tree, ends: dict[Record, Node], record: Record) -> Node:
-    """The node that ends where this record begins."""
-    if record.parent is None:
-        return tree.root
-    node = ends[record.parent]
-    while node.start >= record.start and node.parent is not None:
-        node = node.parent
-    return tree.split(node, record.start) if record.start < node.end else node

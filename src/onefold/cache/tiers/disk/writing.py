@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from onefold.cache.memory.arrays import Bytes, Payload, addressable
+from onefold.cache.memory import arrays
+from onefold.cache.memory.arrays import Bytes, Payload
 from onefold.cache.memory.checkpoints import Checkpoint
 from onefold.cache.memory.lock import CacheLock
 from onefold.cache.memory.segment import Slab
@@ -81,7 +82,7 @@ class Writer:
         somebody waits for a record, or nobody is held up by it; `impatient` whether there may be a job though none was
         given."""
         self.busy = False
-        self._vault, self._lock = vault, lock
+        self._catalog, self._lock = vault, lock
         self._staging, self._piece_bytes = staging, piece_bytes
         self._next_job, self._settle = next_job, settle
         self._hurries, self._impatient = hurries, impatient
@@ -90,7 +91,7 @@ class Writer:
         """The one that is being written."""
         self.staged_points = 0
         """Checkpoints among those: they cannot be given up while they wait."""
-        self._direct = addressable()
+        self._direct = arrays.addressable()
         self._stop = self._died = False
         self._thread = Worker(self._run, "onefold-disk")
 
@@ -99,7 +100,7 @@ class Writer:
 
     @property
     def idle(self) -> bool:
-        return not self.busy and not self._staged and not self._vault.has_bin
+        return not self.busy and not self._staged and not self._catalog.has_bin
 
     @property
     def alive(self) -> bool:
@@ -138,7 +139,7 @@ class Writer:
             if not self._stop:  # never, but for a bug: then nobody must wait for this thread
                 with self._lock.inner:
                     why = type(sys.exc_info()[1]).__name__
-                    self._vault.fail(OSError(0, f"the thread that writes has ended ({why})"))
+                    self._catalog.fail(OSError(0, f"the thread that writes has ended ({why})"))
                     self.busy, self._died = False, True
                     self._give_back()
                     self._lock.tell()
@@ -165,13 +166,13 @@ class Writer:
             staged = self._current = self._staged.popleft() if self._staged else None
             if staged is not None:
                 self.staged_points -= staged.job.checkpoint is not None
-            touched = self._vault.take_touched() if job is None else []
+            touched = self._catalog.take_touched() if job is None else []
         began, idle = time.thread_time(), job is None and staged is None
         if job is not None:  # at once: whoever wants to write there waits for it
             with self._given_up_if_not_copied(job):
                 staged = self._current = self._copied(job, place)
-        self._vault.empty_bin()
-        self._vault.note(touched, force=idle)
+        self._catalog.empty_bin()
+        self._catalog.note(touched, force=idle)
         if staged is not None:
             self._write(staged)
         job = place = staged = None  # while it rests, the thread holds on to nothing that was written
@@ -188,13 +189,13 @@ class Writer:
 
     def _wait(self) -> tuple[Job | None, Place | None]:
         """Until there is something to do; a job, with a place for its bytes, if none is staged."""
-        while not self._staged and not self._vault.has_bin and not self._vault.has_touched:
+        while not self._staged and not self._catalog.has_bin and not self._catalog.has_touched:
             ready = not self._stop and self._staging.fits(self._staging.buffer_bytes)
             job = self._next_job() if ready else None
             if job is not None or self._stop:
                 self.busy = job is not None
                 return job, None if job is None else self._place(job)
-            if self._vault.unnoted:  # a burst is over
+            if self._catalog.unnoted:  # a burst is over
                 break
             self.busy = False
             self._lock.tell()
@@ -255,7 +256,7 @@ class Writer:
             header = content.header(content.checksum(staged.payload))
             tokens = np.ascontiguousarray(content.tokens, "<i4")
             parts = itertools.chain([header, tokens], staged.payload)
-            self._vault.folder.write(record.namespace, record.name, parts, record.used)
+            self._catalog.folder.write(record.namespace, record.name, parts, record.used)
         except (OSError, *_COPY_ERRORS) as caught:
             error = caught
         with self._lock.inner:

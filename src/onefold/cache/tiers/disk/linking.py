@@ -1,0 +1,128 @@
+"""Which records hold what of which node, as either of them goes.
+
+- A record goes: its nodes lose it, fall back to another with the same tokens if there is one, and are removed from the
+  tree if nothing is left of them anywhere.
+- A node goes: its records lose it, and are given up if no node and no other record needs them.
+
+Called with the cache's lock held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from onefold.cache.memory.checkpoints import superfluous
+from onefold.cache.memory.nodes import NodeStore
+from onefold.cache.memory.tree import Node
+from onefold.cache.tiers.disk.ondisk import OnDisk
+from onefold.cache.tiers.records.catalog import Catalog, Record
+from onefold.cache.tiers.records.order import below
+
+
+class Links:
+    def __init__(self, nodes: NodeStore, catalog: Catalog) -> None:
+        self._nodes = nodes
+        self.catalog = catalog
+
+    def forget(self, records: Iterable[Record]) -> list[Record]:
+        """Give up these records, and all that go on from them; returns them all."""
+        gone = sorted(below(self.catalog.records(), records), key=lambda r: -r.start)
+        for record in gone:
+            self.take_from_nodes(record)
+            if record.ready:
+                self.catalog.drop(record)
+        return gone
+
+    def reject(self, record: Record, reason: str) -> None:
+        """It is not what it should be; then what goes on from it is an orphan."""
+        tails = [tail for tail in self.forget([record]) if tail is not record]
+        self.catalog.count_rejected(record, reason, tails)
+
+    def set_apart(self, record: Record, error: Exception) -> set[Node]:
+        """The record cannot be read now. Takes it and its descendants from their nodes, and returns those whose state
+        in memory is dirty again; the files stay, and are tried again later."""
+        tails = sorted(below(self.catalog.records(), [record]), key=lambda r: -r.start)
+        nodes = {node for tail in tails for node in tail.nodes}
+        for tail in tails:
+            self.take_from_nodes(tail)
+        self.catalog.set_apart(record, tails, error)
+        return {n for n in nodes if n.parent is not None and (n.span is not None or n.checkpoint is not None)}
+
+    def take_from_nodes(self, record: Record) -> None:
+        nodes = sorted(record.nodes, key=lambda n: -n.start)
+        for node in nodes:
+            node.disk.lose(record)
+        for node in nodes:
+            self._fall_back(node)
+            if not node.disk.all:
+                node.disk = None
+            self.prune(node)
+
+    def _fall_back(self, node: Node) -> None:
+        """A record has gone; others with the same tokens count instead, if its checkpoint or something below goes on
+        from them."""
+        disk: OnDisk = node.disk
+        if disk.reaches >= node.end:
+            return
+        firsts = [n.disk.records[0] for n in node.children.values() if n.disk is not None and n.disk.records]
+        for first in [*([] if disk.point is None else [disk.point.parent]), *firsts]:
+            found: list[Record] = []
+            at: Record | None = first
+            while at is not None and self.catalog.find(at.namespace, at.address) is at:
+                found.insert(0, at)
+                if at.start <= disk.reaches:
+                    for record in found:
+                        if record.start < node.end:
+                            disk.add(record)
+                    return
+                at = at.parent
+
+    def drop_below(self, node: Node) -> None:
+        """What is on disk below a node that leaves without being there itself: nothing leads to it any more."""
+        self.forget({r for n in node.walk() if n.disk is not None for r in n.disk.all})
+
+    def prune(self, node: Node) -> None:
+        """A node that has nothing anywhere, and nothing below it, goes."""
+        if (
+            node.span is None
+            and node.checkpoint is None
+            and not node.children
+            and node.idle
+            and node.parent is not None
+        ):
+            if node.disk is not None and node.disk.readable >= node.end:
+                return
+            above = node.parent
+            if node.disk is not None and node.disk.covered > node.start:
+                above = self._nodes.tree_of(node).split(node, node.disk.covered)
+            for record in [] if node.disk is None else node.disk.all:
+                record.nodes.discard(node)
+            node.disk = None
+            self._nodes.tree_of(node).remove(node)
+            if above.span is None and above.checkpoint is None and above.disk is None and above.parent is not None:
+                self.prune(above)
+
+    def leave(self, node: Node) -> None:
+        """The node is being removed from its tree: it relies on its records no more."""
+        if node.disk is not None:
+            disk, node.disk = node.disk, None
+            for record in reversed(disk.all):
+                record.nodes.discard(node)
+                self.let_go(record)
+
+    def thin(self, node: Node) -> None:
+        """Keep the best few checkpoints of a path on disk, as in memory."""
+        held = [n for n in node.path() if n.disk is not None and n.disk.point is not None and n.disk.point.ready]
+        for n in superfluous(held):
+            record = n.disk.point
+            if not record.pins:  # a restore is about to read it; the next checkpoint that arrives thins again
+                n.disk.lose(record)
+                self.let_go(record)
+
+    def let_go(self, record: Record) -> None:
+        """A node does not rely on it any more: it goes, if nothing else does, and what only it went on from. One that
+        is being written goes afterwards."""
+        at: Record | None = record
+        while at is not None and at.ready and not at.nodes and not at.children:
+            self.catalog.drop(at)
+            at = at.parent

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-CHUNK_STEPS = 2.3
+CHUNK_STEPS = 2.4
 """Decode steps that a chunk may cost, if the share is not larger than that. At a share of a half fewer than half of the
 tokens then wait for a chunk."""
 CATCH_UP = 1.5

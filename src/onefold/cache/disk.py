@@ -205,7 +205,10 @@ class Disk:
 
     def set_apart(self, record: Record, error: Exception) -> None:
         """The record cannot be read now. Takes it and its descendants from their nodes, so that what memory has of
-        them is dirty again; the files stay, and are tried again later."""
+        them is dirty again; the files stay, and are tried again later. A record that was given up meanwhile, or is
+        being written again, is left alone."""
+        if self.vault.find(record.namespace, record.address) is not record or not record.ready:
+            return
         tails = sorted(below(self.vault.records(), [record]), key=lambda r: -r.start)
         nodes = {node for tail in tails for node in tail.nodes}
         for tail in tails:

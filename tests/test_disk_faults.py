@@ -449,6 +449,10 @@ def test_a_namespace_without_access_is_named_and_done_without(
         assert Session(model, cache, [*said, 1]).cached == len(said)
         assert cache.flush(10, everything=True) and not cache.stats().disk.failed
     assert f"{closed} cannot be read, and is not used: Permission denied" in caplog.text
+    with opened(other, ordinary_folder) as cache:  # the one that it is of goes on in memory
+        turn(other, cache, text(50))
+        assert not cache.flush(10, everything=True)
+        assert not cache.stats().disk.failed and cache.stats().reasons["disk: no permission"]
     capsys.readouterr()
     assert run(["ls", "--disk", str(ordinary_folder)]) == 2
     assert closed.name in capsys.readouterr().err, "who looks at it all is told why not"

@@ -219,6 +219,115 @@ def test_a_record_whose_content_could_not_be_read_is_used_when_all_of_it_can_be(
     assert third.stat().st_ino == inode
 
 
+def test_a_record_that_no_node_needs_any_more_stays_if_others_are_reached_through_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node of a record that is being written again leaves memory, and the record's descendants are apart."""
+    model, said = filled(KINDS["full"], tmp_path)
+    before = files(tmp_path)
+    with broken_content(monkeypatch, before[1:2]):
+        cache = reopened(model, tmp_path, "through")
+        session = Session(model, cache, [*said[:40], 9])
+        assert session.cached == 20
+        disk = Held(cache)
+        session.prefill().commit()
+        assert disk.begun.wait(10)
+    monkeypatch.setattr("onefold.cache.prefix_cache.CLEARING_MOST", 0.1)
+    with cache:
+        cache.clear(disk=False)
+        disk.go()
+        assert cache.flush(10)
+        settled(cache)
+    assert set(before) <= set(files(tmp_path))
+    with opened(model, tmp_path) as cache:
+        assert Session(model, cache, [*said, 1]).cached == len(said)
+
+
+def test_a_restore_that_fails_on_a_record_that_is_being_written_again_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, said = filled(KINDS["full"], tmp_path)
+    with reopened(model, tmp_path, "back") as cache:
+        other = turn(model, cache, [*said[:70], *text(40, 5)])
+    before = files(tmp_path)
+    with broken_content(monkeypatch, before[2:3]):
+        cache = reopened(model, tmp_path, "through")
+        restore = cache.restore([*other, 1])
+        assert restore is not None and restore.step(), "the next record is being read ahead"
+        session = Session(model, cache, [*said, 1])
+        assert session.cached == 40
+        disk = Held(cache)
+        again = session.prefill().decode(1).commit()
+        assert disk.begun.wait(10)
+        while restore.step():
+            pass
+        settled(cache)
+        disk.go()
+        assert cache.flush(10) and cache.durable(again) == len(again)
+        settled(cache)
+    cache.close()
+    assert set(before) <= set(files(tmp_path))
+    with opened(model, tmp_path) as cache:
+        assert (cache.durable(again), cache.durable(other)) == (len(again), len(other))
+
+
+def test_a_record_that_was_cleared_while_it_was_read_is_not_kept_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, said = filled(KINDS["hybrid"], tmp_path)
+    monkeypatch.setattr(catalog, "RETRY_SECONDS", 0.0)
+    points = {p.stat().st_ino for p in files(tmp_path) if ".point." in p.name}
+    real, reading, go = os.preadv, threading.Event(), threading.Event()
+
+    def read(file: int, *rest: Any) -> int:
+        if os.fstat(file).st_ino in points:
+            reading.set()
+            assert go.wait(30)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(file, *rest)
+
+    monkeypatch.setattr(os, "preadv", read)
+    with reopened(model, tmp_path, "through") as cache:
+        asking = threading.Thread(target=lambda: cache.lease([*said, 1]).cancel())
+        asking.start()
+        assert reading.wait(30)
+        cache.clear()
+        go.set()
+        asking.join()
+        monkeypatch.setattr(os, "preadv", real)
+        assert cache.matched(said) == 0 and cache.stats().disk.rejected_records == 0
+        again = turn(model, cache, text(100))
+        assert cache.flush(10) and cache.durable(again) == len(again)
+        settled(cache)
+
+
+def test_a_record_that_fails_slowly_keeps_no_other_from_being_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = FakeModel(KINDS["full"])
+    with opened(model, tmp_path) as cache:
+        said = [turn(model, cache, text(100, i)) for i in range(2)]
+    monkeypatch.setattr(catalog, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(catalog, "TRIAL_SECONDS", 0.0)  # one of them at a time
+    with opened(model, tmp_path) as cache:
+        with broken_content(monkeypatch, files(tmp_path)):
+            for x in said:
+                cache.lease([*x, 1]).cancel()
+            assert [cache.matched(x) for x in said] == [0, 0]
+        for _ in range(2):
+            cache.matched(said[0])
+        assert [cache.matched(x) for x in said] == [len(x) for x in said]
+        settled(cache)
+    with opened(model, tmp_path) as cache:
+        with broken_content(monkeypatch, files(tmp_path)):
+            for x in said:
+                cache.lease([*x, 1]).cancel()
+        with broken_content(monkeypatch, files(tmp_path)[:1]):
+            for _ in range(3):
+                cache.matched(said[0])
+            assert sorted(cache.matched(x) for x in said) == [0, len(said[0])]
+
+
 @pytest.mark.parametrize("mode", ["back", "through"])
 def test_what_cannot_be_written_again_is_left_as_it_was(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 import statistics
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from onefold.engine import scheduler
 from onefold.engine.scheduler import Limits
 from onefold.engine.share import LEAST_TOKENS, LEAST_TOKENS_ALONE, Share, Speed
 from onefold.errors import ConfigError
@@ -142,3 +145,73 @@ def test_speed_goes_by_how_far_into_a_conversation_a_chunk_is() -> None:
 def test_a_share_that_is_none_is_refused(share: float) -> None:
     with pytest.raises(ConfigError, match="between 0 and 1"):
         Limits(prefill_share=share)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5])
+def test_steps_of_very_different_length_count_in_full(share: float) -> None:
+    device, spent, total, position = Share(share, 2048), 0.0, 0.0, 0
+    for i in range(2000):
+        took = 0.0
+        if device.due:
+            n = device.chunk(position, streams=True)
+            took = (n + 5) * 1e-4
+            device.timed(position, n, took)
+        step = 0.1 if i % 10 == 9 else 0.001
+        device.prefilled(took)
+        device.streamed(step)
+        spent, total = spent + took, total + took + step
+    assert spent / total == pytest.approx(share, abs=0.12)
+
+
+class Queue(scheduler.Scheduler):
+    """The rule of the real scheduler, on a clock that is made up: one stream, and prompts."""
+
+    def __init__(self, share: float, clock: SimpleNamespace) -> None:
+        self._share, self._clock = Share(share, 2048), clock
+        self.prefilling: list[Any] = []
+        self.decoding: list[Any] = [self.prompt(1)]
+        self.waiting: list[Any] = []
+
+    def prompt(self, n: int) -> Any:
+        nothing = lambda: None  # noqa: E731
+        return SimpleNamespace(
+            tokens=[0] * n, position=0, passed_over=0, chosen=None, tell=nothing, progressed=nothing, left=1
+        )
+
+    def _expire(self) -> None: ...
+    def _admit(self) -> None: ...
+    def _read_disk(self) -> None: ...
+    def _await_step(self) -> None: ...
+
+    def _guarded(self, jobs: Any, work: Any, **_: Any) -> bool:
+        work()
+        return True
+
+    def _run_chunk(self, job: Any) -> None:
+        rest = len(job.tokens) - job.position
+        n = self._share.chunk(job.position, streams=True)
+        n = rest if 1 < rest <= min(scheduler.SHORT_REST, n) else min(n, rest - 1)
+        job.position += n
+        self._clock.now += (n + 15) * 5e-4
+
+    def _decode(self) -> None:
+        self._clock.now += STEP
+        del self.decoding[1:]
+
+
+@pytest.mark.parametrize(("share", "every"), [(0.5, 2), (0.3, 4), (0.1, 20), (0.3, 2)])
+def test_short_prompts_that_keep_coming_do_not_starve_a_long_one(
+    share: float, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take all of the prompts' time in the last case: the long one still gets every fifth turn."""
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now, monotonic=lambda: clock.now)
+    monkeypatch.setattr(scheduler, "time", clock)
+    queue = Queue(share, clock)
+    for _ in range(50):
+        queue.tick()
+    queue.prefilling.append(long := queue.prompt(8000))
+    for i in range(4000):
+        if i % every == 0:
+            queue.prefilling.append(queue.prompt(40))
+        queue.tick()
+    assert long.position > 190

@@ -289,9 +289,12 @@ class Scheduler:
         if left and (not streams or self._share.due):
             left.remove(job := self._next_to_prefill())
             done = max(1, self._prefill_some(job))
-        for job in sorted(left, key=_to_do):
-            if done + _to_do(job) > SHORT_REST or (streams and not self._share.tolerates):
-                return
+        while left and (not streams or self._share.tolerates):
+            job = next_of(left, _to_do)
+            if done + _to_do(job) > SHORT_REST:
+                return  # a long one was passed over too often: it gets the next chunk that is earned
+            left.remove(job)
+            note_turn(job, left)
             if job in self.prefilling:  # it may have given way
                 done += max(1, self._prefill_some(job))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-CHUNK_STEPS = 2.3
+CHUNK_STEPS = 2.4
 """Decode steps that a chunk may cost, if the share is not larger than that. At a share of a half fewer than half of the
 tokens then wait for a chunk."""
 CATCH_UP = 1.5
@@ -85,8 +85,8 @@ class Share:
     def streamed(self, seconds: float) -> None:
         """Streams ran for so long: one decode step."""
         self._step_seconds = _cautious(self._step_seconds, seconds)
-        earned = self._credit_seconds + seconds * self._earned_per_second
-        self._credit_seconds = min(earned, 2 * self.chunk_seconds)
+        earned = seconds * self._earned_per_second
+        self._credit_seconds = min(self._credit_seconds + earned, max(earned, 2 * self.chunk_seconds))
 
     def prefilled(self, seconds: float) -> None:
         """Streams were held up for so long by prompts."""

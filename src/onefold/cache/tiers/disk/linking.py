@@ -40,7 +40,10 @@ class Links:
 
     def set_apart(self, record: Record, error: Exception) -> set[Node]:
         """The record cannot be read now. Takes it and its descendants from their nodes, and returns those whose state
-        in memory is dirty again; the files stay, and are tried again later."""
+        in memory is dirty again; the files stay, and are tried again later. A record that was given up meanwhile, or
+        is being written again, is left alone."""
+        if self.catalog.find(record.namespace, record.address) is not record or not record.ready:
+            return set()
         tails = sorted(below(self.catalog.records(), [record]), key=lambda r: -r.start)
         nodes = {node for tail in tails for node in tail.nodes}
         for tail in tails:

@@ -419,7 +419,7 @@ class Spiller:
     def _expect(self, node: Node, content: Content, end: int, above: Record | None) -> Record | None:
         """Reserve a record's place on the disk; None if it has none, for a reason."""
         vault = self.catalog
-        reason = vault.refuses(content.size)
+        reason = vault.refuses(content.size, content.namespace)
         victims: list[Record] | None = []
         there = vault.find(content.namespace, content.address)
         if there is not None and there.unread and there.ready and there.size != content.size:
@@ -470,10 +470,8 @@ class Spiller:
         if error is None:
             if written:
                 vault.arrived(record)
-            if not record.nodes:  # nobody wants it any more
-                vault.drop(record)
-                if record.parent is not None:
-                    self._links.let_go(record.parent)
+            if not record.nodes:  # no node needs it any more
+                self._settle_unneeded(record)
                 return
             for node in list(record.nodes) if record.what is What.POINT else ():
                 self._links.thin(node)
@@ -484,7 +482,7 @@ class Spiller:
         for tail in tails:
             for node in tail.nodes:
                 self._backlog.refuse(node)
-        if record.unread and record.nodes:
+        if record.unread:
             for tail in sorted(tails, key=lambda r: -r.start):
                 self._links.take_from_nodes(tail)
             vault.set_back(record, tails)
@@ -502,6 +500,17 @@ class Spiller:
             log.warning("%s/%s cannot be written: %s", record.namespace, record.name, error)
         else:
             vault.fail(error)
+
+    def _settle_unneeded(self, record: Record) -> None:
+        """A record that no node needs goes; unless it has descendants on disk, which are reached through it."""
+        if record.unread:  # it was not written again
+            self.catalog.set_back(record, ())
+        elif record.ready and record.children:
+            self.catalog.keep_apart(record)
+        else:
+            self.catalog.drop(record)
+            if record.parent is not None:
+                self._links.let_go(record.parent)
 
     def bequeath(self, node: Node) -> None:
         """It is going from the tree: what goes before it, and was wanted as part of it, is wanted still."""

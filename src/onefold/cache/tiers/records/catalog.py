@@ -74,6 +74,7 @@ class Record:
         "size",
         "stamp",
         "start",
+        "tried",
         "unread",
         "used",
         "what",
@@ -102,6 +103,8 @@ class Record:
         """It could not be read. If that was its head, its end and its parent are not known."""
         self.in_doubt = False
         """Its head can be read, and its content could not be: it is not used before all of it was read once."""
+        self.tried = 0.0
+        """When that was tried last."""
         self.stamp = NO_STAMP
         """By which its file is known again, until its head was read."""
 
@@ -160,6 +163,8 @@ class Catalog:
         self._touched_at = time.monotonic()
         self._retimed: dict[str, set[Record]] = {}
         """By namespace, records whose files have another modification time than the index knows."""
+        self._forbidden: set[str] = set()
+        """Namespaces whose folders this process may not use."""
         self._said_limit = ""
         self._coming = 0
         """Bytes that are about to be written."""
@@ -178,6 +183,7 @@ class Catalog:
                 found = self.folder.listing(namespace)
             except PermissionError as error:
                 log.warning("%s/%s cannot be read, and is not used: %s", self.folder.path, namespace, error.strerror)
+                self._forbidden.add(namespace)
                 continue
             self.folder.sweep(namespace, found.strangers)
             if not found.records:
@@ -234,6 +240,7 @@ class Catalog:
             return []
         apart = self._apart[namespace]
         apart -= {r for r in apart if r.nodes or not r.ready}  # written again meanwhile, or found to be the same
+        self._try_whole(r for r in apart if r.in_doubt)
         found = list(self._read(namespace, sorted(apart, key=lambda r: r.start), ours=True, index=Index(namespace)))
         self._retry_in(namespace, RETRY_SECONDS if found else min(2 * retry.waited, RETRY_MOST))
         return found
@@ -264,7 +271,6 @@ class Catalog:
     def _read(self, namespace: str, there: list[Record], *, ours: bool, index: Index) -> Iterator[Loaded]:
         """Read the heads of these, which stay apart until their own and those of all that they go on from were read."""
         held, apart = self._records.get(namespace, {}), self._apart[namespace]
-        until = time.monotonic() + TRIAL_SECONDS
         heads = read_heads(self.folder, namespace, (Wanted(r.named, r.size, r.stamp) for r in there), index)
         for record, head in zip(there, heads, strict=True):
             if not isinstance(head, Said):
@@ -283,13 +289,21 @@ class Catalog:
                 self.reject(record, "orphan")
                 continue
             self.learn(record, parent, record.start + len(head.tokens))
-            if record.in_doubt and (time.monotonic() > until or not self._is_readable(record)):
+            if record.in_doubt:
                 continue
-            record.unread = record.in_doubt = False
+            record.unread = False
             record.hollow = head.hollow
             if not waits:
                 apart.discard(record)
                 yield Loaded(record, head.tokens)
+
+    def _try_whole(self, records: Iterable[Record]) -> None:
+        """Read records in doubt, those first that were not tried for the longest; at least one."""
+        until = time.monotonic() + TRIAL_SECONDS
+        for record in sorted(records, key=lambda r: r.tried):
+            record.in_doubt, record.tried = not self._is_readable(record), time.monotonic()
+            if time.monotonic() > until:
+                return
 
     def _is_readable(self, record: Record) -> bool:
         """Reads the whole file."""
@@ -306,9 +320,10 @@ class Catalog:
         """Its content could not be read, and no node has it or its `tails` any more: they are tried again later."""
         self._set_apart(record, error)
         record.in_doubt = True
-        self._keep_apart(record, tails)
+        self.keep_apart(record, tails)
 
-    def _keep_apart(self, record: Record, tails: Iterable[Record]) -> None:
+    def keep_apart(self, record: Record, tails: Iterable[Record] = ()) -> None:
+        """No node has these; `load_again` returns them once they can be read."""
         self._apart.setdefault(record.namespace, set()).update(r for r in (record, *tails) if r.ready)
         if record.namespace not in self._retries:
             self._retry_in(record.namespace, RETRY_SECONDS)
@@ -331,10 +346,12 @@ class Catalog:
 
     # -- coming --------------------------------------------------------------------------------------
 
-    def refuses(self, n_bytes: int) -> str:
-        """Why so many bytes may not be written now; empty if they may."""
+    def refuses(self, n_bytes: int, namespace: str = "") -> str:
+        """Why so many bytes may not be written there now; empty if they may."""
         if self.failed:
             return self.failed
+        if namespace in self._forbidden:
+            return "no permission"
         if self.daily_bytes is not None and self._today() + self._coming + n_bytes > self.daily_bytes:
             if self._said_limit != self._day:
                 self._said_limit = self._day
@@ -391,7 +408,7 @@ class Catalog:
         """It was not written once more: it is there as it was, with these that go on from it, and no node has them."""
         record.ready = True
         self._coming -= record.size
-        self._keep_apart(record, tails)
+        self.keep_apart(record, tails)
 
     def arrived(self, record: Record) -> None:
         """It was written, whether anybody wants it still or not."""
@@ -418,10 +435,10 @@ class Catalog:
     def drop(self, record: Record) -> None:
         """Off the books; its file is removed when the bin is emptied. Whoever relies on it is to be told."""
         held = self._records[record.namespace]
+        self._apart.get(record.namespace, set()).discard(record)
         if held.get(record.address) is not record:
             return
         del held[record.address]
-        self._apart.get(record.namespace, set()).discard(record)
         if not record.ready:
             self._coming -= record.size
         self._no_room_until = 0.0

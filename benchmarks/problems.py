@@ -173,7 +173,7 @@ def on_disk(model: nn.Module, folder: str, budget: int | str, **options: Any) ->
     compute in no time."""
     cache = onefold.PrefixCache(model, budget, disk=folder, disk_budget="4GB", **options)
     assert cache._disk is not None
-    cache._disk.prefill_pace.estimate = lambda units: None  # type: ignore[method-assign]
+    cache._disk.reading.prefill_pace.estimate = lambda units: None  # type: ignore[method-assign]
     return cache
 
 
@@ -774,9 +774,9 @@ def b7_statistics() -> Shown:
                 if cache._disk is not None:  # reading is made out to be slow: left on disk, and counted
                     cache.clear(disk=False)
                     on_it = cache.durable(told[0])
-                    cache._disk.prefill_pace = Pace()
-                    cache._disk.read_pace.took(10.0, 1)
-                    cache._disk.prefill_pace.took(1e-9, 1)
+                    cache._disk.reading.prefill_pace = Pace()
+                    cache._disk.reading.read_pace.took(10.0, 1)
+                    cache._disk.reading.prefill_pace.took(1e-9, 1)
                     ok = ok and ask(cache, model, skipped, 1)[0].cached == 0 < on_it
                     ok = ok and cache.stats().disk.skipped_tokens == on_it
                 try:

@@ -26,7 +26,7 @@ def opened(model: FakeModel, folder: Path, **options: Any) -> PrefixCache:
     options = {"budget": BUDGET, "min_checkpoint_tokens": 1, "disk": folder, "disk_budget": "1GB", **options}
     cache = PrefixCache(model, **options)
     if cache._disk is not None:
-        cache._disk.prefill_pace.estimate = lambda units: None  # type: ignore[method-assign]
+        cache._disk.reading.prefill_pace.estimate = lambda units: None  # type: ignore[method-assign]
     return cache
 
 

@@ -205,8 +205,9 @@ def test_a_store_and_a_hit_in_memory_make_no_bytes_and_no_buffer(
     model = FakeModel(("full",) * 4, dim=256)
     tokens = text(1000)
     if mode == "off":
-        for name in ("bytes_of", "rows", "copy_out", "Payload", "places", "copy_in", "array_in"):
-            monkeypatch.setattr(host, name, lambda *_, name=name, **__: pytest.fail(f"{name} without a disk"))
+        names = [(host, n) for n in ("bytes_of", "rows", "copy_out", "places", "copy_in", "array_in")]
+        for module, name in [*names, (arrays, "Payload"), (arrays, "bytes_of")]:
+            monkeypatch.setattr(module, name, lambda *_, name=name, **__: pytest.fail(f"{name} without a disk"))
     options = {} if mode == "off" else {"disk": tmp_path, "disk_budget": "1GB", "disk_mode": mode}
     with PrefixCache(model, "600MB", **options) as cache:
         lease = cache.lease(tokens)
@@ -361,9 +362,9 @@ def test_what_is_quicker_to_compute_is_not_read(model: FakeModel, tmp_path: Path
     with opened(model, tmp_path) as cache:
         disk = cache._disk
         assert disk is not None
-        disk.prefill_pace = Pace()
-        disk.read_pace.took(10.0, 1)
-        disk.prefill_pace.took(1e-9, 1)
+        disk.reading.prefill_pace = Pace()
+        disk.reading.read_pace.took(10.0, 1)
+        disk.reading.prefill_pace.took(1e-9, 1)
         again = Session(model, cache, [*tokens, 5])
         assert (again.cached, again.matched, again.lease.reason) == (0, len(tokens), "left on disk")
         again.prefill(50).decode(2).commit()
@@ -375,22 +376,22 @@ def test_what_is_quicker_to_compute_is_not_read(model: FakeModel, tmp_path: Path
         settled(cache)
     with opened(model, tmp_path) as cache:
         assert cache._disk is not None
-        cache._disk.prefill_pace = Pace()
-        cache._disk.read_pace.took(1e-12, 1)
-        cache._disk.prefill_pace.took(10.0, 1)
+        cache._disk.reading.prefill_pace = Pace()
+        cache._disk.reading.read_pace.took(1e-12, 1)
+        cache._disk.reading.prefill_pace.took(10.0, 1)
         assert Session(model, cache, [*tokens, 5]).lease.restored == len(tokens)
 
 
 def test_both_paces_are_measured(model: FakeModel, tmp_path: Path) -> None:
     with opened(model, tmp_path) as cache:
         assert cache._disk is not None
-        cache._disk.prefill_pace = Pace()
+        cache._disk.reading.prefill_pace = Pace()
         tokens = turn(model, cache, text(300))
-        assert cache._disk.prefill_pace.estimate(1) is not None
-        assert cache._disk.read_pace.estimate(1) is None
+        assert cache._disk.reading.prefill_pace.estimate(1) is not None
+        assert cache._disk.reading.read_pace.estimate(1) is None
     with opened(model, tmp_path) as cache:
         Session(model, cache, [*tokens, 5])
-        assert cache._disk is not None and cache._disk.read_pace.estimate(1) is not None
+        assert cache._disk is not None and cache._disk.reading.read_pace.estimate(1) is not None
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -16,6 +16,25 @@ TREES = {path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text()) for pa
 LAYERS = ("cli", "server", "engine", "cache")
 """From the outside in: each imports only what comes after it."""
 
+CACHE = {"": 0, "request": 1, "model": 2, "tiers": 2, "memory": 3}
+"""The packages of the cache: each imports only those with a larger number, and itself. "" are the files at its top."""
+
+WRITERS = {
+    "Hold": {
+        "cache/prefix_cache.py": {"from_disk", "reason"},
+        "cache/request/opening.py": {"cached", "checkpoint", "matched", "node", "reason", "unreserved"},
+        "cache/request/forward.py": {"chunk", "rewound", "rotated_at", "unreserved"},
+        "cache/request/watcher.py": {"running", "unscheduled"},
+        "cache/request/lease.py": {"asked", "thread", "uncached", "unscheduled", "watchers"},
+        "cache/request/closing.py": {"checkpoint", "closed", "node", "taken", "uncached"},
+    },
+    "CacheState": {
+        "cache/prefix_cache.py": {"closed", "closing", "min_checkpoint_tokens", "uncached_reason", "water"},
+        "mlx_lm/prompt_cache.py": {"on_dropped"},
+    },
+}
+"""Which file may assign which field of the two objects that hold the state of a request and of a cache."""
+
 NO_MLX = (
     "cache/memory/tree.py",
     "cache/memory/ledger.py",
@@ -128,6 +147,84 @@ def test_imports_point_one_way(file: str) -> None:
     outer = LAYERS[: LAYERS.index(top)]
     wrong = [n for n in imports(TREES[file]) for layer in outer if within(n, f"onefold.{layer}")]
     assert not wrong, f"{file} imports {wrong}"
+
+
+def own_files(file: str) -> set[str]:
+    """The files of the package that a file imports, for types alone or not."""
+    found = {"/".join(name.split(".")[1:]) + ".py" for name in imports(TREES[file]) if within(name, "onefold")}
+    return found & set(TREES)
+
+
+@pytest.mark.parametrize("file", [f for f in TREES if f.startswith("cache/")])
+def test_packages_of_the_cache_import_downwards(file: str) -> None:
+    def package(path: str) -> str:
+        parts = path.split("/")
+        return parts[1] if len(parts) > 2 else ""
+
+    own = package(file)
+    for other in own_files(file):
+        if other.startswith("cache/") and package(other) != own:
+            assert CACHE[package(other)] > CACHE[own], f"{file} imports {other}"
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    done = set[str]()
+
+    def visit(file: str, path: list[str]) -> None:
+        assert file not in path, " -> ".join([*path[path.index(file) :], file])
+        if file not in done:
+            for other in own_files(file):
+                visit(other, [*path, file])
+            done.add(file)
+
+    for file in TREES:
+        visit(file, [])
+
+
+def names_of(tree: ast.AST) -> set[str]:
+    """All names that a file defines or assigns, as names or as attributes."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)  # __slots__
+    return found
+
+
+@pytest.mark.parametrize("file", [f for f in TREES if f not in MLX_LM])
+def test_no_file_reads_the_private_parts_of_another(file: str) -> None:
+    known = names_of(TREES[file]) | {"_replace", "_asdict", "_fields", "_make"}
+    for node in ast.walk(TREES[file]):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            assert own or node.attr in known, f"{file}:{node.lineno} reads {node.attr}"
+
+
+def assigned(tree: ast.AST, of: str) -> set[str]:
+    """The attributes that are assigned on something that is called `of`, or is an attribute of that name."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            base = node.value
+            name = base.attr if isinstance(base, ast.Attribute) else base.id if isinstance(base, ast.Name) else ""
+            found |= {node.attr} if name.strip("_") == of else set()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "home", "called"),
+    [("Hold", "cache/request/hold.py", "hold"), ("CacheState", "cache/memory/state.py", "state")],
+)
+def test_shared_state_is_written_where_it_may_be(kind: str, home: str, called: str) -> None:
+    fields = assigned(TREES[home], "self")
+    assert len(fields) > 10
+    found = {file: assigned(tree, called) & fields for file, tree in TREES.items() if file != home}
+    assert {file: names for file, names in found.items() if names} == WRITERS[kind]
 
 
 @pytest.mark.parametrize("file", NO_MLX)

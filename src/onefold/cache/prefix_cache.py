@@ -510,7 +510,7 @@ class PrefixCache:
             if self._endings:
                 with self.state.lock.inner:
                     self._disk.spiller.flush(everything=True, until=time.monotonic() + CLOSING_MOST)
-                    self._disk.counts["left_tokens"] = self._disk.spiller.unsaved()
+                    self._disk.reading.counts["left_tokens"] = self._disk.spiller.unsaved()
             self._disk.spiller.stop()
         with self.state.lock:
             while self._endings:  # whoever is interrupted here may close once more

@@ -617,7 +617,7 @@ class Track:
             if self.contiguous and self.pieces:
                 yield from self._gathering(missing, spare)
             else:
-                self._append(self.store.slab_for(missing, spare=spare), missing)
+                self.append(self.store.slab_for(missing, spare=spare), missing)
 
     def _sealed_from(self, start: int) -> bool:
         """Whether some position from `start` on lies where this track may not write."""
@@ -680,7 +680,7 @@ class Track:
 
     # -- for ensure --------------------------------------------------------------------
 
-    def _append(self, slab: Slab, n: int) -> None:
+    def append(self, slab: Slab, n: int) -> None:
         slab.enter(self, writes=True)
         self.pieces.append(Piece(slab, 0, n, self.end))
 
@@ -713,7 +713,7 @@ class Track:
             self.pieces[-1].slab.writers.discard(self)  # what lies behind is a node's
             self.store.note(self.pieces[-1].slab)
         if fresh is not None:
-            self._append(fresh, keep - start)
+            self.append(fresh, keep - start)
 
     def _cut(self, at: int) -> None:
         """Read nothing from position `at` on."""
@@ -811,6 +811,6 @@ class Track:
         fresh.rewriting = False
         floor, frozen = self.floor, self.frozen
         self.free()
-        self._append(fresh, end)
+        self.append(fresh, end)
         self.floor, self.frozen = floor, frozen
         return fresh

@@ -73,7 +73,7 @@ def _fill_track(hold: Hold, layers: list[tuple[Any, list[mx.array]]], upto: int)
         for layer, arrays in layers:
             slab.layers[layer.index] = [own_name(a) for a in arrays]
         slab.evaluate()
-        track._append(slab, upto)
+        track.append(slab, upto)
         return
     if start < upto:
         track.ensure(start, upto - start)

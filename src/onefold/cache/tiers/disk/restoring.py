@@ -19,6 +19,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -51,21 +52,22 @@ AHEAD = 2
 """Records that are read while one is being looked at."""
 
 
-class Reading(NamedTuple):
+@dataclass
+class Reading:
     """What the restores of a tier share."""
 
     links: Links
     layout: Layout
     reader: concurrent.futures.ThreadPoolExecutor
     """Reads the next records while one is being looked at."""
-    read_pace: Pace
-    """Seconds a byte takes to restore."""
-    prefill_pace: Pace
-    """Seconds a token takes to compute."""
-    counts: Counter[str]
-    reasons: Counter[str]
     dirtied: Callable[[Node], None]
     """Told of nodes that memory has, and the disk no longer."""
+    read_pace: Pace = field(default_factory=Pace)
+    """Seconds a byte takes to restore."""
+    prefill_pace: Pace = field(default_factory=Pace)
+    """Seconds a token takes to compute."""
+    counts: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
 
 
 class Loaded(NamedTuple):

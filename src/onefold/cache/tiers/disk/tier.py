@@ -26,7 +26,6 @@ from onefold.cache.memory.tree import Node, Tree
 from onefold.cache.tiers.disk.growing import grow
 from onefold.cache.tiers.disk.linking import Links
 from onefold.cache.tiers.disk.naming import name_of, salt_of
-from onefold.cache.tiers.disk.pace import Pace
 from onefold.cache.tiers.disk.restoring import AHEAD, Reading
 from onefold.cache.tiers.disk.spilling import Spiller
 from onefold.cache.tiers.records.catalog import Catalog
@@ -116,12 +115,6 @@ class Disk:
                 _budget(settings.budget, folder),
                 daily_bytes=None if settings.daily_limit is None else parse_size(settings.daily_limit),
             )
-            self.counts: Counter[str] = Counter()
-            self.reasons: Counter[str] = Counter()
-            self.read_pace = Pace()
-            """Seconds a byte takes to restore."""
-            self.prefill_pace = Pace()
-            """Seconds a token takes to compute."""
             self._about, self._label, self._lock = about, label, state.lock
             self._points = points
             self.layout = Layout(about["layout"], points)
@@ -136,10 +129,7 @@ class Disk:
             raise
         self.reader = concurrent.futures.ThreadPoolExecutor(AHEAD, "onefold-read")
         """Reads the next records while one is being looked at. Its threads are made when they are first used."""
-        self.reading = Reading(
-            self.links, self.layout, self.reader, self.read_pace, self.prefill_pace, self.counts, self.reasons,
-            self.spiller.committed,
-        )  # fmt: skip
+        self.reading = Reading(self.links, self.layout, self.reader, self.spiller.committed)
         """What restores share."""
         if self.catalog.budget_bytes < 2 * self.spiller.record_bytes:
             log.warning(
@@ -223,7 +213,7 @@ class Disk:
         return self.spiller.draining(until)
 
     def prefilled(self, n_tokens: int, seconds: float) -> None:
-        self.prefill_pace.took(seconds, n_tokens)
+        self.reading.prefill_pace.took(seconds, n_tokens)
 
     def check(self) -> list[str]:
         return self.spiller.check()
@@ -275,16 +265,16 @@ class Disk:
             daily_limit_bytes=vault.daily_bytes or 0,
             pending=spiller.pending,
             spilled_tokens=spiller.counts["spilled_tokens"],
-            restored_tokens=self.counts["restored_tokens"],
-            restored_bytes=self.counts["restored_bytes"],
-            skipped_tokens=self.counts["skipped_tokens"],
+            restored_tokens=self.reading.counts["restored_tokens"],
+            restored_bytes=self.reading.counts["restored_bytes"],
+            skipped_tokens=self.reading.counts["skipped_tokens"],
             rejected_records=vault.counts["rejected_records"],
             evicted_records=vault.counts["evicted_records"],
-            left_tokens=self.counts["left_tokens"],
+            left_tokens=self.reading.counts["left_tokens"],
         )
 
     def all_reasons(self) -> Counter[str]:
-        found = self.catalog.reasons + self.spiller.reasons + self.reasons
+        found = self.catalog.reasons + self.spiller.reasons + self.reading.reasons
         return Counter({f"disk: {reason}": n for reason, n in found.items()})
 
 

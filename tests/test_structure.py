@@ -40,6 +40,7 @@ NO_MLX = (
     "engine/request.py",
     "engine/tokenising.py",
     "sizes.py",
+    "backend.py",
     "errors.py",
 )
 

@@ -19,7 +19,7 @@ PACKAGES := mlx-cpu mlx-cuda-12 mlx-cuda-13
 OTHERS   := $(filter-out $(patsubst cuda%,mlx-cuda-%,$(BACKEND:cpu=mlx-cpu)),$(PACKAGES))
 PIP      := $(PY) -m pip --disable-pip-version-check --quiet
 
-.PHONY: help setup test demo models bench-core bench-dropin bench-serve bench-latency bench-disk soak \
+.PHONY: help setup doctor test demo models bench-core bench-dropin bench-serve bench-latency bench-disk soak \
 	torture problems clean
 
 help: ## List the targets.
@@ -39,6 +39,9 @@ endif
 	@if $(PIP) show $(OTHERS) >/dev/null 2>&1; then $(PIP) uninstall --yes $(PACKAGES); fi
 	$(PIP) install -e '.[$(EXTRAS)]'
 	@rm -f $(VENV)/.setup-* && echo $(BACKEND) > $(VENV)/.backend && touch $@
+
+doctor: setup ## Check the installation and this machine.
+	$(PY) -m onefold doctor
 
 test: setup ## Check style and types, then run the tests, in JOBS processes (0: in one, the plain way).
 	$(VENV)/bin/ruff check

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 import onefold
-from onefold.cli import cache, chat, demo, mlx_lm_server, serve
+from onefold.cli import cache, chat, demo, doctor, mlx_lm_server, serve
 from onefold.cli.command_line import complain
 from onefold.errors import NoBackend
 
@@ -15,6 +15,7 @@ COMMANDS = {
     "chat": chat,
     "demo": demo,
     "cache": cache,
+    "doctor": doctor,
     "mlx-lm-server": mlx_lm_server,
 }
 

@@ -19,7 +19,7 @@ PACKAGES := mlx-cpu mlx-cuda-12 mlx-cuda-13
 OTHERS   := $(filter-out $(patsubst cuda%,mlx-cuda-%,$(BACKEND:cpu=mlx-cpu)),$(PACKAGES))
 PIP      := $(PY) -m pip --disable-pip-version-check --quiet
 
-.PHONY: help setup doctor test demo models bench-core bench-dropin bench-serve bench-latency bench-disk soak \
+.PHONY: help setup doctor lint types test dist demo models bench-core bench-dropin bench-serve bench-latency bench-disk soak \
 	torture problems clean
 
 help: ## List the targets.
@@ -43,10 +43,17 @@ endif
 doctor: setup ## Check the installation and this machine.
 	$(PY) -m onefold doctor
 
-test: setup ## Check style and types, then run the tests, in JOBS processes (0: in one, the plain way).
+lint: setup ## Check style.
 	$(VENV)/bin/ruff check
+
+types: setup ## Check types.
 	$(VENV)/bin/mypy
+
+test: lint types ## Check style and types, then run the tests, in JOBS processes (0: in one, the plain way).
 	$(PY) -m pytest -q -n $(JOBS) --dist worksteal
+
+dist: setup ## Build the wheel and the sdist into dist.
+	$(PY) -m build
 
 demo: setup ## A server with a small real model, and agents that share a system prompt.
 	$(PY) -m onefold demo

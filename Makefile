@@ -2,28 +2,58 @@
 
 VENV  := .venv
 PY    := $(VENV)/bin/python
-STAMP := $(VENV)/.setup-stamp
 JOBS  ?= 2
 
-.PHONY: help setup test demo models bench-core bench-dropin bench-serve bench-latency bench-disk soak torture problems clean
+# MLX's backend: cpu, cuda12 or cuda13; none on macOS, where mlx brings Metal. What was chosen once stays.
+BACKENDS := cpu cuda12 cuda13 none
+BACKEND  ?= $(shell cat $(VENV)/.backend 2>/dev/null || { \
+	if [ "$$(uname -s)" != Linux ]; then echo none; \
+	elif nvidia-smi 2>/dev/null | grep -q 'CUDA Version: 12'; then echo cuda12; \
+	elif [ -e /proc/driver/nvidia ] || nvidia-smi >/dev/null 2>&1; then echo cuda13; \
+	else echo cpu; fi; })
+BACKEND  := $(BACKEND)
+STAMP    := $(VENV)/.setup-$(BACKEND)
+comma    := ,
+EXTRAS   := dev$(if $(filter-out none,$(BACKEND)),$(comma)$(BACKEND))
+PACKAGES := mlx-cpu mlx-cuda-12 mlx-cuda-13
+OTHERS   := $(filter-out $(patsubst cuda%,mlx-cuda-%,$(BACKEND:cpu=mlx-cpu)),$(PACKAGES))
+PIP      := $(PY) -m pip --disable-pip-version-check --quiet
+
+.PHONY: help setup doctor lint types test dist demo models bench-core bench-dropin bench-serve bench-latency bench-disk soak \
+	torture problems clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-setup: $(STAMP) ## Make .venv and install onefold there, editable, with the development tools.
+setup: $(STAMP) ## Make .venv and install onefold there, editable, with the development tools and a BACKEND of MLX.
 
+# Two backends write over each other's files, so all of them go before another one comes.
 $(STAMP): pyproject.toml
+ifeq ($(filter $(BACKEND),$(BACKENDS)),)
+	@echo "BACKEND is one of $(BACKENDS), not '$(BACKEND)'" >&2; exit 1
+endif
 	@py=$$(command -v python3.11 || command -v python3) || { echo "Python 3.11 or later is needed" >&2; exit 1; }; \
 	"$$py" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or later is needed; $$py is older" >&2; exit 1; }; \
 	echo "$$py -m venv $(VENV)"; "$$py" -m venv $(VENV)
-	$(PY) -m pip install --disable-pip-version-check --quiet -e '.[dev]'
-	@touch $@
+	@if $(PIP) show $(OTHERS) >/dev/null 2>&1; then $(PIP) uninstall --yes $(PACKAGES); fi
+	$(PIP) install -e '.[$(EXTRAS)]'
+	@rm -f $(VENV)/.setup-* && echo $(BACKEND) > $(VENV)/.backend && touch $@
 
-test: setup ## Check style and types, then run the tests, in JOBS processes (0: in one, the plain way).
+doctor: setup ## Check the installation and this machine.
+	$(PY) -m onefold doctor
+
+lint: setup ## Check style.
 	$(VENV)/bin/ruff check
+
+types: setup ## Check types.
 	$(VENV)/bin/mypy
+
+test: lint types ## Check style and types, then run the tests, in JOBS processes (0: in one, the plain way).
 	$(PY) -m pytest -q -n $(JOBS) --dist worksteal
+
+dist: setup ## Build the wheel and the sdist into dist.
+	$(PY) -m build
 
 demo: setup ## A server with a small real model, and agents that share a system prompt.
 	$(PY) -m onefold demo

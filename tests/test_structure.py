@@ -60,6 +60,7 @@ NO_MLX = (
     "engine/request.py",
     "engine/tokenising.py",
     "sizes.py",
+    "backend.py",
     "errors.py",
 )
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from onefold import backend as _backend
 from onefold import blas as _blas
 from onefold import cuda as _cuda
 
+_backend.check()
 _blas.preload()
 _cuda.allow_many_shapes()
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
         IntegrityError,
         LeaseClosed,
         LeaseError,
+        NoBackend,
         OnefoldError,
         TokenError,
         WrongThread,
@@ -51,6 +54,8 @@ def __getattr__(name: str) -> Any:
     """Names are looked up when they are used: mlx-lm takes seconds to import, and a command's help does not need it."""
     if name not in __all__:
         raise AttributeError(f"module 'onefold' has no attribute {name!r}")
+    if name in _WHERE:
+        _backend.require()
     found = getattr(importlib.import_module(f"onefold.{_WHERE.get(name, 'errors')}"), name)
     globals()[name] = found
     return found
@@ -70,6 +75,7 @@ __all__ = [
     "Lease",
     "LeaseClosed",
     "LeaseError",
+    "NoBackend",
     "OnefoldError",
     "Pin",
     "PrefixCache",

@@ -4,6 +4,7 @@
     ├── ConfigError (ValueError)     a size, option or model that cannot be used as given
     │   ├── FolderInUse              ... a cache folder that another process writes to
     │   └── Unbounded                ... max_kv_size for a model with a cache class that takes no bound
+    ├── NoBackend (ImportError)      MLX is installed without a backend; says what to install
     ├── TokenError (ValueError)      tokens that are empty, not integers, or out of range
     ├── BudgetError                  bytes were asked for that the budget (or the device) does not have
     ├── DeviceError                  the device failed in the middle of a copy that the budget had room for
@@ -44,6 +45,10 @@ class FolderInUse(ConfigError):
 
 
 class Unbounded(ConfigError):
+    pass
+
+
+class NoBackend(OnefoldError, ImportError):
     pass
 
 

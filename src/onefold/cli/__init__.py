@@ -6,9 +6,18 @@ import argparse
 import sys
 
 import onefold
-from onefold.cli import cache, chat, demo, mlx_lm_server, serve
+from onefold.cli import cache, chat, demo, doctor, mlx_lm_server, serve
+from onefold.cli.command_line import complain
+from onefold.errors import NoBackend
 
-COMMANDS = {"serve": serve, "chat": chat, "demo": demo, "cache": cache, "mlx-lm-server": mlx_lm_server}
+COMMANDS = {
+    "serve": serve,
+    "chat": chat,
+    "demo": demo,
+    "cache": cache,
+    "doctor": doctor,
+    "mlx-lm-server": mlx_lm_server,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -19,4 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     for name, command in COMMANDS.items():
         commands.add_parser(name, help=command.HELP, add_help=False)
     chosen, rest = parser.parse_known_args(arguments[:1]), arguments[1:]
-    return COMMANDS[chosen[0].command].run(rest)
+    name = chosen[0].command
+    try:
+        return COMMANDS[name].run(rest)
+    except NoBackend as error:
+        return complain(f"onefold {name}", str(error))

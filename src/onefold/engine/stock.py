@@ -18,6 +18,7 @@ from mlx_lm.generate import (
     stream_generate,
     wired_limit,
 )
+from mlx_lm.models import llama
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -30,6 +31,7 @@ __all__ = [
     "make_logits_processors",
     "make_sampler",
     "make_text_state_machine",
+    "random_llama",
     "stream_generate",
     "wired_limit",
 ]
@@ -53,3 +55,8 @@ def load(
         trust_remote_code=trust_remote_code,
     )
     return model, tokenizer
+
+
+def random_llama(config: Mapping[str, Any]) -> nn.Module:
+    """A llama of this configuration, with random weights of 32 bits. Raises TypeError if a field is missing."""
+    return llama.Model(llama.ModelArgs.from_dict({"model_type": "llama", **config}))

@@ -8,6 +8,7 @@ import random
 import pytest
 from batching import Loop
 from driving import cold
+from effort import effort
 from tiny import tiny
 
 from onefold.cache.memory import device
@@ -90,7 +91,7 @@ class Fuzz:
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next", "deepseek_v3"])
 def test_any_sequence(family: str, pooled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "on_gpu", lambda: pooled)  # tails in one slab, as on a GPU
-    for seed in range(5):
+    for seed in range(effort(1, 5)):
         fuzz = Fuzz(family, seed)
         for _ in range(35):
             fuzz.act()

@@ -45,6 +45,7 @@ def text(n: int, seed: int = 0) -> str:
     return " ".join(words[(i * i + 7 * seed + i // 5) % len(words)] for i in range(n))[:n]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "most"), [("single", 1.10), ("draft", 1.10), ("batched", 1.25)])
 def test_continuing_holds_the_conversation_once(path: str, most: float, deep: Path, draft: Path) -> None:
     """Peak after the first token, less weights and the activations of a short turn, over what was stored."""
@@ -67,6 +68,7 @@ def test_continuing_holds_the_conversation_once(path: str, most: float, deep: Pa
     assert peak / entry <= most, f"{peak / entry:.2f}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_is_reported_is_what_is_held(shared: bool, deep: Path) -> None:
     system = [{"role": "system", "content": text(900)}] if shared else []
@@ -84,6 +86,7 @@ def test_what_is_reported_is_what_is_held(shared: bool, deep: Path) -> None:
             assert held < 0.6 * tokens * DEEP.token_bytes  # 900 of about 1,250 tokens are the same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_the_byte_limit_holds(path: str, deep: Path) -> None:
     limit = 1500 * DEEP.token_bytes

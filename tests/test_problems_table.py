@@ -95,6 +95,7 @@ def test_its_pictures_exist() -> None:
 QUICK = ["A1", "A5", "B1", "B2", "B6", "B7", "B8", "C2", "C3", "C4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", QUICK)
 def test_quick_proof_holds(problem: str) -> None:
     shown = proofs().PROOFS[problem]()

@@ -8,6 +8,8 @@ import pytest
 
 import onefold
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 import pytest
+from effort import effort
 from fake import FakeModel, FaultAt, Session, assert_close, logits_of, settled, text
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -327,7 +328,7 @@ def test_any_sequence_of_requests_leaves_everything_right(
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=int(os.environ.get("ONEFOLD_EXAMPLES", "15")),
+            max_examples=int(os.environ.get("ONEFOLD_EXAMPLES", effort(3, 15))),
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=list(HealthCheck),

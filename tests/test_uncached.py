@@ -91,6 +91,7 @@ def test_a_forward_that_does_not_fit_is_refused_before_it_runs(unknown: Any) -> 
         cache.check()
 
 
+@pytest.mark.slow
 def test_the_same_budget_holds_for_a_cache_class_of_a_model_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = with_unknown_caches(monkeypatch), words(6000)
     with onefold.PrefixCache(model, "1.6MB") as cache, cache.lease(tokens) as lease:

@@ -21,6 +21,8 @@ import pytest
 from local_model import Shape, write_as_downloaded
 from prompt_caches import AVAILABLE
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).resolve().parent
 MODEL = "mlx-community/Qwen1.5-0.5B-Chat-4bit"
 """What upstream's tests load."""

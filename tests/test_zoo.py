@@ -129,6 +129,7 @@ def test_what_the_table_leaves_out_has_a_reason() -> None:
 # -- the trial ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MATTER)
 def test_it_stands_the_trial(name: str) -> None:
     report = Trial(zoo.model(name)).run()

@@ -18,7 +18,8 @@ from disk_walk import Walk
 from fake import FakeModel, Session, settled, text
 
 import onefold
-from onefold.cache.memory.segment import Slab, Track
+from onefold.cache.memory.segment import Slab
+from onefold.cache.memory.track import Track
 from onefold.cache.tiers.disk.restoring import Restore
 
 

@@ -259,7 +259,7 @@ def test_the_engine_uses_what_mlx_lm_shows_and_changes_nothing_there() -> None:
 def test_stock_caches_are_made_in_the_factory_and_for_uncached_models_only() -> None:
     found = {file: list(calls(tree, {"make_prompt_cache"})) for file, tree in TREES.items()}
     found = {file: where for file, where in found.items() if where}
-    assert set(found) == {"cache/model/stock.py", "cache/model/anatomy.py", "cache/prefix_cache.py"}
+    assert set(found) == {"cache/model/stock.py", "cache/model/survey.py", "cache/prefix_cache.py"}
     assert all(len(where) == 1 for where in found.values())
     functions = [n for n in ast.walk(TREES["cache/prefix_cache.py"]) if isinstance(n, ast.FunctionDef)]
     uncached = next(f for f in functions if f.name == "_open_uncached")

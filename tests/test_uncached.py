@@ -195,8 +195,8 @@ def test_a_bound_that_a_cache_class_cannot_have_is_refused_at_the_start(
 def test_a_bound_reaches_the_stock_caches_of_a_model_that_runs_uncached(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that sees later tokens of its chunk is run on mlx-lm's caches: they are rings then."""
     model, tokens = tiny("llama"), words(80)
-    monkeypatch.setattr("onefold.cache.model.anatomy._takes_handles", lambda *_: False)
-    monkeypatch.setattr("onefold.cache.model.anatomy._is_causal", lambda *_: False)
+    monkeypatch.setattr("onefold.cache.model.survey._takes_handles", lambda *_: False)
+    monkeypatch.setattr("onefold.cache.model.survey._is_causal", lambda *_: False)
     with onefold.PrefixCache(model, "16MB", max_kv_size=32, keep=4) as cache, cache.lease(tokens) as lease:
         assert "later ones" in cache.uncached_reason
         assert [(type(c), c.max_size, c.keep) for c in lease.layers] == [(RotatingKVCache, 32, 4)] * 2

@@ -26,6 +26,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import onefold
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.stock import SLICEABLE
+from onefold.cache.model.survey import survey
 from onefold.cache.request import opening
 
 PROMPT = 40
@@ -116,7 +117,7 @@ class Trial:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.anatomy = Anatomy.of(model)
+        self.anatomy = survey(model)
         self._cold: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[list[int], Logits]] = {}
         self._calls: dict[tuple[int, ...], tuple[int, ...]] = {}
         self.weights = 0

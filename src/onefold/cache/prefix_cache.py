@@ -37,6 +37,7 @@ from onefold.cache.model.attention import attention
 from onefold.cache.model.fingerprint import lasting_digest, model_digest, model_name
 from onefold.cache.model.kinds.full import Bound
 from onefold.cache.model.models import Models
+from onefold.cache.model.survey import look_uncached, read_off, survey
 from onefold.cache.request import adopting, opening
 from onefold.cache.request.arena import Arena
 from onefold.cache.request.batch import Batch
@@ -136,7 +137,7 @@ class PrefixCache:
             device.default_budget(*models) if budget is None else parse_size(budget, total_bytes=device.memory_bytes())
         )
         mx.eval([m.parameters() for m in models])
-        anatomies = [Anatomy.of(m, kv=form, bound=bound) for m in models]
+        anatomies = [survey(m, kv=form, bound=bound) for m in models]
         for anatomy in anatomies:
             anatomy.logit_tokens = logit_tokens
         if disk is None and (disk_budget is not None or disk_daily_limit is not None or disk_mode != "back"):
@@ -170,7 +171,7 @@ class PrefixCache:
         are contiguous, and it is elastic."""
         self = cls.__new__(cls)
         gate = CacheLock()
-        self._set_up([], [Anatomy.of_layers(layers)], ElasticLedger(budget, gate.inner), (), gate)
+        self._set_up([], [read_off(layers)], ElasticLedger(budget, gate.inner), (), gate)
         return self
 
     def _set_up(
@@ -195,7 +196,7 @@ class PrefixCache:
                 log.warning("%s", note)
         if self.state.uncached_reason and models:
             for anatomy, model in zip(anatomies, models, strict=True):
-                anatomy.look_uncached(model)
+                look_uncached(anatomy, model)
             log.warning("this model runs uncached: %s", self.state.uncached_reason)
 
     @property

@@ -25,8 +25,9 @@ from onefold.cache.memory.checkpoints import POINTS_SHARE, Checkpoint, Points, s
 from onefold.cache.memory.copying import Copying
 from onefold.cache.memory.ledger import Ledger
 from onefold.cache.memory.lock import CacheLock, Work
-from onefold.cache.memory.segment import ROOM_SHARE, Piece, Slab, Span, Store, Track, rest_capacity
+from onefold.cache.memory.segment import ROOM_SHARE, Slab, Span, Store, rest_capacity
 from onefold.cache.memory.tier import Tier
+from onefold.cache.memory.track import Piece, Track
 from onefold.cache.memory.tree import Node, Tokens, Tree
 from onefold.errors import BudgetError, DeviceError
 

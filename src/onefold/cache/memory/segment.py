@@ -1,20 +1,15 @@
-"""Slabs, spans and tracks: where the KV of sliceable layers lies, and who may write it.
+"""Slabs and spans: where the KV of sliceable layers lies, and which node owns which range of it.
 
 - A slab is one allocation: for each sliceable layer its arrays `[1, heads, capacity, dim]`, all with
   the same capacity. The ledger counts slabs. Nobody else keeps a reference to a slab's arrays, so a
   write to them happens in place.
 - A span is what a node owns: a range of one slab. Spans are never written again.
-- A track is what an open lease reads and writes: pieces that cover the positions [0, end). Positions
-  below `floor` belong to the tree; recomputing them writes nothing. A slab is written by one track, and
-  only while no other track reads it: a second reader seals it, and the writer goes on in a fresh slab.
+- A slab is written by one track (see `track`), and only while no other track reads it: a second reader seals
+  it, and the writer goes on in a fresh slab.
 - Whatever copies (growing, compacting, merging) goes layer by layer and evaluates each, so that the
   transient is one layer; it is reserved as in flight. Where bytes are short it is one array. Between two
   layers the lock may be let go: what takes long is `Work`, for `CacheLock.run`.
 - A slab tells its store of every change to its size, spans and readers, so that nobody looks through all slabs.
-
-    position   0 ............ floor ............. end
-    pieces     [ slab A 0:900 )[ slab B 12:80 )[ slab C 0:31 ) ....room
-    owner        tree            tree             this track
 
 Knows nothing of models, tokens, or when to free.
 """
@@ -23,7 +18,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,7 +30,7 @@ from onefold.cache.memory.ledger import Ledger, Purpose
 from onefold.cache.memory.lock import Work, run_through
 from onefold.cache.memory.ranking import Ranking
 from onefold.cache.memory.tree import Node
-from onefold.errors import BudgetError, DeviceError, LeaseClosed
+from onefold.errors import BudgetError, DeviceError
 from onefold.sizes import show_size
 
 Arrays = tuple[mx.array, ...]
@@ -154,7 +149,7 @@ class Store:
 
     def slab_for(self, need: int, *, spare: int = 0) -> Slab:
         """A new slab for `need` tokens, with room if there is some. Raises BudgetError."""
-        for capacity, refusal in _attempts(self.capacities(need, spare=spare)):
+        for capacity, refusal in attempts(self.capacities(need, spare=spare)):
             with refusal:
                 return self.slab(capacity)
         raise AssertionError("the last refusal is raised")
@@ -246,11 +241,11 @@ class Slab:
         """What nodes own of it, by index. Changed by `add` and `discard` alone."""
         self.owned = 0
         """Tokens that nodes own; the rest is room or waste."""
-        self.tracks: set[Track] = set()
+        self.tracks: set[Any] = set()
         """Changed by `enter` and `leave` alone."""
         self.foreign = False
         """Its arrays came from a caller, who may still refer to them: a copy of them would not free them."""
-        self.writers: set[Track] = set()
+        self.writers: set[Any] = set()
         """One, or the rows of a batch that write to regions of their own: see `arena`."""
         self._rewriting = False
         self._copies = 0
@@ -321,14 +316,14 @@ class Slab:
         """The span after `upper` has taken it over."""
         del self.spans[self._index(upper)]
 
-    def enter(self, track: Track, *, writes: bool = False) -> None:
+    def enter(self, track: Hashable, *, writes: bool = False) -> None:
         """A track reads it from now on, or writes it as well."""
         self.tracks.add(track)
         if writes:
             self.writers.add(track)
         self.store.note(self)
 
-    def leave(self, track: Track) -> None:
+    def leave(self, track: Hashable) -> None:
         """A track neither reads nor writes it any more. Call `settle` afterwards."""
         self.tracks.discard(track)
         self.writers.discard(track)
@@ -415,7 +410,7 @@ class Slab:
         new = []
         for j in which:
             parts: list[mx.array | None] = [layer[j][..., lo:hi, :] for lo, hi in ranges]
-            new.append(_join([*parts, None if room is None else room[j]]))
+            new.append(join([*parts, None if room is None else room[j]]))
         return new
 
     def _shrink_back(self) -> None:
@@ -428,7 +423,7 @@ class Slab:
         self.account.resize(self.capacity * self.store.token_bytes)
 
 
-def _attempts(capacities: Iterable[int]) -> Iterator[tuple[int, contextlib.AbstractContextManager[None]]]:
+def attempts(capacities: Iterable[int]) -> Iterator[tuple[int, contextlib.AbstractContextManager[None]]]:
     """Each capacity with a context that suppresses a BudgetError, but for the last, whose BudgetError is raised. None
     is kept: its traceback would refer to frames, and so to arrays."""
     candidates = iter(capacities)
@@ -439,7 +434,7 @@ def _attempts(capacities: Iterable[int]) -> Iterator[tuple[int, contextlib.Abstr
     yield capacity, contextlib.nullcontext()
 
 
-def _join(parts: list[mx.array | None]) -> mx.array:
+def join(parts: list[mx.array | None]) -> mx.array:
     """One array of its own bytes: never a view of a larger buffer."""
     found = [p for p in parts if p is not None]
     return mx.concatenate(found, axis=2) if len(found) > 1 else own_bytes(found[0])
@@ -486,331 +481,3 @@ class Span:
 
 def _start(span: Span) -> int:
     return span.lo
-
-
-@dataclass(eq=False, slots=True)
-class Piece:
-    """A track's view of slab indices [lo, hi), which hold the positions from `pos` on."""
-
-    slab: Slab
-    lo: int
-    hi: int
-    pos: int
-    limit: int | None = None
-    """Where its region of the slab ends, if it may not have all of it."""
-
-    @property
-    def end(self) -> int:
-        return self.pos + self.hi - self.lo
-
-    @property
-    def room(self) -> int:
-        return (self.slab.capacity if self.limit is None else self.limit) - self.hi
-
-
-class Track:
-    """The storage of one sequence's sliceable layers."""
-
-    def __init__(self, store: Store, *, contiguous: bool = False) -> None:
-        self.store = store
-        self.contiguous = contiguous
-        """Models outside the seam: always one piece that starts at index 0."""
-        self.pieces: list[Piece] = []
-        self.floor = 0  # recomputing below here writes nothing
-        self.frozen = 0  # positions below here are the tree's, wherever they lie
-
-    @property
-    def end(self) -> int:
-        return self.pieces[-1].end if self.pieces else 0
-
-    @property
-    def whole(self) -> bool:
-        """One piece that starts at index 0: it can be read as a plain slice."""
-        return len(self.pieces) == 1 and self.pieces[0].lo == 0
-
-    def gather(self) -> None:
-        """See that a contiguous track is one piece, before it is read."""
-        if self.contiguous and self.pieces and not self.whole:
-            self.copy_whole(self.end)
-
-    # -- reading ----------------------------------------------------------------------
-
-    def read(self, index: int, upto: int) -> list[View]:
-        """For layer `index`, the arrays and index ranges that hold the positions [0, upto)."""
-        return [
-            View(p.slab.arrays(index), p.lo, min(p.hi, p.lo + upto - p.pos), id(p.slab))
-            for p in self.pieces
-            if p.pos < upto and p.lo < p.hi
-        ]
-
-    def layout(self, upto: int) -> list[tuple[Slab, int, int]]:
-        """The same, whatever the layer."""
-        found = [p for p in self.pieces if p.pos < upto and p.lo < p.hi]
-        return [(p.slab, p.lo, min(p.hi, p.lo + upto - p.pos)) for p in found]
-
-    def written(self) -> list[mx.array]:
-        """Every layer's arrays that this track may have written to."""
-        slabs = {id(p.slab): p.slab for p in self.pieces if self.writable(p)}
-        return [a for slab in slabs.values() for layer in slab.layers if layer for a in layer]
-
-    # -- borrowing, from the tree ----------------------------------------------------------
-
-    def borrow(self, spans: Iterable[Span]) -> None:
-        """Read these spans in place, one after the other from position 0. Their arrays must be whole."""
-        for span in spans:
-            last = self.pieces[-1] if self.pieces else None
-            if last is not None and last.slab is span.slab and last.hi == span.lo:
-                last.hi = span.hi
-            else:
-                self.pieces.append(Piece(span.slab, span.lo, span.hi, self.end))
-                span.slab.enter(self)
-        self.floor = self.frozen = self.end
-
-    def take(self) -> bool:
-        """Become the writer of the last piece's slab, if nobody else reads it and nothing lies behind."""
-        if not self.pieces:
-            return False
-        last = self.pieces[-1]
-        if last.slab.tracks != {self} or last.slab.used > last.hi or last.slab.copies:
-            return False
-        last.slab.writers = {self}
-        last.slab.foreign = False
-        last.slab.settle()
-        return True
-
-    def writable(self, piece: Piece) -> bool:
-        return self in piece.slab.writers and piece.slab.tracks <= piece.slab.writers
-
-    # -- writing ------------------------------------------------------------------------
-
-    def ensure(self, start: int, n: int, *, keep: int | None = None, spare: int = 0) -> None:
-        """`ensuring` in one go."""
-        self.store.run(self.ensuring(start, n, keep=keep, spare=spare))
-
-    def ensuring(self, start: int, n: int, *, keep: int | None = None, spare: int = 0) -> Work[None]:
-        """Make the positions [start, start + n) readable, and those not below `floor` writable.
-
-        `keep` is the furthest position that any layer still needs. Room to grow leaves `spare` bytes free. May raise
-        BudgetError; then nothing has been allocated and every layer reads what it read before.
-        """
-        stop = start + n
-        start = max(start, self.floor)
-        if stop > self.end and not self._can_grow and not self.contiguous:
-            yield from self.store.making_room_for(stop - self.end)
-        while True:
-            if self._sealed_from(start):
-                self._reseat(start, self.end if keep is None else min(keep, self.end))
-            missing = stop - self.end
-            if missing <= 0:
-                return
-            if not self._can_grow or self.pieces[-1].room >= missing:
-                break
-            yield from self._growing(missing, spare)
-            if not self._sealed_from(start):  # or somebody has come to read it meanwhile
-                break
-        if self.pieces and self.writable(self.pieces[-1]):
-            last = self.pieces[-1]
-            step = min(last.room, missing)
-            last.hi += step
-            missing -= step
-        if missing > 0:
-            if self.contiguous and self.pieces:
-                yield from self._gathering(missing, spare)
-            else:
-                self.append(self.store.slab_for(missing, spare=spare), missing)
-
-    def _sealed_from(self, start: int) -> bool:
-        """Whether some position from `start` on lies where this track may not write."""
-        return start < self.frozen or any(p.end > start and not self.writable(p) for p in self.pieces)
-
-    @property
-    def _can_grow(self) -> bool:
-        """Whether its last buffer can be made larger in place."""
-        return bool(self.pieces) and self.pieces[-1].limit is None and self.writable(self.pieces[-1])
-
-    def write(self, index: int, start: int, new: Arrays) -> None:
-        """Store `new` (arrays of some tokens from `start` on) for layer `index`, from `floor` up."""
-        n = new[0].shape[2]
-        last = self.pieces[-1]
-        if start >= self.floor and start >= last.pos:  # nearly always
-            lo = last.lo + start - last.pos
-            arrays = last.slab.arrays(index)
-            for j, x in enumerate(new):
-                arrays[j][..., lo : lo + n, :] = x
-            return
-        low = max(start, self.floor)
-        for piece in self.pieces:
-            a, b = max(low, piece.pos), min(start + n, piece.end)
-            if a >= b:
-                continue
-            lo = piece.lo + a - piece.pos
-            arrays = piece.slab.arrays(index)
-            for j, x in enumerate(new):
-                part = x if b - a == n else x[..., a - start : b - start, :]
-                arrays[j][..., lo : lo + b - a, :] = part
-
-    def shorten(self, end: int) -> None:
-        """Room that was made beyond `end` stays room: it is covered once a forward asks for it."""
-        last = self.pieces[-1]
-        if last.pos < end < last.end:
-            last.hi -= last.end - end
-        elif last.pos == end:
-            last.hi = last.lo
-
-    def rewind(self, to: int) -> None:
-        """Positions from `to` on will be written anew, also those that the tree has (elsewhere, then)."""
-        self.floor = min(self.floor, to)
-
-    def freeze(self, upto: int) -> None:
-        """The positions below `upto` have become the tree's."""
-        self.floor = max(self.floor, upto)
-        self.frozen = max(self.frozen, upto)
-
-    def free(self) -> None:
-        """Let go of everything. What nodes own stays with them."""
-        for piece in self.pieces:
-            piece.slab.finish_copy()
-        for piece in self.pieces:
-            piece.slab.leave(self)
-        slabs = {id(p.slab): p.slab for p in self.pieces}
-        self.pieces = []
-        self.floor = self.frozen = 0
-        for slab in slabs.values():
-            slab.settle()
-
-    # -- for ensure --------------------------------------------------------------------
-
-    def append(self, slab: Slab, n: int) -> None:
-        slab.enter(self, writes=True)
-        self.pieces.append(Piece(slab, 0, n, self.end))
-
-    def _growing(self, n: int, spare: int) -> Work[None]:
-        """Make room for `n` more tokens in place; where there is none for one array's copy, a fresh slab will do."""
-        last = self.pieces[-1]
-        last.slab.finish_copy()
-        yield from Copying(self._grown(last, n, spare), [last.slab]).steps()
-
-    def _grown(self, last: Piece, n: int, spare: int) -> Work[None]:
-        for capacity in self.store.capacities(last.hi + n, last.slab.capacity, spare):
-            with contextlib.suppress(BudgetError):
-                yield from last.slab.rewriting_to([(0, last.hi)], capacity)
-                return
-
-    def _reseat(self, start: int, keep: int) -> None:
-        """The positions from `start` on lie where this track may not write: go on in a fresh slab."""
-        if self.contiguous and self.pieces:
-            self.copy_whole(self.end)
-            self.frozen = min(self.frozen, start)
-            return
-        fresh = None
-        if keep > start:
-            fresh = self.store.slab_for(keep - start)
-            for index in range(len(self.store.specs)):
-                fresh.layers[index] = self._copy(index, start, keep, fresh.capacity)
-        self._cut(start)
-        self.frozen = min(self.frozen, start)
-        if self.pieces and self.pieces[-1].slab.used > self.pieces[-1].hi:
-            self.pieces[-1].slab.writers.discard(self)  # what lies behind is a node's
-            self.store.note(self.pieces[-1].slab)
-        if fresh is not None:
-            self.append(fresh, keep - start)
-
-    def _cut(self, at: int) -> None:
-        """Read nothing from position `at` on."""
-        dropped = [p for p in self.pieces if p.pos >= at]
-        self.pieces = [p for p in self.pieces if p.pos < at]
-        if self.pieces and self.pieces[-1].end > at:
-            self.pieces[-1].hi -= self.pieces[-1].end - at
-        left = {id(p.slab) for p in self.pieces}
-        for piece in dropped:
-            if id(piece.slab) not in left:
-                piece.slab.leave(self)
-                piece.slab.settle()
-
-    def _drop_unread(self, slab: Slab) -> None:
-        slab.rewriting = False
-        slab.leave(self)
-        slab.settle()
-
-    def _copy(self, index: int, start: int, stop: int, capacity: int) -> list[mx.array]:
-        parts: list[list[mx.array | None]] = [[] for _ in self.store.specs[index].arrays]
-        for p in self.pieces:
-            a, b = max(start, p.pos), min(stop, p.end)
-            if a < b:
-                for j, array in enumerate(p.slab.arrays(index)):
-                    parts[j].append(array[..., p.lo + a - p.pos : p.lo + b - p.pos, :])
-        if capacity > stop - start:
-            for j, room in enumerate(self.store.zeros(index, capacity - (stop - start))):
-                parts[j].append(room)
-        new = [_join(p) for p in parts]
-        mx.eval(new)
-        return new
-
-    def _gathering(self, missing: int, spare: int) -> Work[None]:
-        """Bring everything into one slab of its own, layer by layer, with room for `missing` more."""
-        yield from self.copying_whole(self.end + missing, spare)
-        self.pieces[-1].hi += missing
-
-    def copy_whole(self, need: int, spare: int = 0) -> None:
-        """`copying_whole` in one go."""
-        self.store.run(self.copying_whole(need, spare))
-
-    def copying_whole(self, need: int, spare: int = 0) -> Work[None]:
-        """Copy everything to one slab with room for `need` tokens. Raises BudgetError before anything has changed."""
-        yield from self.store.making_room_for(need)
-        for capacity, refusal in _attempts(self.store.capacities(need, spare=spare)):
-            with refusal:
-                yield from self.merging(capacity)
-                return
-
-    def merge(self, capacity: int) -> Slab:
-        """`merging` in one go."""
-        return self.store.run(self.merging(capacity))  # type: ignore[no-any-return]
-
-    def merging(self, capacity: int, consume: frozenset[Slab] = frozenset()) -> Work[Slab]:
-        """One slab with all that the pieces hold. The layers of the slabs in `consume`, which nobody
-        else reads, are given up as soon as they are copied, so that the transient is one layer.
-        Their spans are for the caller to move. Raises BudgetError before anything has changed."""
-        for slab in consume:
-            slab.rewriting = True  # while room is made, nobody may begin to copy what will be given up
-        try:
-            return (yield from self._merging(capacity, consume))
-        finally:
-            for slab in consume:
-                slab.rewriting = False
-
-    def _merging(self, capacity: int, consume: frozenset[Slab]) -> Work[Slab]:
-        end, store = self.end, self.store
-        fresh = store.slab(capacity, reserved=0)
-        fresh.enter(self)  # not idle: reclaiming must not think it empty
-        fresh.rewriting, pieces = True, self.pieces
-        one_layer = store.layer_token_bytes * capacity if consume else 0
-        slack = max(0, capacity - sum(s.capacity for s in consume)) * store.token_bytes
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._drop_unread, fresh)
-            yield from store.ledger.granting(Purpose.LIVE, one_layer + slack)
-            transient = store.ledger.open(Purpose.INFLIGHT, one_layer, "one layer of a merge")
-            with contextlib.closing(transient):
-                fresh.account.resize(slack)
-                for index in range(len(store.specs)):
-                    try:
-                        fresh.layers[index] = self._copy(index, 0, end, capacity)
-                    except BudgetError as error:
-                        if index and consume:
-                            raise DeviceError(f"{index} layers were copied and given up, then: {error}") from None
-                        raise
-                    for slab in consume:
-                        slab.layers[index] = None
-                    yield 0.0
-                    if self.pieces is not pieces:
-                        raise LeaseClosed("this lease was closed while its buffers were copied")
-                for slab in consume:
-                    slab.account.resize(0)
-                fresh.account.resize(capacity * store.token_bytes, force=True)
-            undo.pop_all()
-        fresh.rewriting = False
-        floor, frozen = self.floor, self.frozen
-        self.free()
-        self.append(fresh, end)
-        self.floor, self.frozen = floor, frozen
-        return fresh

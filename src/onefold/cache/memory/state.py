@@ -28,8 +28,9 @@ from onefold.cache.memory.ledger import Ledger
 from onefold.cache.memory.lock import CacheLock, Work
 from onefold.cache.memory.nodes import PATIENCE, NodeStore
 from onefold.cache.memory.scratch import Scratch
-from onefold.cache.memory.segment import LayerSpec, Store, Track
+from onefold.cache.memory.segment import LayerSpec, Store
 from onefold.cache.memory.tier import Tier
+from onefold.cache.memory.track import Track
 from onefold.cache.memory.tree import Node
 from onefold.errors import WrongThread
 

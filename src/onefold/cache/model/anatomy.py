@@ -1,10 +1,6 @@
 """What a model's cache is made of, and the one factory that makes it.
 
-- `Anatomy.of(model)` builds (and never evaluates) forwards of 3, 1 and 2 tokens: it costs next to nothing,
-  even for a model that fills the machine, and tells every layer's kind, shapes and types.
-- It then builds the same forwards with handles. A model that cannot take them, because it does arithmetic on its
-  keys before attention, is `contiguous`: it gets one buffer. It alone is also run, on a few tokens, to see that it is
-  causal.
+- `survey` finds it out. A model that cannot take handles in place of arrays is `contiguous`: it gets one buffer.
 - Every live cache in Onefold is made by `Anatomy.make`: a bound (`max_kv_size`) given once is everywhere.
 - What is not understood is not cached: `reason` says why.
 
@@ -13,21 +9,15 @@ Knows nothing of trees, leases or budgets.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from onefold.cache.memory import device
-from onefold.cache.memory.ledger import Ledger
-from onefold.cache.memory.segment import ArraySpec, LayerSpec, Store, Track
-from onefold.cache.model import stock
-from onefold.cache.model.attention import attention
+from onefold.cache.memory.segment import ArraySpec, LayerSpec
+from onefold.cache.memory.track import Track
 from onefold.cache.model.kinds.base import ForwardListener
 from onefold.cache.model.kinds.chunked import ChunkedLayer
 from onefold.cache.model.kinds.composite import CompositeLayer
@@ -36,24 +26,8 @@ from onefold.cache.model.kinds.own import OwnLayer
 from onefold.cache.model.kinds.quantized import AffineCodec, PackedLayer
 from onefold.cache.model.kinds.recurrent import RecurrentLayer
 from onefold.cache.model.kinds.rotating import RotatingLayer
-from onefold.cache.model.rows import RowsLayer
 from onefold.cache.model.stock import SLICEABLE, Kind
-from onefold.errors import ConfigError, Unbounded
-
-_BUILD_ERRORS = (
-    TypeError,
-    ValueError,
-    AttributeError,
-    IndexError,
-    KeyError,
-    RuntimeError,
-    NotImplementedError,
-    AssertionError,
-)
-"""What a model's own code raises when it is handed something it cannot work with."""
-
-_TRIAL = (3, 1, 2)
-_FAR = 1024
+from onefold.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -169,26 +143,6 @@ class Anatomy:
             counted[leaf.kind.value] = counted.get(leaf.kind.value, 0) + 1
         return counted
 
-    @classmethod
-    def of(cls, model: nn.Module, *, kv: KvFormat | None = None, bound: Bound | None = None) -> Anatomy:
-        """Surveys a model. Raises Unbounded if it has a cache class that grows and cannot be given `bound`."""
-        anatomy = _survey(model, kv or KvFormat(), bound)
-        if anatomy.reason:
-            anatomy.look_uncached(model)
-        if bound is not None:
-            _require_bound(anatomy, bound)
-        return anatomy
-
-    def look_uncached(self, model: nn.Module) -> None:
-        """See what the model's own caches begin with and grow by, if it is to run on them. Evaluates nothing."""
-        if self.uncached_token_bytes is None:
-            _read_uncached(model, self)
-
-    @classmethod
-    def of_layers(cls, caches: list[Any]) -> Anatomy:
-        """Read off caches that hold something, where the model that filled them is not known."""
-        return _read_off(caches)
-
     def make(
         self,
         track: Track,
@@ -277,313 +231,3 @@ def _nest(flat: dict[tuple[int, ...], Any], path: tuple[int, ...]) -> Any:
         return flat[path]
     n = 1 + max(p[len(path)] for p in flat if p[: len(path)] == path)
     return CompositeLayer(*(_nest(flat, (*path, i)) for i in range(n)))
-
-
-# -- the survey -----------------------------------------------------------------------------
-
-
-def _survey(model: nn.Module, kv: KvFormat, bound: Bound | None) -> Anatomy:
-    caches = _made(model)
-    anatomy = Anatomy(_leaves(caches), len(caches), bound=bound)
-    _measure_weights(model, anatomy)
-    anatomy.reason = _unknown(anatomy, caches, Kind.UNKNOWN)
-    if anatomy.reason:
-        return anatomy
-    try:
-        for n in _TRIAL:
-            model(mx.zeros((1, n), mx.int32), cache=caches)
-            _see(anatomy, caches)
-        _read_shapes(anatomy, caches, kv)
-        if anatomy.own and not anatomy.reason:
-            _read_growth(model, anatomy, caches)
-    except _BUILD_ERRORS as error:
-        anatomy.reason = f"the model does not run on its own caches: {type(error).__name__}: {error}"
-    if anatomy.reason:
-        return anatomy
-    if kv.bits < 16 and any(not leaf.codec.plain for leaf in anatomy.sliceable) != bool(anatomy.sliceable):
-        anatomy.notes.append(f"kv stays 16 bits: head dimensions are not multiples of 32, as kv='{kv.bits}' needs")
-    anatomy.contiguous = not _takes_handles(model, anatomy)
-    if anatomy.contiguous and any(leaf.native for leaf in anatomy.leaves):
-        anatomy.reason = "it quantises its KV by itself and bypasses the attention seam"
-        return anatomy
-    if anatomy.contiguous and kv.bits < 16:
-        anatomy.notes.append(
-            "kv stays 16 bits: quantised KV is read through the attention seam, which this model bypasses"
-        )
-        for leaf in anatomy.sliceable:
-            _set_format(leaf, KvFormat())
-    try:
-        causal = not anatomy.contiguous or _is_causal(model, anatomy)
-    except _BUILD_ERRORS as error:
-        anatomy.reason = f"the model does not run on its own caches: {type(error).__name__}: {error}"
-        return anatomy
-    if not causal:
-        anatomy.reason = (
-            "its tokens see later ones of the same chunk: what is cached would depend on what came after it"
-        )
-        return anatomy
-    if anatomy.recurrent:
-        _hear(model, anatomy)
-    anatomy.ragged = not anatomy.contiguous and not anatomy.reason and _takes_rows(model, anatomy)
-    return anatomy
-
-
-def _read_off(caches: list[Any]) -> Anatomy:
-    anatomy = Anatomy(_leaves(caches), len(caches), contiguous=True)
-    anatomy.reason = _unknown(anatomy, caches, Kind.UNKNOWN, Kind.OWN)  # how its own begins is not known
-    if anatomy.reason:
-        return anatomy
-    index = 0
-    for leaf in anatomy.leaves:
-        cache = _at(caches, leaf.path)
-        if leaf.kind is not Kind.RECURRENT and cache.offset == 0:
-            leaf.used = False
-            continue
-        index = _read_leaf(leaf, cache, index, KvFormat())
-        leaf.packed = leaf.native is not None
-    if not any(leaf.used for leaf in anatomy.leaves):
-        anatomy.reason = "the layers are empty"
-    return anatomy
-
-
-def _made(model: nn.Module) -> list[Any]:
-    """The caches that mlx-lm makes: to be looked at, and never handed out."""
-    return stock.make_prompt_cache(model)
-
-
-def _leaves(caches: list[Any]) -> list[Leaf]:
-    return [_leaf(cache, path) for i, top in enumerate(caches) for path, cache in stock.flatten(top, (i,))]
-
-
-def _unknown(anatomy: Anatomy, caches: list[Any], *kinds: Kind) -> str:
-    leaves = [leaf for leaf in anatomy.leaves if leaf.kind in kinds]
-    names = sorted({type(_at(caches, leaf.path)).__name__ for leaf in leaves})
-    return f"cache class {', '.join(names)} offers nothing that could be reused" if names else ""
-
-
-def _at(caches: list[Any], path: tuple[int, ...]) -> Any:
-    found = caches[path[0]]
-    for i in path[1:]:
-        found = found.caches[i]
-    return found
-
-
-def _leaf(cache: Any, path: tuple[int, ...]) -> Leaf:
-    kind = stock.kind_of(cache)
-    leaf = Leaf(kind, path, class_name=type(cache).__name__)
-    if kind is Kind.ROTATING:
-        leaf.window = (cache.max_size, cache.keep)
-    elif kind is Kind.CHUNKED:
-        leaf.window = (cache.chunk_size, 0)
-    elif kind is Kind.RECURRENT:
-        leaf.size = len(cache.cache)
-    elif kind is Kind.OWN:
-        leaf.pristine = copy.copy(cache)
-    elif kind is Kind.QUANTIZED:
-        leaf.native = AffineCodec(cache.bits, cache.group_size)
-    return leaf
-
-
-def _read_shapes(anatomy: Anatomy, caches: list[Any], kv: KvFormat) -> None:
-    total, index = sum(_TRIAL), 0
-    for leaf in anatomy.leaves:
-        cache = _at(caches, leaf.path)
-        if leaf.kind is Kind.OWN and not stock.is_plain(cache):
-            anatomy.reason = f"cache class {type(cache).__name__} keeps something else than arrays and numbers"
-            return
-        index = _read_leaf(leaf, cache, index, kv)
-        if leaf.used and leaf.kind is not Kind.RECURRENT and cache.offset != total:
-            anatomy.reason = (
-                f"layer {leaf.path[0]} stands at {cache.offset} after {total} tokens: "
-                "a layer that is not updated once per forward cannot be cut by position"
-            )
-            return
-
-
-def _see(anatomy: Anatomy, caches: list[Any]) -> None:
-    for leaf in anatomy.leaves:
-        leaf.see(_at(caches, leaf.path))
-
-
-def _read_leaf(leaf: Leaf, cache: Any, index: int, kv: KvFormat) -> int:
-    """Read off a cache that holds something what it is made of; returns the next sliceable leaf's index."""
-    if leaf.kind is Kind.OWN:
-        return index
-    if leaf.kind is Kind.RECURRENT:
-        arrays = [a for a in cache.cache if a is not None]
-        leaf.used, leaf.state_bytes = bool(arrays), sum(a.nbytes for a in arrays)
-        return index
-    leaf.used = cache.keys is not None
-    if not leaf.used:
-        return index
-    k, v = leaf.plain = _key_values(cache)
-    leaf.token_bytes = k.token_bytes + v.token_bytes
-    if leaf.kind not in SLICEABLE:
-        return index
-    leaf.index = index
-    _set_format(leaf, kv)
-    return index + 1
-
-
-def _read_growth(model: nn.Module, anatomy: Anatomy, caches: list[Any]) -> None:
-    """What a cache class of the model's own comes to: so much, and so much more per token. Its windows are full by the
-    second of these forwards, if they are no longer than one."""
-    sizes: list[list[int]] = []
-    for _ in range(2):
-        model(mx.zeros((1, _FAR), mx.int32), cache=caches)
-        held = [vars(_at(caches, leaf.path)).values() if leaf.kind is Kind.OWN else () for leaf in anatomy.leaves]
-        sizes.append([sum(v.nbytes for v in values if isinstance(v, mx.array)) for values in held])
-        _see(anatomy, caches)
-    for leaf, first, second in zip(anatomy.leaves, *sizes, strict=True):
-        if leaf.kind is Kind.OWN:
-            leaf.state_bytes = first
-            leaf.token_bytes = math.ceil((second - first) / _FAR)
-
-
-def _read_uncached(model: nn.Module, anatomy: Anatomy) -> None:
-    """What the caches of a model that runs uncached begin with and grow by, each and together. Nothing is evaluated."""
-    caches = stock.bounded_caches(_made(model), anatomy.bound)
-    sizes: list[list[int]] = []
-    try:
-        for _ in range(2):
-            model(mx.zeros((1, _FAR), mx.int32), cache=caches)
-            held = [stock.arrays_of(_at(caches, leaf.path)) for leaf in anatomy.leaves]
-            sizes.append([sum(a.nbytes for a in arrays) for arrays in held])
-    except _BUILD_ERRORS:
-        return
-    for leaf, first, second in zip(anatomy.leaves, *sizes, strict=True):
-        leaf.token_bytes = max(0, math.ceil((second - first) / _FAR))
-    anatomy.uncached_token_bytes = sum(leaf.token_bytes for leaf in anatomy.leaves)
-    anatomy.uncached_state_bytes = max(0, sum(sizes[0]) - _FAR * anatomy.uncached_token_bytes)
-
-
-def _require_bound(anatomy: Anatomy, bound: Bound) -> None:
-    unseen = bool(anatomy.reason) and anatomy.uncached_token_bytes is None
-    strange = [x for x in anatomy.leaves if x.kind in (Kind.OWN, Kind.UNKNOWN) or (anatomy.reason and x.native)]
-    names = sorted({leaf.class_name for leaf in strange if leaf.token_bytes or unseen})
-    if names:
-        raise Unbounded(
-            f"max_kv_size={bound.max_size} cannot bound this model: its cache class {', '.join(names)} grows with the "
-            "conversation and takes no bound. Leave max_kv_size out; the budget still limits it"
-        )
-
-
-def _key_values(cache: Any) -> tuple[ArraySpec, ArraySpec]:
-    def spec(array: Any) -> ArraySpec:
-        if isinstance(array, (tuple, list)):  # packed words, scales and biases
-            packed, scales = array[0], array[1]
-            return ArraySpec(packed.shape[1], packed.shape[3] * 32 // cache.bits, scales.dtype)
-        return ArraySpec(array.shape[1], array.shape[3], array.dtype)
-
-    return spec(cache.keys), spec(cache.values)
-
-
-def _set_format(leaf: Leaf, kv: KvFormat) -> None:
-    assert leaf.plain is not None
-    k, v = leaf.plain
-    leaf.codec = leaf.native or kv.codec(k, v)
-    leaf.spec = leaf.codec.spec(k, v)
-    leaf.kind = leaf.codec.kind
-    leaf.token_bytes = leaf.spec.token_bytes
-
-
-def _measure_weights(model: nn.Module, anatomy: Anatomy) -> None:
-    """The widths that bound a forward's activations."""
-    widest = 0
-    weights: Any = tree_flatten(model.parameters())
-    for _, p in weights:
-        if p.ndim >= 2 and mx.issubdtype(p.dtype, mx.floating):
-            anatomy.itemsize = max(2, p.dtype.size)
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, mx.array) or weight.ndim < 2:
-            continue
-        if name.endswith("lm_head") or isinstance(module, nn.Embedding):
-            anatomy.vocab = max(anatomy.vocab, weight.shape[0])
-            continue
-        experts = 8 if weight.ndim == 3 else 1  # a mixture sends a token to a handful of them
-        widest = max(widest, weight.shape[-2] * experts)
-        anatomy.heads = max(anatomy.heads, int(getattr(module, "n_heads", 1) or 1))
-    for _, module in model.named_modules():
-        for name in ("n_heads", "num_heads", "num_attention_heads", "n_q_heads"):
-            found = getattr(module, name, None)
-            if isinstance(found, int) and not isinstance(found, bool):
-                anatomy.heads = max(anatomy.heads, found)
-    anatomy.widest = max(widest, 64) * 2
-
-
-def _trial(model: nn.Module, run: Callable[[], None]) -> bool:
-    """Run a build with the seam installed; False if the model cannot do it."""
-    installed, watched = stock.install(model, attention), stock.watch(model)
-    try:
-        run()
-    except _BUILD_ERRORS:
-        return False
-    finally:
-        stock.uninstall(installed)
-        stock.unwatch(watched)
-    return True
-
-
-def _takes_handles(model: nn.Module, anatomy: Anatomy) -> bool:
-    def run() -> None:
-        track = Track(Store(anatomy.specs, Ledger(1 << 62)))
-        layers, leaves = anatomy.make(track, always_handles=True)
-        readers = [leaf for leaf in leaves if isinstance(leaf, SegmentedLayer)]
-        for n in _TRIAL:
-            model(mx.zeros((1, n), mx.int32), cache=layers)
-            if any(leaf.consumed[0] == 0 for leaf in readers):
-                raise ValueError("keys went somewhere else than to attention")
-
-    return _trial(model, run)
-
-
-_CHUNK = 16
-
-
-def _is_causal(model: nn.Module, anatomy: Anatomy) -> bool:
-    """Whether a token's output is the same whatever follows it. The seam sees to that; a model that attends by itself
-    is run, twice, on a few tokens."""
-    tokens = mx.arange(_CHUNK)[None] % max(2, anatomy.vocab)
-    others = mx.concatenate([tokens[:, : _CHUNK // 2], tokens[:, : _CHUNK // 2]], axis=1)
-    one, two = (model(x, cache=_made(model))[:, : _CHUNK // 2] for x in (tokens, others))
-    scale = mx.abs(mx.where(mx.isfinite(one), one, 0)).max()
-    apart = mx.abs(mx.where(mx.isfinite(one), one - two, 0)).max()
-    return bool(apart <= 1e-2 * scale)
-
-
-def _hear(model: nn.Module, anatomy: Anatomy) -> None:
-    """Whether recurrent layers are told how many tokens passed. Asked on layers that hand out arrays: it must be known
-    of a model that cannot take handles, too."""
-    track = Track(Store(anatomy.specs, Ledger(1 << 62)))
-    layers, leaves = anatomy.make(track)
-    recurrent = [leaf for leaf in leaves if leaf.kind is Kind.RECURRENT]
-
-    def run() -> None:
-        for n in _TRIAL:
-            model(mx.zeros((1, n), mx.int32), cache=layers)
-
-    if not _trial(model, run):
-        anatomy.reason = "the model does not run on layers that are made for it"
-        return
-    anatomy.silent = any(leaf.offset != sum(_TRIAL) for leaf in recurrent)
-    if anatomy.silent and any(leaf.offset for leaf in recurrent):
-        anatomy.reason = "some of its recurrent layers say how many tokens have passed, and some do not"
-
-
-def _takes_rows(model: nn.Module, anatomy: Anatomy) -> bool:
-    """Whether one forward can carry rows that stand at different positions."""
-    made = []
-    for _ in range(2):
-        track = Track(Store(anatomy.specs, Ledger(1 << 62)))
-        made.append(anatomy.make(track))
-
-    def run() -> None:
-        for (layers, _), n in zip(made, (3, 2), strict=True):
-            model(mx.zeros((1, n), mx.int32), cache=layers)
-        rows = [RowsLayer.over([layers[i] for layers, _ in made]) for i in range(anatomy.n_layers)]
-        out = model(mx.zeros((2, 1), mx.int32), cache=rows)
-        if out.shape[0] != 2 or out.shape[1] != 1:
-            raise ValueError(f"two rows came out as {out.shape}")
-
-    return _trial(model, run)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from onefold.cache.memory.segment import STEP, Piece, Slab, Store, Track
+from onefold.cache.memory.segment import STEP, Slab, Store
+from onefold.cache.memory.track import Piece, Track
 from onefold.errors import BudgetError
 
 BRINGS = STEP // 2

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 from onefold.cache.memory.checkpoints import Checkpoint
 from onefold.cache.memory.ledger import Account, Purpose
-from onefold.cache.memory.segment import Track
 from onefold.cache.memory.state import CacheState
+from onefold.cache.memory.track import Track
 from onefold.cache.memory.tree import Node, Tokens
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.stock import SLICEABLE

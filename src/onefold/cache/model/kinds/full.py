@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from onefold.cache.memory.arrays import own_bytes
-from onefold.cache.memory.segment import ArraySpec, LayerSpec, Track
+from onefold.cache.memory.segment import ArraySpec, LayerSpec
+from onefold.cache.memory.track import Track
 from onefold.cache.model import stock
 from onefold.cache.model.attention import Codec, Handle
 from onefold.cache.model.kinds.base import ForwardListener, Snapshot, Watched, close_all

@@ -31,8 +31,9 @@ from onefold.cache.memory.checkpoints import Checkpoint
 from onefold.cache.memory.ledger import Account, Purpose
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.reach import kv_reach, readable_length, resume_point
-from onefold.cache.memory.segment import Slab, Span, Track
+from onefold.cache.memory.segment import Slab, Span
 from onefold.cache.memory.state import CacheState
+from onefold.cache.memory.track import Track
 from onefold.cache.memory.tree import Node, Tokens, Tree
 from onefold.cache.tiers.disk import host
 from onefold.cache.tiers.disk.linking import Links

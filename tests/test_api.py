@@ -19,7 +19,7 @@ from onefold.mlx_lm import LRUPromptCache, install
 ROOT = Path(__file__).resolve().parents[1]
 CALLS = {
     "lease": onefold.PrefixCache.lease,
-    "PrefixCache": onefold.PrefixCache.__init__,
+    "PrefixCache": onefold.PrefixCache,
     "generate": onefold.stream_generate,
     "stream_generate": onefold.stream_generate,
     "commit": onefold.Lease.commit,

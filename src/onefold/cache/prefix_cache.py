@@ -18,12 +18,13 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from onefold.cache import stats
+from onefold.cache.config import CacheConfig, CacheOptions
 from onefold.cache.memory import device
 from onefold.cache.memory.ledger import ElasticLedger, Ledger, Purpose
 from onefold.cache.memory.lock import CacheLock, Work
@@ -32,10 +33,9 @@ from onefold.cache.memory.segment import STEP, Slab, round_up
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tree import Node, Tokens, Tree, as_tokens
 from onefold.cache.model import stock
-from onefold.cache.model.anatomy import Anatomy, KvFormat
+from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.attention import attention
 from onefold.cache.model.fingerprint import lasting_digest, model_digest, model_name
-from onefold.cache.model.kinds.full import Bound
 from onefold.cache.model.models import Models
 from onefold.cache.model.survey import look_uncached, read_off, survey
 from onefold.cache.request import adopting, opening
@@ -95,72 +95,45 @@ class PrefixCache:
         self,
         model: nn.Module,
         budget: int | float | str | None = None,
-        *,
-        draft_model: nn.Module | None = None,
-        kv: str | int = "16",
-        max_kv_size: int | None = None,
-        keep: int = 4,
-        adapter: str = "",
-        min_checkpoint_tokens: int = 64,
-        high_water: float = 0.95,
-        low_water: float = 0.90,
-        elastic: bool = False,
-        logit_tokens: int | None = None,
-        disk: str | os.PathLike[str] | DiskSettings | None = None,
-        disk_budget: int | float | str | None = None,
-        disk_mode: str = "back",
-        disk_daily_limit: int | float | str | None = None,
-        tokenizer: str = "",
-        label: str = "",
+        **options: Unpack[CacheOptions],
     ) -> None:
-        """`disk` is a folder where conversations survive a restart: written when they must make way in memory and on
-        `close` (`disk_mode="back"`), or as they are committed ("through"). Without it nothing is ever written.
-        `tokenizer` is a digest of whatever made the tokens, and `label` what people call the model.
+        """Makes a cache for `model`, which it does not keep alive, under `budget`: bytes, "8GB" or "60%" of the
+        device's memory; by default four fifths of that memory less the weights.
 
-        `max_kv_size` bounds every cache that grows, in whatever format `kv` says: beyond it a conversation keeps its
-        first `keep` tokens and the latest. Raises Unbounded, a ConfigError, for a model with a cache class that grows
-        and takes no bound.
+        The keywords are explained in `CacheConfig`: `draft_model`, `kv`, `max_kv_size`, `keep`, `adapter`,
+        `min_checkpoint_tokens`, `high_water`, `low_water`, `elastic`, `logit_tokens`, `disk`, `disk_budget`,
+        `disk_mode`, `disk_daily_limit`, `tokenizer`, `label`.
 
-        `elastic` is for servers that can neither wait nor refuse: the budget is then for KV alone, stored KV makes
-        way for live KV, and nothing is refused. `logit_tokens` is a promise: of a longer forward than that the logits
-        are never evaluated, and no scratch is reserved for them. The model is not kept alive by the cache."""
-        for given in (model, draft_model):
-            if not isinstance(given, nn.Module) and (given is model or given is not None):
-                name = type(given).__name__
-                raise ConfigError(f"a model is an mlx module (load() returns it with a tokenizer), not {name}")
-        form = KvFormat.parse(kv)
-        bound = _bound(max_kv_size, keep)
-        if not 0 < low_water <= high_water <= 1:
-            raise ConfigError(f"water marks must be 0 < low <= high <= 1, got {low_water} and {high_water}")
-        models = [m for m in (model, draft_model) if m is not None]
+        Raises ConfigError for a value that cannot be used, and Unbounded, a ConfigError, if `max_kv_size` is given for
+        a model with a cache class that grows and takes no bound."""
+        config = CacheConfig.of(options)
+        models = config.models(model)
+        form, bound = config.format(), config.bound()
         budget_bytes = (
             device.default_budget(*models) if budget is None else parse_size(budget, total_bytes=device.memory_bytes())
         )
         mx.eval([m.parameters() for m in models])
         anatomies = [survey(m, kv=form, bound=bound) for m in models]
         for anatomy in anatomies:
-            anatomy.logit_tokens = logit_tokens
-        if disk is None and (disk_budget is not None or disk_daily_limit is not None or disk_mode != "back"):
-            raise ConfigError("a disk's budget, mode and daily limit are about a folder, and there is none: give disk=")
-        if disk is not None and not isinstance(disk, DiskSettings):
-            disk = DiskSettings(disk, disk_budget, disk_mode, disk_daily_limit)
-        gate = CacheLock()
-        ledger = ElasticLedger(budget_bytes, gate.inner) if elastic else Ledger(budget_bytes, gate.inner)
+            anatomy.logit_tokens = config.logit_tokens
+        disk = config.disk_settings()
+        lock = CacheLock()
+        ledger = (ElasticLedger if config.elastic else Ledger)(budget_bytes, lock.inner)
         digest = model_digest(*models)
-        self._set_up(models, anatomies, ledger, (digest, adapter, form.bits, bound), gate)
+        self._set_up(models, anatomies, ledger, (digest, config.adapter, form.bits, bound), lock)
         try:
             self._refuse_tiny(budget_bytes)
         except ConfigError:
             self.close()
             raise
         self.kv_bits = form.bits
-        self.state.min_checkpoint_tokens = min_checkpoint_tokens
-        self.state.water = (low_water, high_water)
+        self.state.min_checkpoint_tokens = config.min_checkpoint_tokens
+        self.state.water = (config.low_water, config.high_water)
         if disk is not None and not self.state.uncached_reason:
-            about = {"adapter": adapter, "tokenizer": tokenizer, "kv": form.bits, "bound": bound}
+            about = {"adapter": config.adapter, "tokenizer": config.tokenizer, "kv": form.bits, "bound": bound}
             about["model"] = lasting_digest(digest, *models)
             try:
-                self._open_disk(disk, about, label)
+                self._open_disk(disk, about, config.label)
             except (OnefoldError, ValueError):
                 self.close()
                 raise
@@ -811,6 +784,9 @@ class PrefixCache:
                     n.pins = max(0, n.pins - 1)
 
 
+PrefixCache.__signature__ = CacheConfig.signature()  # type: ignore[attr-defined]
+
+
 def _is_leaf(node: Node, disk: bool) -> bool:
     """Nothing hangs on it; or, with what is on disk to stay, nothing in memory does."""
     if disk:
@@ -830,15 +806,3 @@ def _positions(checkpoints: Iterable[int], reserve_tokens: int, namespace: Hasha
     if reserve_tokens < 0:
         raise ConfigError(f"reserve_tokens must not be negative, got {reserve_tokens}")
     return found
-
-
-def _bound(max_kv_size: int | None, keep: int) -> Bound | None:
-    if not max_kv_size:
-        return None
-    if not isinstance(max_kv_size, int) or not isinstance(keep, int):
-        raise ConfigError(f"max_kv_size and keep are numbers of tokens, got {max_kv_size!r} and {keep!r}")
-    if max_kv_size < 0:
-        raise ConfigError(f"max_kv_size must not be negative, got {max_kv_size}; 0 or None switches it off")
-    if keep < 0 or keep >= max_kv_size:
-        raise ConfigError(f"keep must be from 0 to below max_kv_size, got keep={keep}, max_kv_size={max_kv_size}")
-    return Bound(max_kv_size, keep)

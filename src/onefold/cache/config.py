@@ -1,0 +1,127 @@
+"""What a cache is told when it is made, checked: every keyword of `PrefixCache`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
+
+import mlx.nn as nn
+
+from onefold.cache.model.anatomy import KvFormat
+from onefold.cache.model.kinds.full import Bound
+from onefold.cache.tiers.disk.tier import DiskSettings
+from onefold.errors import ConfigError
+
+
+class CacheOptions(TypedDict, total=False):
+    """The keywords of `PrefixCache`, which `CacheConfig` explains."""
+
+    draft_model: nn.Module | None
+    kv: str | int
+    max_kv_size: int | None
+    keep: int
+    adapter: str
+    min_checkpoint_tokens: int
+    high_water: float
+    low_water: float
+    elastic: bool
+    logit_tokens: int | None
+    disk: str | os.PathLike[str] | DiskSettings | None
+    disk_budget: int | float | str | None
+    disk_mode: str
+    disk_daily_limit: int | float | str | None
+    tokenizer: str
+    label: str
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Raises ConfigError if a value cannot be used."""
+
+    draft_model: nn.Module | None = None
+    """Leased together with the target, for speculative decoding."""
+    kv: str | int = "16"
+    """How KV is stored: "16" (as the model makes it), "8" or "4" bits."""
+    max_kv_size: int | None = None
+    """The most tokens of a conversation that stay, in every cache that grows; 0 or None is no bound."""
+    keep: int = 4
+    """Of those, the first tokens, which always stay."""
+    adapter: str = ""
+    """Names an adapter whose weights the model does not show: its KV is kept apart."""
+    min_checkpoint_tokens: int = 64
+    """Tokens since the last checkpoint, below which a recurrent model takes no other."""
+    high_water: float = 0.95
+    """Of the budget: reclaiming begins above it when a request ends."""
+    low_water: float = 0.90
+    """Of the budget: reclaiming goes down to it."""
+    elastic: bool = False
+    """For servers that can neither wait nor refuse: the budget is for KV alone, and nothing is refused."""
+    logit_tokens: int | None = None
+    """A promise: the logits of a longer forward are never evaluated, and no scratch is reserved for them."""
+    disk: str | os.PathLike[str] | DiskSettings | None = None
+    """A folder where conversations survive a restart. Without it nothing is ever written."""
+    disk_budget: int | float | str | None = None
+    disk_mode: str = "back"
+    """When dirty data is written: "back", on eviction and on close; "through", after each commit."""
+    disk_daily_limit: int | float | str | None = None
+    tokenizer: str = ""
+    """A digest of the tokenizer: conversations on disk are kept apart by it."""
+    label: str = ""
+    """The model's name for people who look at the folder."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low_water <= self.high_water <= 1:
+            raise ConfigError(f"water marks must be 0 < low <= high <= 1, got {self.low_water} and {self.high_water}")
+        settings = self.disk_budget is not None or self.disk_daily_limit is not None or self.disk_mode != "back"
+        if self.disk is None and settings:
+            raise ConfigError("disk_budget, disk_mode and disk_daily_limit require a folder: give disk=")
+
+    @classmethod
+    def of(cls, options: CacheOptions) -> CacheConfig:
+        """Checks the keywords that `PrefixCache` was given. Raises TypeError for one that it does not have."""
+        unknown = sorted(options.keys() - {f.name for f in fields(cls)})
+        if unknown:
+            raise TypeError(f"PrefixCache() got an unexpected keyword argument {unknown[0]!r}")
+        return cls(**options)
+
+    @classmethod
+    def signature(cls) -> inspect.Signature:
+        """Of `PrefixCache`, with every keyword and its default, for `help` and for editors."""
+        budget = "int | float | str | None"
+        given = [
+            inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="nn.Module"),
+            inspect.Parameter("budget", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=budget),
+        ]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        given += [inspect.Parameter(f.name, keyword, default=f.default, annotation=f.type) for f in fields(cls)]
+        return inspect.Signature(given)
+
+    def models(self, target: Any) -> list[nn.Module]:
+        """The target and the draft, if there is one. Raises ConfigError if one is no model."""
+        for given in (target, self.draft_model):
+            if not isinstance(given, nn.Module) and (given is target or given is not None):
+                name = type(given).__name__
+                raise ConfigError(f"a model is an mlx module (load() returns it with a tokenizer), not {name}")
+        return [m for m in (target, self.draft_model) if m is not None]
+
+    def format(self) -> KvFormat:
+        return KvFormat.parse(self.kv)
+
+    def bound(self) -> Bound | None:
+        max_kv_size, keep = self.max_kv_size, self.keep
+        if not max_kv_size:
+            return None
+        if not isinstance(max_kv_size, int) or not isinstance(keep, int):
+            raise ConfigError(f"max_kv_size and keep are numbers of tokens, got {max_kv_size!r} and {keep!r}")
+        if max_kv_size < 0:
+            raise ConfigError(f"max_kv_size must not be negative, got {max_kv_size}; 0 or None switches it off")
+        if keep < 0 or keep >= max_kv_size:
+            raise ConfigError(f"keep must be from 0 to below max_kv_size, got keep={keep}, max_kv_size={max_kv_size}")
+        return Bound(max_kv_size, keep)
+
+    def disk_settings(self) -> DiskSettings | None:
+        if self.disk is None or isinstance(self.disk, DiskSettings):
+            return self.disk
+        return DiskSettings(self.disk, self.disk_budget, self.disk_mode, self.disk_daily_limit)

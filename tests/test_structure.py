@@ -25,7 +25,7 @@ WRITERS = {
         "cache/request/opening.py": {"cached", "checkpoint", "matched", "node", "reason", "unreserved"},
         "cache/request/forward.py": {"chunk", "rewound", "rotated_at", "unreserved"},
         "cache/request/watcher.py": {"running", "unscheduled"},
-        "cache/request/lease.py": {"asked", "thread", "uncached", "unscheduled", "watchers"},
+        "cache/request/lease.py": {"asked", "on_closed", "thread", "uncached", "unscheduled", "watchers"},
         "cache/request/closing.py": {"checkpoint", "closed", "node", "taken", "uncached"},
     },
     "CacheState": {

@@ -24,10 +24,10 @@ from driving import GRID, forward, greedy, same
 from mlx_lm.models.cache import make_prompt_cache
 
 import onefold
+from onefold.cache.memory.reach import readable_length, resume_point
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.stock import SLICEABLE
 from onefold.cache.model.survey import survey
-from onefold.cache.request import opening
 
 PROMPT = 40
 """Tokens of a first prompt: more than two of the tiny models' windows."""
@@ -386,8 +386,8 @@ class Trial:
     def resumable(self, cache: onefold.PrefixCache, tokens: list[int]) -> int:
         """How much of a conversation a request would reuse. Asking as a request would make it the last used."""
         path, matched = cache.state.nodes.tree(("", cache._format)).match(np.array(tokens, np.int32))
-        readable, _ = opening.readable_length(cache, path, matched)
-        return opening.resume_point(cache, path, readable, matched)[0]
+        readable, _ = readable_length(cache.state, path, matched)
+        return resume_point(cache.state, path, readable, matched)[0]
 
     def uniform(self, lease: onefold.Lease, at: int) -> None:
         offsets = {leaf.offset for beat in lease.hold.watchers for leaf in beat.leaves}

@@ -337,7 +337,10 @@ class PrefixCache:
             if self._disk is None or self.state.uncached_reason:
                 return None
             tree = self._tree(namespace)
-        return self.state.lock.run(restoring.planning(self.state, self._disk.reading, tree, found, reserve_tokens))
+        made = self.state.lock.run(restoring.planning(self.state, self._disk.reading, tree, found, reserve_tokens))
+        if made is not None:
+            made.owner = self
+        return made
 
     def _read_disk(self, tokens: Tokens, namespace: Hashable, reserve_tokens: int) -> list[Restore]:
         """All that is on disk of these tokens; again, where a record turned out to be damaged."""

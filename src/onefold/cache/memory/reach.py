@@ -77,7 +77,7 @@ def kv_reach(state: CacheState, path: list[Node], matched: int) -> int:
         if node.span is not None:
             at = node.end
         elif node.disk is not None:
-            at = node.disk.kv
+            at = node.disk.fetchable
         if at < node.end:
             break
     return min(at, matched)

@@ -142,6 +142,7 @@ class CacheState:
         self.closing = False
         """No request is begun any more."""
         self.closed = False
+        self._said_rotation = False
 
     @property
     def tier(self) -> Tier | None:
@@ -200,7 +201,8 @@ class CacheState:
     def note_rotation(self, n_tokens: int, max_size: int) -> None:
         """A conversation outgrows the bound: counted each time, logged once."""
         self.reasons["rotated"] += 1
-        if self.reasons["rotated"] == 1:
+        if not self._said_rotation:
+            self._said_rotation = True
             log.warning(
                 "a conversation of %d tokens outgrows max_kv_size=%d: from now on the model sees its first tokens and "
                 "its latest ones, and not what lies between. This is logged once. How many conversations outgrew it: "

@@ -88,6 +88,11 @@ class TierPayload(Protocol):
         ...
 
     @property
+    def fetchable(self) -> int:
+        """Up to here its KV can be fetched now, record by record."""
+        ...
+
+    @property
     def known(self) -> int:
         """Up to here the tier has its tokens, with KV or without."""
         ...

@@ -232,6 +232,7 @@ def _release(hold: Hold) -> set[Slab]:
     if not hold.points.closed:
         hold.points.close()
     hold.closed = True
+    hold.on_closed()
     if node is not None and node.parent is not None:
         hold.state.nodes.tidy(tree, node)
     hold.state.thread_left(hold.thread)

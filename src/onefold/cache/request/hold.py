@@ -27,6 +27,10 @@ from onefold.cache.request.fed import Fed
 from onefold.errors import LeaseClosed
 
 
+def nothing() -> None:
+    """For a hold whose end nobody waits for."""
+
+
 class Watcher(Protocol):
     """One model's forwards, as a hold sees them: see `watcher.ForwardWatcher`."""
 
@@ -96,7 +100,8 @@ class Hold:
         """The thread of a forward that was not watched: what it wrote may be computable there alone."""
         self.running: Any = None
         """The watcher whose forward was the last."""
-        self.on_closed: Callable[[], None] = lambda: None
+        self.on_closed: Callable[[], None] = nothing
+        """Called with the lock held, in the moment that it is closed."""
 
     def refuse_closed(self) -> None:
         """Raises LeaseClosed if it is closed: by another thread, where the lock was let go in between."""

@@ -37,7 +37,7 @@ from onefold.cache.model import exporting, stock
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.uncached import Uncached
 from onefold.cache.request import closing, forward
-from onefold.cache.request.hold import Hold
+from onefold.cache.request.hold import Hold, nothing
 from onefold.cache.request.turn import Turn
 from onefold.cache.request.watcher import ForwardWatcher
 from onefold.errors import CommitError, ConfigError, DeviceError, LeaseClosed, LeaseError, WrongThread
@@ -84,6 +84,8 @@ class Lease:
             self._parts.append(slice(len(self.layers), len(self.layers) + len(layers)))
             self.layers += layers
             self.hold.watchers.append(watcher)
+        target = models[0] if models else None
+        self._model = None if target is None else weakref.ref(target)
         self._handed_out = list(self.layers)
         self._given_up = False
         """Nobody refers to it or to its layers any more: the cache settles it."""
@@ -242,7 +244,7 @@ class Lease:
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether this is the model that its layers are of, or that is not known."""
-        return not self.hold.watchers or self.hold.watchers[0].is_of(model)
+        return self._model is None or self._model() is model
 
     def owns(self, layers: list[Any]) -> bool:
         """Whether these are the layers that it handed out, all of them."""
@@ -331,14 +333,18 @@ class Lease:
 
     @contextlib.contextmanager
     def _noting_end(self) -> Iterator[None]:
-        """Whatever ends the hold in this block ends the lease."""
+        """Have the lease leave the open ones in the moment that its hold is closed in this block. It is told for so
+        long only: a hold that referred to its lease would keep it alive."""
+        self.hold.on_closed = self._leave
         try:
             yield
         finally:
-            if self.closed:
-                self.state.leases.discard(self)
-                if not self.hold.watchers:  # it ran uncached: its caches are not ours
-                    self.layers, self._handed_out = [], []
+            self.hold.on_closed = nothing
+
+    def _leave(self) -> None:
+        self.state.leases.discard(self)
+        if not self.hold.watchers:  # it ran uncached: its caches are not ours
+            self.layers, self._handed_out = [], []
 
     def lost(self, error: RuntimeError) -> None:
         """What its last forward wrote cannot be computed: nothing of it is kept."""

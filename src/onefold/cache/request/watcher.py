@@ -147,10 +147,6 @@ class ForwardWatcher:
         if self._weak is not None:
             self._weak, self._lease = [], lambda: None
 
-    def is_of(self, model: nn.Module) -> bool:
-        """Whether this is its model, or its model is not known."""
-        return self._model is None or self._model() is model
-
     @property
     def is_watched(self) -> bool:
         """Whether the model is known, so that its forwards are seen. Of layers that came without one, what they were

@@ -44,6 +44,16 @@ class OnDisk:
         return self._reach(self._with_kv if self.hollow else self.records, ready=True)
 
     @property
+    def fetchable(self) -> int:
+        """Up to here its KV can be read, in the order of its records: the first that is not there ends it."""
+        at = self.node.start
+        for record in self.records:
+            if not record.ready or record.hollow:
+                break
+            at = min(self.node.end, record.end)
+        return at
+
+    @property
     def known(self) -> int:
         """Up to here its tokens are there, whether with KV or without."""
         return self._reach(self.records, ready=True)

@@ -215,6 +215,8 @@ class Restore:
         """A record was not what it should be: what is left may be worth another plan."""
         self.tokens = 0
         """Of the path, that came from disk."""
+        self.owner: object = None
+        """Kept alive by this restore: the cache."""
         self.before = found.before
         """How far a request could have begun without."""
 

@@ -82,7 +82,7 @@ class Spiller:
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self._links, self._space_of = links, space_of
-        self._state = state
+        self._leases = state.leases  # not the state: this outlives the cache, which the state may refer to
         store, ledger = state.store, state.ledger
         self._store, self._nodes, self._lock, self._ledger = store, state.nodes.nodes, state.lock, ledger
         self._layout = layout
@@ -265,7 +265,7 @@ class Spiller:
 
     def _hurries(self) -> bool:
         """Somebody waits, nobody is held up, or records come faster than the thread would take them at its ease."""
-        return self._backlog.is_urgent or self._flushing > 0 or self._staging.extra_bytes > 0 or not self._state.leases
+        return self._backlog.is_urgent or self._flushing > 0 or self._staging.extra_bytes > 0 or not self._leases
 
     def stop(self) -> None:
         """Without the lock."""

@@ -128,4 +128,3 @@ def test_a_lease_in_a_cycle_is_settled_whatever_order_the_collector_has(family: 
         assert cache.stats().open_leases == 0 and cache.stats().bytes["live"] == 0
         cache.check()
         turn(cache, model, [*prompt, 7], n=2)
-

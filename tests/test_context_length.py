@@ -120,7 +120,8 @@ def url(engine: Engine) -> Iterator[str]:
 
 
 def done(engine: Engine, tokens: int, max_tokens: int | None) -> Done:
-    events = list(engine.ask(Request(prompt=engine.text([5] * tokens), max_tokens=max_tokens)))
+    endless = Sampling(temperature=0, logit_bias=dict.fromkeys(engine.tokenizer.eos_token_ids, -1e9))
+    events = list(engine.ask(Request(prompt=engine.text([5] * tokens), max_tokens=max_tokens, sampling=endless)))
     assert isinstance(events[-1], Done)
     return events[-1]
 

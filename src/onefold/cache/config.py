@@ -1,4 +1,4 @@
-"""What a cache is told when it is made, checked: every keyword of `PrefixCache`."""
+"""The settings of a cache: every keyword of `PrefixCache`, checked."""
 
 from __future__ import annotations
 

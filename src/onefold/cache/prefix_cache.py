@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -567,7 +568,9 @@ class PrefixCache:
     def stats(self) -> Stats:
         with self.state.lock:
             self.sweep()
-            return stats.count(self.state, self._no_disk if self._disk is None else self._disk)
+            if self._disk is None:
+                return stats.count(self.state, self._no_disk, Counter())
+            return stats.count(self.state, self._disk.stats(), self._disk.all_reasons())
 
     def check(self) -> None:
         """Recount everything from nothing; raises IntegrityError with every finding."""
@@ -662,7 +665,7 @@ class PrefixCache:
     def prompt_bytes(self, tokens: Any) -> int:
         """What a request for these tokens would allocate for its prompt: KV that the tree does not have, and states."""
         found = as_tokens(tokens)
-        most = max((a.bound.max_size for a in self._models.anatomies if a.bound is not None), default=len(found))
+        most = max(self._models.bounds, default=len(found))
         points = sum(a.point_bytes(len(found), 1) for a in self._models.anatomies)
         return round_up(max(0, min(len(found), most) - self.matched(found))) * self.state.store.token_bytes + points
 
@@ -711,7 +714,7 @@ class PrefixCache:
         if self.state.uncached_reason:
             return sys.maxsize  # what an unknown cache takes is not known
         free = self.state.ledger.budget_bytes - (self.state.pool.bytes if self.state.ledger.elastic else 0)
-        bounds = [a.bound.max_size for a in self._models.anatomies if a.bound is not None]
+        bounds = self._models.bounds
         if bounds and self._need(max(bounds) + 512) <= free:
             return sys.maxsize  # it rotates from there on, and grows no more
         low, high = 0, free // max(1, self.state.store.token_bytes) + 1

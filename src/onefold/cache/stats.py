@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from onefold.cache.memory.state import CacheState
-from onefold.cache.tiers.disk.tier import Disk, DiskStats
+from onefold.cache.tiers.disk.tier import DiskStats
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Stats:
     disk: DiskStats = field(default_factory=DiskStats)
 
 
-def count(state: CacheState, disk: Disk | DiskStats) -> Stats:
-    """With the lock held. `disk`: the disk tier, or what to say if there is none."""
+def count(state: CacheState, disk: DiskStats, disk_reasons: Counter[str]) -> Stats:
+    """Returns the statistics of this moment. Called with the lock held."""
     for lease in state.leases:
         lease.recount()
     nodes = list(state.nodes.nodes())
@@ -68,9 +68,9 @@ def count(state: CacheState, disk: Disk | DiskStats) -> Stats:
         peak_bytes=state.ledger.peak_bytes,
         token_bytes=state.store.token_bytes,
         bytes=state.ledger.by_purpose(),
-        reasons=dict(state.reasons + (disk.all_reasons() if isinstance(disk, Disk) else Counter())),
+        reasons=dict(state.reasons + disk_reasons),
         tokens_from_disk=t["tokens_from_disk"],
-        disk=disk.stats() if isinstance(disk, Disk) else disk,
+        disk=disk,
     )
 
 

@@ -38,6 +38,11 @@ class Checkpoint:
         self._holders = 0
         self._closing = False
 
+    @classmethod
+    def of(cls, position: int, snapshots: list[Any], account: Account) -> Checkpoint:
+        """A checkpoint that needs the path's segments only where a leaf has no snapshot."""
+        return cls(position, snapshots, account, spanless=all(s is not None for s in snapshots))
+
     @property
     def bytes(self) -> int:
         return sum(s.size for s in self.snapshots if s is not None)

@@ -1,4 +1,4 @@
-"""The shelf: the trees together with what their nodes own.
+"""The stored nodes: the trees together with what their nodes own.
 
 - Everything that is stored is put here (`put`), found here, and given up here (`make_room`).
 - A span is re-pointed, never copied twice; a slab that no node and no track refers to is freed at once.

@@ -26,11 +26,15 @@ class Models:
         """Whether some state is good for one point alone."""
         self.contiguous = any(a.contiguous for a in anatomies)
         """Whether a conversation must lie in one buffer."""
+        self._empty: list[Any] | None = None
+        """Layers that hold nothing, which are asked and never changed."""
         self.bounds = [a.bound.max_size for a in anatomies if a.bound is not None]
 
     def accepts(self, store: Store, snapshots: Sequence[Any], position: int) -> bool:
         """Whether layers of these models would take these snapshots, clamped to `position`; None is no snapshot."""
-        layers = [leaf for a in self.anatomies for leaf in a.make(Track(store))[1]]
+        if self._empty is None:
+            self._empty = [leaf for a in self.anatomies for leaf in a.make(Track(store))[1]]
+        layers = self._empty
         if len(layers) != len(snapshots):
             return False
         return all(s is None or x.can_restore(s, position) for x, s in zip(layers, snapshots, strict=True))

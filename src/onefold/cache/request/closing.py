@@ -19,7 +19,6 @@ from onefold.cache.memory.reach import kv_reach
 from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tree import Node, Tokens
-from onefold.cache.model import stock
 from onefold.cache.request.hold import Hold
 from onefold.errors import BudgetError, DeviceError
 
@@ -172,9 +171,7 @@ def take_checkpoint(hold: Hold, position: int, *, gap: int) -> Checkpoint | None
     except BudgetError:
         hold.state.reasons["no room for a checkpoint"] += 1
         return None
-    snapshots = hold.snapshots()
-    spanless = all(s is not None for s in snapshots)
-    checkpoint = Checkpoint(position, snapshots, account, spanless=spanless)
+    checkpoint = Checkpoint.of(position, hold.snapshots(), account)
     account.resize(checkpoint.bytes, force=True)
     return checkpoint
 
@@ -214,13 +211,8 @@ def _release(hold: Hold) -> set[Slab]:
     slabs = {p.slab for p in hold.track.pieces}
     if hold.node is not None:
         hold.state.nodes.evacuate(hold.path, hold.track)
+    hold.empty_layers()
     for watcher in hold.watchers:
-        for leaf in watcher.leaves:
-            if leaf.kind not in stock.SLICEABLE:
-                leaf.free()
-            else:
-                leaf.ring = None
-            leaf.offset = 0
         watcher.part()
     hold.uncached = []
     hold.track.free()

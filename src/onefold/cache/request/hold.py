@@ -125,6 +125,14 @@ class Hold:
         """The cache objects that hold state, of all models."""
         return [leaf for w in self.watchers for leaf in w.leaves]
 
+    def empty_layers(self) -> None:
+        """Have every layer hold nothing. What lies in the track stays there."""
+        for leaf in self.leaves:
+            if leaf.kind in SLICEABLE:
+                leaf.ring, leaf.offset = None, 0
+            else:
+                leaf.free()
+
     @property
     def uniform(self) -> bool:
         """Whether the layers of each model stand at one position."""

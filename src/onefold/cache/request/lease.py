@@ -333,8 +333,8 @@ class Lease:
 
     @contextlib.contextmanager
     def _noting_end(self) -> Iterator[None]:
-        """Have the lease leave the open ones in the moment that its hold is closed in this block. It is told for so
-        long only: a hold that referred to its lease would keep it alive."""
+        """Removes the lease from the open leases when this block closes its hold, with the lock held. The hold refers
+        to the lease only during the block: a lasting reference would keep a dropped lease alive."""
         self.hold.on_closed = self._leave
         try:
             yield
@@ -342,6 +342,7 @@ class Lease:
             self.hold.on_closed = nothing
 
     def _leave(self) -> None:
+        """Removes the lease from the open leases. Called with the lock held."""
         self.state.leases.discard(self)
         if not self.hold.watchers:  # it ran uncached: its caches are not ours
             self.layers, self._handed_out = [], []

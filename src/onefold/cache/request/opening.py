@@ -116,11 +116,7 @@ def _begin_again(hold: Hold, checkpoint: Checkpoint | None) -> None:
     hold.checkpoint, hold.cached, hold.reason = None, 0, "checkpoint refused"
     for watcher in hold.watchers:
         watcher.rotated = not watcher.anatomy.sliceable
-        for leaf in watcher.leaves:
-            if leaf.kind in stock.SLICEABLE:
-                leaf.ring, leaf.offset = None, 0
-            else:
-                leaf.free()
+    hold.empty_layers()
 
 
 def _require_room(hold: Hold, rest: int) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from onefold.cache.memory.arrays import own_name
 from onefold.cache.model.exporting import Exportable
 from onefold.cache.model.stock import Kind
 
@@ -146,6 +147,19 @@ class Point(Watched):
 
     def split(self, snapshot: Any, at: int) -> tuple[Any, Any]:
         return None, snapshot
+
+
+class Window(Point):
+    """A kind that keeps its latest entries as `keys` and `values`, in a cache class of mlx-lm's."""
+
+    keys: Any
+    values: Any
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        self._pulse.enter(self, keys.shape[2])
+        if self.keys is not None:
+            self.keys, self.values = own_name(self.keys), own_name(self.values)
+        return super().update_and_fetch(keys, values)  # type: ignore[misc]
 
 
 class Snapshot:

@@ -10,27 +10,19 @@ from typing import Any
 
 import mlx.core as mx
 
-from onefold.cache.memory.arrays import own_bytes, own_name
+from onefold.cache.memory.arrays import own_bytes
 from onefold.cache.model import stock
-from onefold.cache.model.kinds.base import ForwardListener, NoPulse, Point, Snapshot
+from onefold.cache.model.kinds.base import ForwardListener, NoPulse, Snapshot, Window
 from onefold.cache.model.stock import Kind
 
 
-class ChunkedLayer(Point, stock.ChunkedKVCache):  # type: ignore[misc, valid-type]
+class ChunkedLayer(Window, stock.ChunkedKVCache):  # type: ignore[misc, valid-type]
     kind = Kind.CHUNKED
-    keys: Any
-    values: Any
 
     def __init__(self, chunk_size: int, *, pulse: ForwardListener | None = None) -> None:
         super().__init__(chunk_size)
         self.epoch = 0
         self._pulse: ForwardListener = pulse or NoPulse()
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        self._pulse.enter(self, keys.shape[2])
-        if self.keys is not None:
-            self.keys, self.values = own_name(self.keys), own_name(self.values)
-        return super().update_and_fetch(keys, values)
 
     def is_trimmable(self) -> bool:
         return self.start_position == 0 or self.pulse.rolls_back

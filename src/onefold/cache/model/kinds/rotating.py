@@ -12,27 +12,19 @@ from typing import Any
 
 import mlx.core as mx
 
-from onefold.cache.memory.arrays import own_bytes, own_name
+from onefold.cache.memory.arrays import own_bytes
 from onefold.cache.model import stock
-from onefold.cache.model.kinds.base import ForwardListener, NoPulse, Point, Snapshot
+from onefold.cache.model.kinds.base import ForwardListener, NoPulse, Snapshot, Window
 from onefold.cache.model.stock import Kind
 
 
-class RotatingLayer(Point, stock.RotatingKVCache):  # type: ignore[misc, valid-type]
+class RotatingLayer(Window, stock.RotatingKVCache):  # type: ignore[misc, valid-type]
     kind = Kind.ROTATING
-    keys: Any
-    values: Any
 
     def __init__(self, max_size: int, keep: int = 0, *, pulse: ForwardListener | None = None) -> None:
         super().__init__(max_size, keep)
         self.epoch = 0
         self._pulse: ForwardListener = pulse or NoPulse()
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        self._pulse.enter(self, keys.shape[2])
-        if self.keys is not None:
-            self.keys, self.values = own_name(self.keys), own_name(self.values)
-        return super().update_and_fetch(keys, values)
 
     # a ring is put back and trimmed through the contract; it is never quantised behind our back
     to_quantized = property()  # type: ignore[assignment]

@@ -494,8 +494,7 @@ class Restore:
             raise RecordError("no header of ours") from error
         if position != content.start or not self._state.model.accepts(self._state.store, snapshots, position):
             raise RecordError("of another layout")
-        spanless = all(s is not None for s in snapshots)
-        return Checkpoint(position, snapshots, account, spanless=spanless)
+        return Checkpoint.of(position, snapshots, account)
 
     def _content(self, file: int, record: Record) -> tuple[Content, int, str]:
         """What the file holds, where its tensors begin, and the checksum that all of it must have."""

@@ -1,4 +1,4 @@
-"""The vault: which records there are, what they take, and which goes first.
+"""The catalog: which records there are, what they take, and which goes first.
 
 - One hard budget for the folder, other models' records included; it holds from the moment the folder is opened.
 - Least recently used first, and never a record that another goes on from: so tails go first, and no orphan is left.
@@ -277,7 +277,7 @@ class Catalog:
                 if is_passing(head):
                     if record.parent is not None and held.get(record.parent.address) is not record.parent:
                         self.learn(record, None, record.end)  # that has gone since; an orphan, once it can be read
-                    self._set_apart(record, head)
+                    self._note_unread(record, head)
                 elif ours or str(head) != OTHER_FORMAT:
                     self.reject(record, reason_of(head))
                 else:
@@ -318,7 +318,7 @@ class Catalog:
 
     def set_apart(self, record: Record, tails: Iterable[Record], error: Exception) -> None:
         """Its content could not be read, and no node has it or its `tails` any more: they are tried again later."""
-        self._set_apart(record, error)
+        self._note_unread(record, error)
         record.in_doubt = True
         self.keep_apart(record, tails)
 
@@ -328,7 +328,7 @@ class Catalog:
         if record.namespace not in self._retries:
             self._retry_in(record.namespace, RETRY_SECONDS)
 
-    def _set_apart(self, record: Record, error: Exception) -> None:
+    def _note_unread(self, record: Record, error: Exception) -> None:
         if not record.unread:
             self.reasons["unreadable"] += 1
             level = logging.WARNING if self.reasons["unreadable"] <= _SAID else logging.DEBUG
@@ -578,10 +578,10 @@ class Catalog:
         found = []
         total = sum(on_disk(r.size) for r in self.records())
         if total != self.total_bytes:
-            found.append(f"the vault says {self.total_bytes} bytes, its records sum to {total}")
+            found.append(f"the catalog says {self.total_bytes} bytes, its records sum to {total}")
         coming = sum(r.size for r in self.records() if not r.ready)
         if coming != self._coming:
-            found.append(f"the vault says that {self._coming} bytes are coming, its records sum to {coming}")
+            found.append(f"the catalog says that {self._coming} bytes are coming, its records sum to {coming}")
         if total > self.budget_bytes:
             found.append(f"{total} bytes on disk of a budget of {self.budget_bytes}")
         children = Counter(r.parent for r in self.records() if r.parent is not None)

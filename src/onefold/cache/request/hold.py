@@ -129,9 +129,10 @@ class Hold:
         """Have every layer hold nothing. What lies in the track stays there."""
         for leaf in self.leaves:
             if leaf.kind in SLICEABLE:
-                leaf.ring, leaf.offset = None, 0
+                leaf.ring = None
             else:
                 leaf.free()
+            leaf.offset = 0
 
     @property
     def uniform(self) -> bool:

@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from onefold.cache.memory.segment import View
 from onefold.cache.model.attention import Handle, attention
-from onefold.cache.model.kinds.full import PlainCodec
+from onefold.cache.model.kinds.plain import PlainCodec
 
 QUERIES = (1, 2, 9, 512)
 

@@ -12,7 +12,6 @@ from disk_caches import files, opened, turn
 from fake import FakeModel, Session, settled, text
 from test_disk import HYBRID
 
-from onefold.cache.states import points_of
 from onefold.cache.tiers.records import record as form
 from onefold.cache.tiers.records.layout import Layout
 from onefold.cache.tiers.records.record import Content, Tensor, What
@@ -236,6 +235,6 @@ def test_a_cache_goes_by_its_model_and_not_by_what_is_written_there(tmp_path: Pa
 def test_the_description_tells_of_every_leaf(tmp_path: Path) -> None:
     model = FakeModel(("full", "rotating_keep", "chunked", "recurrent"))
     with opened(model, tmp_path) as cache:
-        told = json.loads(json.dumps(points_of(cache._models.anatomies)))
+        told = json.loads(json.dumps(cache._models.describe()))
     assert [leaf["in_ranges"] for leaf in told] == [True, False, False, False]
     assert told[1]["slots"] == [[["float32", [1, 2, "entries", 8]]]] * 2 and len(told[3]["slots"]) == 2

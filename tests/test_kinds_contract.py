@@ -26,8 +26,9 @@ from onefold.cache.memory.track import Track
 from onefold.cache.model.kinds.base import Snapshot
 from onefold.cache.model.kinds.chunked import ChunkedLayer
 from onefold.cache.model.kinds.composite import CompositeLayer
-from onefold.cache.model.kinds.full import Bound, PlainCodec, SegmentedLayer
+from onefold.cache.model.kinds.full import SegmentedLayer
 from onefold.cache.model.kinds.own import OwnLayer
+from onefold.cache.model.kinds.plain import Bound, PlainCodec
 from onefold.cache.model.kinds.quantized import AffineCodec
 from onefold.cache.model.kinds.recurrent import RecurrentLayer
 from onefold.cache.model.kinds.rotating import RotatingLayer

@@ -97,7 +97,7 @@ def test_error_in_the_middle_of_a_forward_keeps_the_sound_part(cache, model, fam
         forward(model, lease.layers, longer[:48], lease.cached)
         held = lease.offset
         leaf = lease.hold.watchers[0].leaves[-1]
-        name = "__setitem__" if leaf.kind.value == "recurrent" else "update_and_fetch"
+        name = "__setitem__" if leaf.kind == "recurrent" else "update_and_fetch"
 
         def broken(*_: object, **__: object) -> None:
             raise RuntimeError("broken")
@@ -118,7 +118,7 @@ def test_a_forward_that_failed_can_be_tried_again_on_the_same_lease(cache, model
     with cache.lease(prompt) as lease:
         forward(model, lease.layers, prompt[:24], 0)
         leaf = lease.hold.watchers[0].leaves[-1]
-        name = "__setitem__" if leaf.kind.value == "recurrent" else "update_and_fetch"
+        name = "__setitem__" if leaf.kind == "recurrent" else "update_and_fetch"
         with monkeypatch.context() as patch:
             patch.setattr(type(leaf), name, lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
             with pytest.raises(RuntimeError):

@@ -67,7 +67,15 @@ NO_MLX = (
 MLX_LM = ("cache/model/stock.py", "engine/stock.py")
 """The seam, and the public functions that the engine uses."""
 
-LIVE = {"SegmentedLayer", "RotatingLayer", "ChunkedLayer", "RecurrentLayer", "CompositeLayer"}
+KINDS = "cache/model/kinds/"
+LIVE = {
+    node.name
+    for file, tree in TREES.items()
+    if file.startswith(KINDS)
+    for node in tree.body
+    if isinstance(node, ast.ClassDef) and node.name.endswith("Layer")
+}
+"""The classes of live layers, one or more for each kind."""
 STOCK = {
     "KVCache",
     "ConcatenateKVCache",
@@ -268,8 +276,8 @@ def test_stock_caches_are_made_in_the_factory_and_for_uncached_models_only() -> 
 
 @pytest.mark.parametrize("file", TREES)
 def test_live_layers_are_made_in_one_factory(file: str) -> None:
-    """`Anatomy.make`: so a bound or a format that is given once holds everywhere."""
-    if file == "cache/model/anatomy.py" or file.startswith("cache/model/kinds/"):
+    """`Anatomy.make`, by way of the kinds: so a bound or a format that is given once holds everywhere."""
+    if file == "cache/model/anatomy.py" or file.startswith(KINDS):
         return
     assert not list(calls(TREES[file], LIVE))
 
@@ -280,8 +288,7 @@ def test_nobody_goes_around_the_factory_with_stock_caches(file: str) -> None:
     own quantised cache, copies that leave the cache, and rings for a model that runs uncached under a bound."""
     allowed = {
         "cache/model/kinds/full.py": {"RotatingKVCache"},
-        "cache/model/rows.py": {"CacheList"},
-        "cache/model/stock.py": {"RotatingKVCache", "CacheList"},
+        "cache/model/kinds/registry.py": {"CacheList"},
         "cache/request/adopting.py": {"QuantizedKVCache"},
         "cache/model/exporting.py": STOCK - {"ConcatenateKVCache", "BatchKVCache", "BatchRotatingKVCache"},
     }
@@ -303,3 +310,15 @@ def test_no_broad_except(file: str) -> None:
 def test_no_file_is_named_after_nothing() -> None:
     vague = {"utils", "util", "helpers", "helper", "misc", "common"}
     assert not [file for file in TREES if vague & set(Path(file).with_suffix("").parts)]
+
+
+@pytest.mark.parametrize("file", [f for f in TREES if not f.startswith(KINDS)])
+def test_kinds_are_asked_and_not_compared(file: str) -> None:
+    """What depends on a layer's kind is a method or a capability of the kind: a new one is a file and a line."""
+    for node in ast.walk(TREES[file]):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            asked = [x for x in sides if isinstance(x, ast.Attribute) and x.attr == "kind"]
+            asked = [x for x in asked if not isinstance(x.value, ast.Attribute) or x.value.attr != "dtype"]
+            literal = [x for x in sides if isinstance(x, (ast.Constant, ast.Tuple, ast.Set, ast.List))]
+            assert not (asked and literal), f"{file}:{node.lineno} compares a kind"

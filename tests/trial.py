@@ -26,7 +26,6 @@ from mlx_lm.models.cache import make_prompt_cache
 import onefold
 from onefold.cache.memory.reach import readable_length, resume_point
 from onefold.cache.model.anatomy import Anatomy
-from onefold.cache.model.stock import SLICEABLE
 from onefold.cache.model.survey import survey
 
 PROMPT = 40
@@ -95,7 +94,7 @@ def kinds(anatomy: Anatomy) -> str:
     layers: list[str] = []
     for i in range(anatomy.n_layers):
         leaves = [leaf for leaf in anatomy.leaves if leaf.path[0] == i]
-        names = [leaf.kind.value if leaf.used else "unused" for leaf in leaves]
+        names = [leaf.kind if leaf.used else "unused" for leaf in leaves]
         layers.append(names[0] if len(leaves[0].path) == 1 else f"({' + '.join(names)})")
     return ", ".join(f"{layers.count(name)} {name}" for name in dict.fromkeys(layers))
 
@@ -415,7 +414,7 @@ class Trial:
         used = [x for x in self.anatomy.leaves if x.used]
         path, _ = cache.state.nodes.tree(("", cache._format)).match(np.array(tokens, np.int32))
         for node in path:
-            if used[leaf].kind in SLICEABLE:
+            if used[leaf].sliceable:
                 assert node.span is not None
                 arrays = node.span.slab.arrays(used[leaf].index)
                 arrays[:] = [_disturbed(a, node.span.lo + first) for a in arrays]

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 import mlx.nn as nn
 
 from onefold.cache.model.anatomy import KvFormat
-from onefold.cache.model.kinds.full import Bound
+from onefold.cache.model.kinds.plain import Bound
 from onefold.cache.tiers.disk.tier import DiskSettings
 from onefold.errors import ConfigError
 

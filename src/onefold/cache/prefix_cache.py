@@ -33,17 +33,17 @@ from onefold.cache.memory.reach import readable_length
 from onefold.cache.memory.segment import STEP, Slab, round_up
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tree import Node, Tokens, Tree, as_tokens
-from onefold.cache.model import stock
+from onefold.cache.model import seam, stock
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.attention import attention
 from onefold.cache.model.fingerprint import lasting_digest, model_digest, model_name
+from onefold.cache.model.kinds.registry import bounded_caches
 from onefold.cache.model.models import Models
 from onefold.cache.model.survey import look_uncached, read_off, survey
 from onefold.cache.request import adopting, opening
 from onefold.cache.request.arena import Arena
 from onefold.cache.request.batch import Batch
 from onefold.cache.request.lease import Lease
-from onefold.cache.states import points_of
 from onefold.cache.stats import Stats
 from onefold.cache.tiers.disk import restoring
 from onefold.cache.tiers.disk.restoring import Restore
@@ -157,8 +157,8 @@ class PrefixCache:
         """For the engine, the drop-in and tests: what all parts of the cache share."""
         self._no_disk = DiskStats()
         self._disk: Disk | None = None
-        self._seam = [name for m in models for name in stock.install(m, attention)]
-        self._watched = [stock.watch(m) for m in models]
+        self._seam = [name for m in models for name in seam.install(m, attention)]
+        self._watched = [seam.watch(m) for m in models]
         stock.hook_saving()
         self._format = form
         self._pins: set[int] = set()
@@ -254,7 +254,8 @@ class PrefixCache:
         self._open_for_use()
         self.sweep()
         models = [ref() for ref in self._refs]
-        lease = Lease(self.state, tokens, (namespace, self._format), self._models.anatomies, models, checkpoints)
+        anatomies = [] if self.state.uncached_reason else self._models.anatomies
+        lease = Lease(self.state, tokens, (namespace, self._format), anatomies, models, checkpoints)
         lease.owner = self
         self.state.leases.add(lease)
         opened = False
@@ -477,8 +478,8 @@ class PrefixCache:
                 self._endings = [
                     self._leave_disk,
                     lambda: self.state.lock.run_held(self._clearing(disk=True)),
-                    functools.partial(stock.uninstall, self._seam),
-                    *(functools.partial(stock.unwatch, cls) for cls in self._watched),
+                    functools.partial(seam.uninstall, self._seam),
+                    *(functools.partial(seam.unwatch, cls) for cls in self._watched),
                     stock.unhook_saving,
                     self._close_accounts,
                     mx.clear_cache,
@@ -591,7 +592,7 @@ class PrefixCache:
         layout = [[[a.heads, a.dim, str(a.dtype)] for a in s.arrays] for s in self.state.store.specs]
         about |= {"format": VERSION, "layout": layout}
         try:
-            self._disk = Disk(settings, self.state, about, points_of(self._models.anatomies), label=label)
+            self._disk = Disk(settings, self.state, about, self._models.describe(), label=label)
         except OSError as error:
             why = error.strerror or str(error)
             log.warning("the disk cache in %s cannot be used: %s. KV is kept in memory alone", settings.folder, why)
@@ -618,7 +619,7 @@ class PrefixCache:
         """A model that we do not understand gets its own caches, and nothing is kept."""
         lease.hold.reason = "unknown cache"
         models = [m for ref in self._refs if (m := ref()) is not None]
-        made = [stock.bounded_caches(stock.make_prompt_cache(m), self._models.anatomies[0].bound) for m in models]
+        made = [bounded_caches(stock.make_prompt_cache(m), self._models.anatomies[0].bound) for m in models]
         lease.run_uncached(list(zip(self._models.anatomies, made, strict=False)))
 
     # -- for a server's own notion of entries ------------------------------------------------

@@ -33,6 +33,7 @@ from onefold.cache.memory import device
 from onefold.cache.memory.segment import STEP
 from onefold.cache.memory.tree import NAMED, Tokens, as_tokens, unboxed
 from onefold.cache.model import stock
+from onefold.cache.model.kinds.registry import opaque
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.request import adopting
 from onefold.cache.request.lease import Lease
@@ -347,7 +348,7 @@ class LRUPromptCache:
                 self._say("not layers", f"a list of caches is kept, not {type(prompt_cache).__name__}")
                 return
             key = self._key(model)
-            if prompt_cache and all(stock.opaque(layer) for layer in prompt_cache):
+            if prompt_cache and all(opaque(layer) for layer in prompt_cache):
                 nbytes = sum(layer.nbytes for layer in prompt_cache)
                 if not self._too_large(nbytes, self.max_bytes):
                     self._enter(key, found, cache_type, prompt_cache, nbytes)

@@ -2,7 +2,7 @@
 
 - mlx-lm's batches merge, extend, filter, copy and extract caches; each of those copies KV there. Here they move
   references to rows, and a row is a lease: nothing is padded, and no byte is copied.
-- The model never sees a stand-in. A forward that is given a list of them (`stock.watch`) is run by `drive`: prompts row
+- The model never sees a stand-in. A forward that is given a list of them (`seam.watch`) is run by `drive`: prompts row
   by row, each on its own layers, and one decode step for all rows at once, where the model can.
 - A row that the server forgets (a cancelled request, an error) is settled at the cache's next call.
 
@@ -21,7 +21,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from onefold.cache.model.stock import Kind
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.request import adopting
 from onefold.cache.request.batch import Batch
@@ -164,7 +163,7 @@ class StandIn:
 
     def __getattr__(self, name: str) -> Any:
         """mlx-lm quantises whatever says that it can be: full attention can."""
-        if name == "to_quantized" and all(x.kind is Kind.FULL and x.ring is None for x in self._own()):
+        if name == "to_quantized" and all(x.is_plain and x.in_track for x in self._own()):
             return functools.partial(adopting.to_quantized, self._own()[0])
         raise AttributeError(name)
 

@@ -16,40 +16,15 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
-import numpy as np
 
 from onefold.cache.memory import device
 from onefold.cache.memory.segment import View
 from onefold.cache.model import stock
-
-
-class Rows:
-    """The views of a batch's rows in one layer, made when they are asked for: where pieces lie is the same for every
-    layer of a step."""
-
-    __slots__ = ("index", "layout")
-
-    def __init__(self, layout: list[list[tuple[Any, int, int]]], index: int) -> None:
-        self.layout = layout
-        self.index = index
-
-    def __len__(self) -> int:
-        return len(self.layout)
-
-    def __getitem__(self, i: int) -> list[View]:
-        return [View(slab.arrays(self.index), lo, hi, id(slab)) for slab, lo, hi in self.layout[i]]
-
-    def __iter__(self) -> Iterator[list[View]]:
-        return (self[i] for i in range(len(self)))
-
-
-COMMON_TOKENS = 512
-"""A slab of which each row reads a part is read whole for all of them if it has at most this many tokens per row."""
+from onefold.cache.model.step_plan import Core, Ranges, ReadingPlan, Rows, StepPlan, lowest
 
 
 class Codec(Protocol):
@@ -80,8 +55,8 @@ class Handle:
     dtype: mx.Dtype
     consumed: list[int]
     """Counts the attention calls that read it; the probe looks."""
-    plans: dict[Any, Any] | None = None
-    """Shared by the layers of a batch: what one layer has worked out, the next need not."""
+    plan: StepPlan | None = None
+    """Of the batch: what one layer has worked out, the next need not."""
 
     @property
     def ndim(self) -> int:
@@ -108,7 +83,7 @@ def attention(
     if len(rows) == 1:
         return _attend_row(queries, rows[0], codec, scale, mask, sinks)
     if mask is None and queries.shape[2] == 1:
-        return _attend_rows(queries, rows, codec, scale, sinks, {} if keys.plans is None else keys.plans)
+        return _attend_rows(queries, rows, codec, scale, sinks, keys.plan or StepPlan())
     parts = []
     for i, row in enumerate(rows):
         total = sum(v.hi - v.lo for v in row)
@@ -231,71 +206,11 @@ def _softmax(scores: mx.array, sinks: mx.array | None) -> mx.array:
     return mx.softmax(both, axis=-1, precise=True)[..., :total]
 
 
-def _low(dtype: mx.Dtype) -> float:
-    """The score of what a row does not see: finite, as a row may see nothing of a block."""
-    return -6e4 if dtype == mx.float16 else -1e30
-
-
 def _cat(parts: list[mx.array], axis: int = -1) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
 
 
 # -- a ragged batch, one query each ------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Plan:
-    """How the rows' pieces are read, by (row, place in the row): the same for every layer of a step."""
-
-    common: list[tuple[int, int]]
-    """Short slabs of which several rows read different parts: read whole, each row sees its own."""
-    shared: list[tuple[int, int, list[int]]]
-    """Pieces that several rows read, and which."""
-    single: list[tuple[int, int]]
-    """What is left: a row's own pieces."""
-    hidden: list[mx.array | None]
-    """For each common and shared one in turn, 0 where a row sees a column, very low where not; None where all do."""
-
-
-def _plan_of(rows: Rows | list[list[View]], dtype: mx.Dtype, plans: dict[Any, Any]) -> _Plan:
-    if not isinstance(rows, Rows):
-        return _plan(rows, dtype)
-    if plans.get("planned") is not rows.layout or plans["plan"][0] != dtype:
-        plans["planned"], plans["plan"] = rows.layout, (dtype, _plan(list(rows), dtype))
-    plan: _Plan = plans["plan"][1]
-    return plan
-
-
-def _plan(rows: Rows | list[list[View]], dtype: mx.Dtype) -> _Plan:
-    n = len(rows)
-    readers: dict[tuple[int, int, int], tuple[int, int, list[int]]] = {}
-    slabs: dict[int, tuple[int, int, set[int]]] = {}
-    for i, row in enumerate(rows):
-        for j, v in enumerate(row):
-            readers.setdefault((v.slab, v.lo, v.hi), (i, j, []))[2].append(i)
-            slabs.setdefault(v.slab, (i, j, set()))[2].add(i)
-    whole = {slab for slab, (i, j, who) in slabs.items() if len(who) > 1 and rows[i][j].capacity <= n * COMMON_TOKENS}
-    whole -= {slab for (slab, _, _), (_, _, who) in readers.items() if len(who) == len(slabs[slab][2])}
-    common = [slabs[slab][:2] for slab in whole]
-    shared = [found for (slab, _, _), found in readers.items() if len(found[2]) > 1 and slab not in whole]
-    taken = {(rows[i][j].slab, rows[i][j].lo, rows[i][j].hi) for i, j, _ in shared}
-    taken |= {key for key in readers if key[0] in whole}
-    own = [[j for j, v in enumerate(row) if (v.slab, v.lo, v.hi) not in taken] for row in rows]
-    single = [(i, j) for i, js in enumerate(own) for j in js]
-
-    def hide(seen: Any) -> mx.array:
-        return mx.where(mx.array(seen), mx.array(0, dtype), mx.array(_low(dtype), dtype))[None, :, None, :]
-
-    hidden: list[mx.array | None] = []
-    for i, j in common:
-        seen = np.zeros((n, rows[i][j].capacity), dtype=bool)
-        for r, row in enumerate(rows):
-            for v in row:
-                if v.slab == rows[i][j].slab:
-                    seen[r, v.lo : v.hi] = True
-        hidden.append(hide(seen))
-    hidden += [hide([[r in who] for r in range(n)]) if len(who) < n else None for _, _, who in shared]
-    return _Plan(common, shared, single, hidden)
 
 
 def _attend_rows(
@@ -304,12 +219,12 @@ def _attend_rows(
     codec: Codec,
     scale: float,
     sinks: mx.array | None,
-    plans: dict[Any, Any],
+    step: StepPlan,
 ) -> mx.array:
     n_rows, n_q, _, dim = q.shape
     n_kv = rows[0][0].arrays[0].shape[1]
     repeats = n_q // n_kv
-    plan = _plan_of(rows, q.dtype, plans)
+    plan = step.reading(rows, q.dtype)
 
     everyone = tuple(range(n_rows))
     groups = [(rows[i][j].all(), everyone) for i, j in plan.common]
@@ -318,7 +233,7 @@ def _attend_rows(
     given = [v.arrays for v, _ in groups], plan.hidden
     column = None if sinks is None else sinks.reshape(n_kv, 1, repeats, 1)
     if not plan.single:
-        core = _core(plans, ranges, codec, scale)
+        core = _core(step, ranges, codec, scale)
         out = core(q, *given, column)
         return out.transpose(1, 0, 2, 3).reshape(n_rows, n_q, 1, out.shape[-1]).astype(q.dtype)
 
@@ -344,7 +259,7 @@ def _attend_alone(q: mx.array, rows: Rows | list[list[View]], scale: float, sink
     return mx.concatenate(parts, axis=0)
 
 
-def _attend_own(by_row: mx.array, rows: Rows | list[list[View]], plan: _Plan, codec: Codec) -> list[_Block]:
+def _attend_own(by_row: mx.array, rows: Rows | list[list[View]], plan: ReadingPlan, codec: Codec) -> list[_Block]:
     """The pieces that belong to one row. Their scores are laid side by side, so that all rows have one softmax, unless
     one of them is so much longer than the others that most of it would be empty."""
     own = [[row[j] for r, j in plan.single if r == i] for i, row in enumerate(rows)]
@@ -359,7 +274,7 @@ def _own_block(by_row: mx.array, own: list[list[View]], codec: Codec) -> _Block:
     """One block of all rows; a row that has no piece here sees nothing of it."""
     n_rows, n_kv, repeats, _ = by_row.shape
     widest = max(sum(v.hi - v.lo for v in views) for views in own)
-    low = _low(by_row.dtype)
+    low = lowest(by_row.dtype)
     scores = []
     for i, views in enumerate(own):
         parts = [codec.scores(by_row[i : i + 1], v.arrays, v.lo, v.hi) for v in views]
@@ -384,22 +299,20 @@ def _own_block(by_row: mx.array, own: list[list[View]], codec: Codec) -> _Block:
     return block
 
 
-Ranges = tuple[tuple[int, int, tuple[int, ...]], ...]
-
-
-def _core(plans: dict[Any, Any], ranges: Ranges, codec: Codec, scale: float) -> Any:
+def _core(step: StepPlan, ranges: Ranges, codec: Codec, scale: float) -> Core:
     """Attention over pieces that rows read together, which keeps its shape from step to step; so on a GPU it is
     compiled, once for a batch."""
-    key = ("core", ranges, id(codec), scale)
-    if key not in plans:
+    key = (ranges, id(codec), scale)
+    known = step.cores.get(key)
+    if known is None:
 
         def core(q: mx.array, arrays: Any, hidden: Any, sinks: Any) -> mx.array:
             n_kv = arrays[0][0].shape[1]
             by_row = (q * scale).reshape(q.shape[0], n_kv, -1, q.shape[3])
             return _weigh(_attend_groups(by_row.transpose(1, 0, 2, 3), arrays, hidden, ranges, codec), sinks)
 
-        plans[key] = mx.compile(core) if device.on_gpu() else core
-    return plans[key]
+        known = step.cores[key] = mx.compile(core) if device.on_gpu() else core
+    return known
 
 
 def _attend_groups(by_head: mx.array, arrays: Any, hidden: Any, ranges: Ranges, codec: Codec) -> list[_Block]:

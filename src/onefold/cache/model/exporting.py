@@ -6,7 +6,7 @@
   QuantizedKVCache, a ring a RotatingKVCache. A quantised ring has no class in mlx-lm and becomes a RotatingKVCache of
   dequantised entries. A cache class of the model's own stays that class.
 
-Dispatches on a layer's kind; knows nothing of leases or trees.
+A kind says which of these it is copied to (`as_stock`). Knows nothing of leases or trees.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import mlx.core as mx
+
 from onefold.cache.memory.ledger import Account
 from onefold.cache.model import stock
-from onefold.cache.model.stock import Kind
 
 
 class Exportable:
@@ -28,8 +29,20 @@ class Exportable:
     def export(self) -> Any:
         """Returns a copy of this layer as mlx-lm's own cache; its bytes are in the ledger while it lives. Raises
         BudgetError, or LeaseClosed if the lease was settled."""
-        account = None if self._pulse is None else self._pulse.reserve_copy(_bytes(self))
-        return counted(account, lambda: _stock_cache(self))
+        account = None if self._pulse is None else self._pulse.reserve_copy(self.export_bytes)
+        return counted(account, self.as_stock)
+
+    @property
+    def export_bytes(self) -> int:
+        """What a copy of the layer will occupy at most."""
+        return sum(a.nbytes for a in self.live_arrays())
+
+    def as_stock(self) -> Any:
+        """The copy itself, in arrays of its own."""
+        raise NotImplementedError
+
+    def live_arrays(self) -> list[mx.array]:
+        raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.export()
@@ -48,61 +61,47 @@ def counted(account: Account | None, make: Callable[[], Any]) -> Any:
     return made
 
 
-def _bytes(layer: Any) -> int:
-    """What a copy of the layer will occupy at most."""
-    if layer.kind in stock.SLICEABLE:
-        in_track = layer.offset * layer.track.store.specs[layer.index].token_bytes
-        return int(in_track if layer.ring is None else layer.ring.plain_bytes)
-    return sum(a.nbytes for a in layer.live_arrays())
-
-
-def _stock_cache(layer: Any) -> Any:
-    if layer.kind in stock.SLICEABLE:
-        return _sliceable(layer) if layer.ring is None else _ring(layer.ring)
-    if layer.kind is Kind.ROTATING:
-        return _ring(layer)
-    if layer.kind is Kind.CHUNKED:
-        return _chunk(layer)
-    if layer.kind is Kind.RECURRENT:
-        return _states(layer)
-    return layer.as_made_by_the_model()
-
-
-def _sliceable(layer: Any) -> Any:
-    held = layer.snapshot(0)
-    if layer.kind is Kind.QUANTIZED:
-        packed: Any = stock.QuantizedKVCache(group_size=layer.codec.group_size, bits=layer.codec.bits)
-        if held is not None:
-            packed.keys, packed.values, packed.offset = tuple(held.arrays[:3]), tuple(held.arrays[3:]), held.end
-        return packed
-    plain: Any = stock.KVCache()
+def plain(held: Any) -> Any:
+    """A KVCache of a snapshot from 0; empty for None."""
+    cache: Any = stock.KVCache()
     if held is not None:
-        plain.keys, plain.values, plain.offset = held.arrays[0], held.arrays[1], held.end
-    return plain
+        cache.keys, cache.values, cache.offset = held.arrays[0], held.arrays[1], held.end
+    return cache
 
 
-def _ring(layer: Any) -> Any:
-    ring = stock.RotatingKVCache(layer.max_size, layer.keep)
+def packed(held: Any, codec: Any) -> Any:
+    """A QuantizedKVCache of a snapshot from 0; empty for None."""
+    cache: Any = stock.QuantizedKVCache(group_size=codec.group_size, bits=codec.bits)
+    if held is not None:
+        cache.keys, cache.values, cache.offset = tuple(held.arrays[:3]), tuple(held.arrays[3:]), held.end
+    return cache
+
+
+def ring(layer: Any) -> Any:
+    """A RotatingKVCache of a layer that is a ring."""
+    cache = stock.RotatingKVCache(layer.max_size, layer.keep)
     held = layer.plain_snapshot()
     if held is not None:
-        ring.keys, ring.values = held.arrays
-        ring.offset, ring._idx = held.end, held.arrays[0].shape[2]
-    return ring
+        cache.keys, cache.values = held.arrays
+        cache.offset, cache._idx = held.end, held.arrays[0].shape[2]
+    return cache
 
 
-def _chunk(layer: Any) -> Any:
-    chunk = stock.ChunkedKVCache(layer.chunk_size)
+def chunk(layer: Any) -> Any:
+    """A ChunkedKVCache of a layer of that kind."""
+    cache = stock.ChunkedKVCache(layer.chunk_size)
     held = layer.snapshot(0)
     if held is not None:
-        chunk.keys, chunk.values = held.arrays
-        chunk.offset, chunk.start_position = held.end, held.extra[1]
-    return chunk
+        cache.keys, cache.values = held.arrays
+        cache.offset, cache.start_position = held.end, held.extra[1]
+    return cache
 
 
-def _states(layer: Any) -> Any:
-    states = stock.ArraysCache(len(layer.cache))
-    states.cache = layer.copied_states()
-    return states
+def states(copies: list[Any]) -> Any:
+    """An ArraysCache of copied states."""
+    cache = stock.ArraysCache(len(copies))
+    cache.cache = copies
+    return cache
 
 
 def composite(members: list[Any]) -> Any:

@@ -11,8 +11,6 @@ import mlx.core as mx
 from onefold.cache.memory.segment import LayerSpec, Store
 from onefold.cache.memory.track import Track
 from onefold.cache.model.anatomy import Anatomy
-from onefold.cache.model.kinds.base import Snapshot
-from onefold.cache.model.kinds.own import OwnSnapshot
 
 
 class Models:
@@ -28,6 +26,8 @@ class Models:
         """Whether a conversation must lie in one buffer."""
         self._empty: list[Any] | None = None
         """Layers that hold nothing, which are asked and never changed."""
+        self._leaves = [leaf for a in anatomies for leaf in a.leaves if leaf.used]
+        """In the order of a checkpoint's snapshots."""
         self.bounds = [a.bound.max_size for a in anatomies if a.bound is not None]
 
     def accepts(self, store: Store, snapshots: Sequence[Any], position: int) -> bool:
@@ -44,10 +44,14 @@ class Models:
         for nonsense."""
         said = json.loads(described)
         snapshots: list[Any] = []
-        for i, leaf in enumerate(said["leaves"]):
-            if leaf is None:
+        for i, (leaf, told) in enumerate(zip(self._leaves, said["leaves"], strict=True)):
+            if told is None:
                 snapshots.append(None)
                 continue
-            slots = [arrays[f"state.{i}.{j}"] if used else None for j, used in enumerate(leaf["slots"])]
-            snapshots.append((OwnSnapshot if "names" in leaf else Snapshot).revive(leaf, slots))
+            slots = [arrays[f"state.{i}.{j}"] if used else None for j, used in enumerate(told["slots"])]
+            snapshots.append(leaf.revive(told, slots))
         return int(said["position"]), snapshots
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What a checkpoint of these models is made of: an entry for each of its snapshots, in values that JSON has."""
+        return [leaf.describe(a.bound) for a in self.anatomies for leaf in a.leaves if leaf.used]

@@ -3,6 +3,7 @@
 - Rows are ragged: `offset` is an array with one position per row. Each row appends to its own storage and
   reads its own pieces; nothing is padded, and no prefix is copied.
 - Each row's own layer stays the owner of its state, so a lease can leave between any two steps.
+- A kind says what its rows are (`Watched.rows`): `AttentionRows` for those that attend, or a class of its own.
 
 Knows nothing of leases.
 """
@@ -13,105 +14,84 @@ from typing import Any
 
 import mlx.core as mx
 
-from onefold.cache.memory.segment import ArraySpec, Slab, View
-from onefold.cache.model import stock
-from onefold.cache.model.attention import Handle, Rows
-from onefold.cache.model.kinds.full import PlainCodec, SegmentedLayer
-from onefold.cache.model.stock import Kind
+from onefold.cache.memory.segment import ArraySpec, View
+from onefold.cache.model.attention import Handle
+from onefold.cache.model.kinds.plain import PlainCodec
+from onefold.cache.model.step_plan import OneSlab, Rows, StepPlan
 
 
-class RowsLayer:
-    """Makes the right kind of row layer; see `over`."""
+class RowsOf:
+    """A layer whose rows are other layers."""
 
-    @staticmethod
-    def over(layers: list[Any], plans: dict[Any, Any] | None = None) -> Any:
-        """`plans` is shared by the layers of one batch: positions and reading plans are worked out once a step."""
-        plans = {} if plans is None else plans
-        kind = layers[0].kind
-        if kind is Kind.COMPOSITE:
-            members = zip(*(layer.caches for layer in layers), strict=True)
-            return _CompositeRows(*(RowsLayer.over(list(m), plans) for m in members))
-        if kind is Kind.RECURRENT:
-            return _RecurrentRows(layers)
-        return _AttentionRows(layers, plans)
-
-    @staticmethod
-    def begin_step(plans: dict[Any, Any]) -> None:
-        """Nothing that was worked out for the last step's positions holds for the next."""
-        for name in ("admitted", "laid out", "offsets"):
-            plans.pop(name, None)
-
-
-class _Rows:
     layers: list[Any]
 
     def watchers(self) -> list[Any]:
         return [w for layer in self.layers for w in layer.watchers()]
 
+    @property
+    def state(self) -> list[mx.array]:
+        return [a for layer in self.layers for a in layer.live_arrays()]
 
-class _AttentionRows(_Rows):
-    def __init__(self, layers: list[Any], plans: dict[Any, Any]) -> None:
+
+class AttentionRows(RowsOf):
+    """The rows' keys and values, each row's where its layer has them."""
+
+    def __init__(self, layers: list[Any], plan: StepPlan) -> None:
         self.layers = layers
-        self._plans = plans
+        self._plan = plan
+        self._sliceable = all(layer.sliceable for layer in layers)
 
     @property
     def offset(self) -> mx.array:
-        offsets = [layer.offset for layer in self.layers]
-        if self._plans.get("offsets") != offsets:
-            self._plans["offsets"], self._plans["offset"] = offsets, mx.array(offsets)
-        offset: mx.array = self._plans["offset"]
-        return offset
+        return self._plan.offset([layer.offset for layer in self.layers])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
-        layers, n = self.layers, len(self.layers)
-        if not all(isinstance(layer, SegmentedLayer) for layer in layers):
+        layers, n, plan = self.layers, len(self.layers), self._plan
+        if not self._sliceable:
             for layer, k, v in zip(layers, mx.split(keys, n), mx.split(values, n), strict=True):
                 layer.update_and_fetch(k, v)
             return self.keys_and_values()
         before = [layer.offset for layer in layers]
-        if self._plans.get("admitted") != before:  # this step's first layer admits for all of them
+        if plan.admitted != before:  # this step's first layer admits for all of them
             for layer in layers:
                 layer.admit(1)
-            self._plans["admitted"] = before
-            self._plans["together"] = self._one_slab()
-        together = self._plans["together"]
-        if together is None:
+            plan.admitted = before
+            plan.one_slab = self._find_slab()
+        found = plan.one_slab
+        if found is None:
             for layer, k, v in zip(layers, mx.split(keys, n), mx.split(values, n), strict=True):
                 layer.store(k, v)
             return self.keys_and_values()
-        slab, spots, where = together
-        arrays = slab.arrays(layers[0].index)
+        arrays, where = found.slab.arrays(layers[0].index), found.where
         for j, part in enumerate(layers[0].codec.encode(keys, values)):
             new = part.transpose(2, 1, 0, 3)
             if new.shape not in where:
-                where[new.shape] = mx.broadcast_to(spots[:, None], new.shape)
+                where[new.shape] = mx.broadcast_to(found.spots[:, None], new.shape)
             arrays[j] = mx.put_along_axis(arrays[j], where[new.shape], new, axis=2)
         for layer in layers:
             layer.offset += 1
         return self.keys_and_values()
 
-    def _one_slab(self) -> tuple[Slab, mx.array, dict[Any, mx.array]] | None:
-        """If this step's tokens all go to one slab: that slab and the indices, and room to keep what depends on the
-        shape of a write alone. Such a step is one write per array for all rows."""
+    def _find_slab(self) -> OneSlab | None:
+        """The slab that this step's tokens all go to; None if they go to several."""
         layers = self.layers
-        if any(x.ring is not None or x.offset < x.track.floor or not x.track.pieces for x in layers):
+        if any(not x.in_track or x.offset < x.track.floor or not x.track.pieces for x in layers):
             return None
         lasts = [x.track.pieces[-1] for x in layers]
         if any(p.slab is not lasts[0].slab or x.offset < p.pos for p, x in zip(lasts, layers, strict=True)):
             return None
         spots = [p.lo + x.offset - p.pos for p, x in zip(lasts, layers, strict=True)]
-        return lasts[0].slab, mx.array(spots), {}
+        return OneSlab(lasts[0].slab, mx.array(spots), {})
 
     def keys_and_values(self) -> tuple[Handle, Handle]:
-        first = self.layers[0]
-        if all(isinstance(x, SegmentedLayer) and x.ring is None for x in self.layers):
+        first, plan = self.layers[0], self._plan
+        if all(x.in_track for x in self.layers):
             offsets = [x.offset for x in self.layers]
-            if self._plans.get("laid out") != offsets:
-                self._plans["laid out"] = offsets
-                self._plans["layout"] = [x.track.layout(x.offset) for x in self.layers]
-            layout = self._plans["layout"]
-            rows: Any = Rows(layout, first.index)
-            codec, arrays = first.codec, layout[0][0][0].arrays(first.index)
+            if plan.laid_out != offsets:
+                plan.laid_out = offsets
+                plan.layout = [x.track.layout(x.offset) for x in self.layers]
+            rows: Any = Rows(plan.layout, first.index)
+            codec, arrays = first.codec, plan.layout[0][0][0].arrays(first.index)
             longest = max(offsets)
         else:
             found, codec = [], PlainCodec()
@@ -128,7 +108,7 @@ class _AttentionRows(_Rows):
 
         def handle(a: mx.array) -> Handle:
             dim = codec.dim(ArraySpec(a.shape[1], a.shape[3], a.dtype))
-            return Handle(rows, codec, (len(rows), a.shape[1], longest, dim), dtype, [0], self._plans)
+            return Handle(rows, codec, (len(rows), a.shape[1], longest, dim), dtype, [0], plan)
 
         return handle(arrays[0]), handle(arrays[codec.n_keys()])
 
@@ -143,45 +123,3 @@ class _AttentionRows(_Rows):
 
     def empty(self) -> bool:
         return False
-
-    @property
-    def state(self) -> list[mx.array]:
-        return [a for layer in self.layers for a in layer.live_arrays()]
-
-
-class _CompositeRows(stock.CacheList):  # type: ignore[misc, valid-type]
-    def watchers(self) -> list[Any]:
-        found: list[Any] = self.caches[0].watchers()
-        return found
-
-
-class _RecurrentRows(_Rows, stock.ArraysCache):  # type: ignore[misc, valid-type]
-    """Reads the rows' states side by side, writes each row's back to it."""
-
-    def __init__(self, layers: list[Any]) -> None:
-        super().__init__(len(layers[0].cache))
-        self.layers = layers
-
-    def __getitem__(self, slot: int) -> mx.array | None:
-        parts = [layer.cache[slot] for layer in self.layers]
-        known = next((p for p in parts if p is not None), None)
-        if known is None:
-            return None
-        # a row that has not begun starts from zeros, as the models themselves do
-        return mx.concatenate([mx.zeros_like(known) if p is None else p for p in parts], axis=0)
-
-    def __setitem__(self, slot: int, value: mx.array) -> None:
-        for i, layer in enumerate(self.layers):
-            layer[slot] = value[i : i + 1]
-
-    @property
-    def batch_size(self) -> int:
-        return len(self.layers)
-
-    @property  # type: ignore[misc]
-    def state(self) -> list[mx.array]:
-        return [a for layer in self.layers for a in layer.live_arrays()]
-
-    def advance(self, N: int) -> None:
-        for layer in self.layers:
-            layer.advance(N)

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,15 +18,15 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from onefold.cache.memory.ledger import Ledger
-from onefold.cache.memory.segment import ArraySpec, Store
+from onefold.cache.memory.segment import Store
 from onefold.cache.memory.track import Track
-from onefold.cache.model import stock
-from onefold.cache.model.anatomy import Anatomy, KvFormat, Leaf
+from onefold.cache.model import seam, stock
+from onefold.cache.model.anatomy import Anatomy, KvFormat
 from onefold.cache.model.attention import attention
-from onefold.cache.model.kinds.full import Bound, SegmentedLayer
-from onefold.cache.model.kinds.quantized import AffineCodec
-from onefold.cache.model.rows import RowsLayer
-from onefold.cache.model.stock import SLICEABLE, Kind
+from onefold.cache.model.kinds.leaf import Leaf
+from onefold.cache.model.kinds.plain import Bound
+from onefold.cache.model.kinds.registry import bounded_caches, leaves_of
+from onefold.cache.model.step_plan import StepPlan
 from onefold.errors import Unbounded
 
 _BUILD_ERRORS = (
@@ -64,9 +63,9 @@ def look_uncached(anatomy: Anatomy, model: nn.Module) -> None:
 
 def _surveyed(model: nn.Module, kv: KvFormat, bound: Bound | None) -> Anatomy:
     caches = _made(model)
-    anatomy = Anatomy(_leaves(caches), len(caches), bound=bound)
+    anatomy = Anatomy(leaves_of(caches), len(caches), bound=bound)
     _measure_weights(model, anatomy)
-    anatomy.reason = _unknown(anatomy, caches, Kind.UNKNOWN)
+    anatomy.reason = _unusable([leaf for leaf in anatomy.leaves if not leaf.known])
     if anatomy.reason:
         return anatomy
     try:
@@ -109,14 +108,14 @@ def _surveyed(model: nn.Module, kv: KvFormat, bound: Bound | None) -> Anatomy:
 
 
 def read_off(caches: list[Any]) -> Anatomy:
-    anatomy = Anatomy(_leaves(caches), len(caches), contiguous=True)
-    anatomy.reason = _unknown(anatomy, caches, Kind.UNKNOWN, Kind.OWN)  # how its own begins is not known
+    anatomy = Anatomy(leaves_of(caches), len(caches), contiguous=True)
+    anatomy.reason = _unusable([leaf for leaf in anatomy.leaves if not leaf.known or leaf.of_the_model])
     if anatomy.reason:
         return anatomy
     index = 0
     for leaf in anatomy.leaves:
         cache = _at(caches, leaf.path)
-        if leaf.kind is not Kind.RECURRENT and cache.offset == 0:
+        if leaf.says_offset and cache.offset == 0:
             leaf.used = False
             continue
         index = _read_leaf(leaf, cache, index, KvFormat())
@@ -131,13 +130,8 @@ def _made(model: nn.Module) -> list[Any]:
     return stock.make_prompt_cache(model)
 
 
-def _leaves(caches: list[Any]) -> list[Leaf]:
-    return [_leaf(cache, path) for i, top in enumerate(caches) for path, cache in stock.flatten(top, (i,))]
-
-
-def _unknown(anatomy: Anatomy, caches: list[Any], *kinds: Kind) -> str:
-    leaves = [leaf for leaf in anatomy.leaves if leaf.kind in kinds]
-    names = sorted({type(_at(caches, leaf.path)).__name__ for leaf in leaves})
+def _unusable(leaves: list[Leaf]) -> str:
+    names = sorted({leaf.class_name for leaf in leaves})
     return f"cache class {', '.join(names)} offers nothing that could be reused" if names else ""
 
 
@@ -148,31 +142,15 @@ def _at(caches: list[Any], path: tuple[int, ...]) -> Any:
     return found
 
 
-def _leaf(cache: Any, path: tuple[int, ...]) -> Leaf:
-    kind = stock.kind_of(cache)
-    leaf = Leaf(kind, path, class_name=type(cache).__name__)
-    if kind is Kind.ROTATING:
-        leaf.window = (cache.max_size, cache.keep)
-    elif kind is Kind.CHUNKED:
-        leaf.window = (cache.chunk_size, 0)
-    elif kind is Kind.RECURRENT:
-        leaf.size = len(cache.cache)
-    elif kind is Kind.OWN:
-        leaf.pristine = copy.copy(cache)
-    elif kind is Kind.QUANTIZED:
-        leaf.native = AffineCodec(cache.bits, cache.group_size)
-    return leaf
-
-
 def _read_shapes(anatomy: Anatomy, caches: list[Any], kv: KvFormat) -> None:
     total, index = sum(_TRIAL), 0
     for leaf in anatomy.leaves:
         cache = _at(caches, leaf.path)
-        if leaf.kind is Kind.OWN and not stock.is_plain(cache):
-            anatomy.reason = f"cache class {type(cache).__name__} keeps something else than arrays and numbers"
+        anatomy.reason = leaf.refusal(cache)
+        if anatomy.reason:
             return
         index = _read_leaf(leaf, cache, index, kv)
-        if leaf.used and leaf.kind is not Kind.RECURRENT and cache.offset != total:
+        if leaf.used and leaf.says_offset and cache.offset != total:
             anatomy.reason = (
                 f"layer {leaf.path[0]} stands at {cache.offset} after {total} tokens: "
                 "a layer that is not updated once per forward cannot be cut by position"
@@ -187,18 +165,8 @@ def _see(anatomy: Anatomy, caches: list[Any]) -> None:
 
 def _read_leaf(leaf: Leaf, cache: Any, index: int, kv: KvFormat) -> int:
     """Read off a cache that holds something what it is made of; returns the next sliceable leaf's index."""
-    if leaf.kind is Kind.OWN:
-        return index
-    if leaf.kind is Kind.RECURRENT:
-        arrays = [a for a in cache.cache if a is not None]
-        leaf.used, leaf.state_bytes = bool(arrays), sum(a.nbytes for a in arrays)
-        return index
-    leaf.used = cache.keys is not None
-    if not leaf.used:
-        return index
-    k, v = leaf.plain = _key_values(cache)
-    leaf.token_bytes = k.token_bytes + v.token_bytes
-    if leaf.kind not in SLICEABLE:
+    leaf.read(cache)
+    if not leaf.sliceable or not leaf.used:
         return index
     leaf.index = index
     _set_format(leaf, kv)
@@ -211,18 +179,18 @@ def _read_growth(model: nn.Module, anatomy: Anatomy, caches: list[Any]) -> None:
     sizes: list[list[int]] = []
     for _ in range(2):
         model(mx.zeros((1, _FAR), mx.int32), cache=caches)
-        held = [vars(_at(caches, leaf.path)).values() if leaf.kind is Kind.OWN else () for leaf in anatomy.leaves]
+        held = [vars(_at(caches, leaf.path)).values() if leaf.of_the_model else () for leaf in anatomy.leaves]
         sizes.append([sum(v.nbytes for v in values if isinstance(v, mx.array)) for values in held])
         _see(anatomy, caches)
     for leaf, first, second in zip(anatomy.leaves, *sizes, strict=True):
-        if leaf.kind is Kind.OWN:
+        if leaf.of_the_model:
             leaf.state_bytes = first
             leaf.token_bytes = math.ceil((second - first) / _FAR)
 
 
 def _read_uncached(model: nn.Module, anatomy: Anatomy) -> None:
     """What the caches of a model that runs uncached begin with and grow by, each and together. Nothing is evaluated."""
-    caches = stock.bounded_caches(_made(model), anatomy.bound)
+    caches = bounded_caches(_made(model), anatomy.bound)
     sizes: list[list[int]] = []
     try:
         for _ in range(2):
@@ -239,7 +207,7 @@ def _read_uncached(model: nn.Module, anatomy: Anatomy) -> None:
 
 def _require_bound(anatomy: Anatomy, bound: Bound) -> None:
     unseen = bool(anatomy.reason) and anatomy.uncached_token_bytes is None
-    strange = [x for x in anatomy.leaves if x.kind in (Kind.OWN, Kind.UNKNOWN) or (anatomy.reason and x.native)]
+    strange = [x for x in anatomy.leaves if not x.takes_bound or (anatomy.reason and x.native)]
     names = sorted({leaf.class_name for leaf in strange if leaf.token_bytes or unseen})
     if names:
         raise Unbounded(
@@ -248,23 +216,9 @@ def _require_bound(anatomy: Anatomy, bound: Bound) -> None:
         )
 
 
-def _key_values(cache: Any) -> tuple[ArraySpec, ArraySpec]:
-    def spec(array: Any) -> ArraySpec:
-        if isinstance(array, (tuple, list)):  # packed words, scales and biases
-            packed, scales = array[0], array[1]
-            return ArraySpec(packed.shape[1], packed.shape[3] * 32 // cache.bits, scales.dtype)
-        return ArraySpec(array.shape[1], array.shape[3], array.dtype)
-
-    return spec(cache.keys), spec(cache.values)
-
-
 def _set_format(leaf: Leaf, kv: KvFormat) -> None:
     assert leaf.plain is not None
-    k, v = leaf.plain
-    leaf.codec = leaf.native or kv.codec(k, v)
-    leaf.spec = leaf.codec.spec(k, v)
-    leaf.kind = leaf.codec.kind
-    leaf.token_bytes = leaf.spec.token_bytes
+    leaf.set_codec(kv.codec(*leaf.plain))
 
 
 def _measure_weights(model: nn.Module, anatomy: Anatomy) -> None:
@@ -294,14 +248,14 @@ def _measure_weights(model: nn.Module, anatomy: Anatomy) -> None:
 
 def _trial(model: nn.Module, run: Callable[[], None]) -> bool:
     """Run a build with the seam installed; False if the model cannot do it."""
-    installed, watched = stock.install(model, attention), stock.watch(model)
+    installed, watched = seam.install(model, attention), seam.watch(model)
     try:
         run()
     except _BUILD_ERRORS:
         return False
     finally:
-        stock.uninstall(installed)
-        stock.unwatch(watched)
+        seam.uninstall(installed)
+        seam.unwatch(watched)
     return True
 
 
@@ -309,7 +263,7 @@ def _takes_handles(model: nn.Module, anatomy: Anatomy) -> bool:
     def run() -> None:
         track = Track(Store(anatomy.specs, Ledger(1 << 62)))
         layers, leaves = anatomy.make(track, always_handles=True)
-        readers = [leaf for leaf in leaves if isinstance(leaf, SegmentedLayer)]
+        readers = [leaf for leaf in leaves if leaf.sliceable]
         for n in _TRIAL:
             model(mx.zeros((1, n), mx.int32), cache=layers)
             if any(leaf.consumed[0] == 0 for leaf in readers):
@@ -337,7 +291,8 @@ def _hear(model: nn.Module, anatomy: Anatomy) -> None:
     of a model that cannot take handles, too."""
     track = Track(Store(anatomy.specs, Ledger(1 << 62)))
     layers, leaves = anatomy.make(track)
-    recurrent = [leaf for leaf in leaves if leaf.kind is Kind.RECURRENT]
+    used = [leaf for leaf in anatomy.leaves if leaf.used]
+    recurrent = [layer for leaf, layer in zip(used, leaves, strict=True) if not leaf.says_offset]
 
     def run() -> None:
         for n in _TRIAL:
@@ -361,7 +316,8 @@ def _takes_rows(model: nn.Module, anatomy: Anatomy) -> bool:
     def run() -> None:
         for (layers, _), n in zip(made, (3, 2), strict=True):
             model(mx.zeros((1, n), mx.int32), cache=layers)
-        rows = [RowsLayer.over([layers[i] for layers, _ in made]) for i in range(anatomy.n_layers)]
+        plan, per_layer = StepPlan(), zip(*(layers for layers, _ in made), strict=True)
+        rows = [same[0].rows(list(same), plan) for same in per_layer]
         out = model(mx.zeros((2, 1), mx.int32), cache=rows)
         if out.shape[0] != 2 or out.shape[1] != 1:
             raise ValueError(f"two rows came out as {out.shape}")

@@ -12,11 +12,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from onefold.cache.memory.arrays import own_bytes, own_name
-from onefold.cache.memory.segment import STEP, ArraySpec
+from onefold.cache.memory.arrays import own_name
+from onefold.cache.memory.segment import STEP
 from onefold.cache.model import stock
-from onefold.cache.model.anatomy import Anatomy, Leaf
-from onefold.cache.model.stock import SLICEABLE, Kind
+from onefold.cache.model.anatomy import Anatomy
+from onefold.cache.model.kinds.leaf import Leaf, arrays_of
+from onefold.cache.model.kinds.registry import kind_of
 from onefold.cache.request.hold import Hold
 
 MISFIT = "layers do not fit the model"
@@ -36,11 +37,11 @@ def sound_length(layers: list[Any], anatomies: list[Anatomy], n_tokens: int) -> 
     if not fits(layers, anatomies):
         return 0, MISFIT
     pairs = _pairs(layers, anatomies)
-    offsets = {cache.offset for cache, leaf in pairs if leaf.kind is not Kind.RECURRENT}
+    offsets = {cache.offset for cache, leaf in pairs if leaf.says_offset}
     held = min(offsets, default=n_tokens)
     kept = min(held, n_tokens)
     reason = LONGER if n_tokens > held else DISAGREE if len(offsets) > 1 else SHORTER if n_tokens < held else ""
-    if reason and not all(_rewinds(cache, leaf, kept) for cache, leaf in pairs):
+    if reason and not all(leaf.rewinds(cache, kept) for cache, leaf in pairs):
         return 0, reason
     return kept, reason
 
@@ -49,12 +50,13 @@ def fill(hold: Hold, layers: list[Any], upto: int) -> None:
     """Have the lease's layers hold what these hold of the positions [0, upto)."""
     given = [cache for cache, _ in _pairs(layers, [b.anatomy for b in hold.watchers])]
     own = hold.leaves
-    sliceable = [(x, _arrays(c)) for x, c in zip(own, given, strict=True) if x.kind in SLICEABLE]
+    sliceable = [(x, arrays_of(c)) for x, c in zip(own, given, strict=True) if x.sliceable]
     if sliceable:
         _fill_track(hold, sliceable, upto)
     for layer, cache in zip(own, given, strict=True):
-        if layer.kind not in SLICEABLE:
-            _fill_point(layer, cache, upto)
+        if not layer.sliceable:
+            layer.take_over(cache, upto)
+            mx.eval(layer.live_arrays())
         layer.offset = upto
     for watcher in hold.watchers:
         watcher.reached = upto
@@ -82,23 +84,6 @@ def _fill_track(hold: Hold, layers: list[tuple[Any, list[mx.array]]], upto: int)
             mx.eval(track.pieces[-1].slab.arrays(layer.index))
 
 
-def _fill_point(layer: Any, cache: Any, upto: int) -> None:
-    if layer.kind is Kind.OWN:
-        layer.take_over(cache)
-    elif layer.kind is Kind.RECURRENT:
-        layer.free()
-        layer.cache = [None if a is None else own_bytes(a) for a in cache.cache]
-    else:
-        layer.keys, layer.values, layer.offset = own_name(cache.keys), own_name(cache.values), cache.offset
-        if layer.kind is Kind.ROTATING:
-            layer._idx = cache._idx
-        else:
-            layer.start_position = cache.start_position
-        if layer.offset != upto and not layer.restore(None, upto):
-            raise ValueError(f"a layer that stands at {layer.offset} cannot be cut at {upto}")
-    mx.eval(layer.live_arrays())
-
-
 def to_quantized(layer: Any, group_size: int = 64, bits: int = 4) -> Any:
     """What a plain layer holds as mlx-lm's own quantised cache: a copy of its own."""
     keys, values = [], []
@@ -122,40 +107,5 @@ def _leaves(layers: list[Any]) -> list[Any]:
     return [cache for layer in layers for _, cache in stock.flatten(layer)]
 
 
-def _arrays(cache: Any) -> list[mx.array]:
-    def parts(x: Any) -> list[mx.array]:
-        return list(x) if isinstance(x, (tuple, list)) else [x]
-
-    return parts(cache.keys) + parts(cache.values)
-
-
 def _fits(cache: Any, leaf: Leaf) -> bool:
-    if stock.kind_of(cache) is not leaf.kind:
-        return False
-    if not leaf.used:
-        return True
-    if leaf.kind is Kind.RECURRENT:
-        return len(cache.cache) == leaf.size and all(a is None or a.shape[0] == 1 for a in cache.cache)
-    if leaf.kind is Kind.OWN:
-        return type(cache) is type(leaf.pristine)
-    if cache.keys is None:
-        return False
-    if leaf.kind is Kind.ROTATING and (cache.max_size, cache.keep) != leaf.window:
-        return False
-    if leaf.kind is Kind.CHUNKED and cache.chunk_size != leaf.window[0]:
-        return False
-    arrays = _arrays(cache)
-    if leaf.spec is None:
-        return arrays[0].shape[0] == 1
-    found = [ArraySpec(a.shape[1], a.shape[3], a.dtype) for a in arrays]
-    return all(a.shape[0] == 1 for a in arrays) and found == list(leaf.spec.arrays)
-
-
-def _rewinds(cache: Any, leaf: Leaf, to: int) -> bool:
-    """Whether a layer that does not end at `to` can be cut there."""
-    if leaf.kind in SLICEABLE:
-        return True
-    if leaf.kind is Kind.RECURRENT:
-        return False
-    whole = leaf.kind is Kind.ROTATING and cache.is_trimmable()  # a ring that has not wrapped
-    return bool(whole or cache.offset == to)
+    return kind_of(cache).kind == leaf.kind and (not leaf.used or leaf.fits(cache))

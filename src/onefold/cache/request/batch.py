@@ -17,7 +17,7 @@ from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tree import as_tokens_or_none
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.fingerprint import model_name
-from onefold.cache.model.rows import RowsLayer
+from onefold.cache.model.step_plan import StepPlan
 from onefold.cache.request import forward
 from onefold.cache.request.arena import Arena
 from onefold.cache.request.lease import Lease
@@ -41,7 +41,7 @@ class Batch:
         self._n_layers = anatomy.n_layers
         self.leases: list[Lease] = []
         self._layers: list[Any] | None = None
-        self._plans: dict[Any, Any] = {}
+        self._plan = StepPlan()
         self._arena = arena
         self._state = state
         for lease in leases:
@@ -89,8 +89,8 @@ class Batch:
         """What the model takes as its cache, for one token per row."""
         if self._layers is None:
             own = [lease.layers[: self._n_layers] for lease in self.leases]
-            self._plans = {}
-            self._layers = [RowsLayer.over([row[i] for row in own], self._plans) for i in range(self._n_layers)]
+            self._plan = plan = StepPlan()
+            self._layers = [same[0].rows(list(same), plan) for same in zip(*own, strict=True)]
         return self._layers
 
     def step(self, tokens: Any) -> mx.array:
@@ -112,7 +112,7 @@ class Batch:
                 if self._arena is not None:
                     with self._state.lock:
                         self._arena.seat([lease.hold.track for lease in self.leases if not lease.hold.spanless])
-                RowsLayer.begin_step(self._plans)
+                self._plan.begin()
                 return self.model(tokens, cache=self.layers)[:, -1, :]
             for hold, watcher in rows:  # all or none: a row that went ahead could not be taken back
                 forward.reserve_step(hold, watcher, 1)

@@ -18,7 +18,6 @@ from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.segment import LEAST_CHUNK
 from onefold.cache.memory.tier import Tier
-from onefold.cache.model.kinds.full import SegmentedLayer
 from onefold.cache.model.uncached import Uncached
 from onefold.cache.request import closing
 from onefold.cache.request.hold import Hold, Watcher
@@ -80,7 +79,7 @@ def _reserving_step(hold: Hold, watcher: Watcher, n_tokens: int) -> Work[None]:
         _time_prefill(hold, state.tier, watcher, n_tokens)
     yield from state.scratch.reserving(watcher.scratch_bytes(n_tokens) + 2 * hold.points.bytes)
     hold.refuse_closed()
-    if not watcher.rotated and any(isinstance(x, SegmentedLayer) and x.outgrows(n_tokens) for x in watcher.leaves):
+    if not watcher.rotated and any(x.sliceable and x.outgrows(n_tokens) for x in watcher.leaves):
         _rotate(hold, watcher)
     if not hold.spanless:
         if hold.unreserved:
@@ -118,7 +117,7 @@ def _rotate(hold: Hold, watcher: Watcher) -> None:
             raise
         give_up = True
     for leaf in watcher.leaves:
-        if isinstance(leaf, SegmentedLayer):
+        if leaf.sliceable:
             leaf.rotate()
             mx.eval(leaf.live_arrays())
             if give_up:

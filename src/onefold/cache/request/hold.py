@@ -21,7 +21,6 @@ from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.track import Track
 from onefold.cache.memory.tree import Node, Tokens
 from onefold.cache.model.anatomy import Anatomy
-from onefold.cache.model.stock import SLICEABLE
 from onefold.cache.model.uncached import Uncached
 from onefold.cache.request.fed import Fed
 from onefold.errors import LeaseClosed
@@ -128,11 +127,7 @@ class Hold:
     def empty_layers(self) -> None:
         """Have every layer hold nothing. What lies in the track stays there."""
         for leaf in self.leaves:
-            if leaf.kind in SLICEABLE:
-                leaf.ring = None
-            else:
-                leaf.free()
-            leaf.offset = 0
+            leaf.clear()
 
     @property
     def uniform(self) -> bool:
@@ -168,7 +163,7 @@ class Hold:
         total = sum(part.nbytes for part in self.uncached)
         for watcher in self.watchers:
             for leaf in watcher.leaves:
-                if leaf.kind not in SLICEABLE or leaf.ring is not None:
+                if not leaf.in_track:
                     total += sum(a.nbytes for a in leaf.live_arrays() if id(a) not in shared)
             total += watcher.round_bytes()
         return total
@@ -179,4 +174,4 @@ class Hold:
 
     def snapshots(self) -> list[Any]:
         """Every leaf's own state, None where it lies in the track."""
-        return [None if x.kind in SLICEABLE and x.ring is None else x.snapshot(0) for x in self.leaves]
+        return [None if x.in_track else x.snapshot(0) for x in self.leaves]

@@ -33,7 +33,7 @@ from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.segment import LEAST_CHUNK
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tree import Tokens, as_tokens_or_none, common_length
-from onefold.cache.model import exporting, stock
+from onefold.cache.model import exporting, seam, stock
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.uncached import Uncached
 from onefold.cache.request import closing, forward
@@ -412,7 +412,7 @@ class Lease:
         self._handed_out = list(self.layers)
         self.hold.uncached = [Uncached(anatomy, caches, admit) for anatomy, caches in made if caches]
         for part in self.hold.uncached:
-            stock.attend(part.caches, part)
+            seam.attend(part.caches, part)
 
     def reserve_uncached(self, n_tokens: int) -> None:
         """Reserve a forward of the target, if it runs uncached. Raises BudgetError."""

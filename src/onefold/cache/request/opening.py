@@ -20,7 +20,7 @@ from onefold.cache.memory.lock import Work
 from onefold.cache.memory.reach import readable_length, resume_point
 from onefold.cache.memory.segment import round_up
 from onefold.cache.memory.tree import Node
-from onefold.cache.model import stock
+from onefold.cache.model import seam
 from onefold.cache.request.hold import Hold
 from onefold.errors import BudgetError
 
@@ -84,7 +84,7 @@ def _read_in_place(hold: Hold, node: Node) -> None:
     hold.track.borrow(spans)
     for slab in {p.slab for p in hold.track.pieces}:
         if slab.writers:  # sealed: its writer goes on elsewhere, and what it has scheduled can be read
-            stock.schedule([a for layer in slab.layers if layer for a in layer])
+            seam.schedule([a for layer in slab.layers if layer for a in layer])
 
 
 def _stand_at(hold: Hold, point: int, checkpoint: Checkpoint | None) -> bool:
@@ -95,15 +95,10 @@ def _stand_at(hold: Hold, point: int, checkpoint: Checkpoint | None) -> bool:
     for (watcher, leaf), snapshot in zip(leaves, snapshots, strict=True):
         if snapshot is None:
             leaf.offset = point
-        elif leaf.kind in stock.SLICEABLE:
-            if snapshot.end != point:
-                return False
-            leaf.rotate()
-            leaf.ring.adopt(snapshot)
-            leaf.offset = point
-            watcher.rotated = True
-        elif not leaf.restore(snapshot, point):
+        elif not leaf.put_back(snapshot, point):
             return False
+        elif leaf.sliceable:
+            watcher.rotated = True
     return True
 
 

@@ -24,7 +24,6 @@ from onefold.cache.memory.arrays import own_name
 from onefold.cache.memory.ledger import Account, Purpose
 from onefold.cache.memory.tree import NAMED, Tokens, common_length
 from onefold.cache.model.anatomy import Anatomy
-from onefold.cache.model.stock import SLICEABLE, Kind
 from onefold.cache.request import forward
 from onefold.cache.request.fed import Fed
 from onefold.cache.request.hold import Hold
@@ -179,7 +178,7 @@ class ForwardWatcher:
                 raise error.advised("end other leases, release pins, or raise the budget") from None
             if self._marks is not None:  # layers that have just become rings begin this forward as rings
                 kept = zip(self.leaves, self._marks, strict=True)
-                self._marks = [m if x.kind is Kind.RECURRENT else x.mark() for x, m in kept]
+                self._marks = [x.mark() if x.sliceable else m for x, m in kept]
         if self._entered == len(self.leaves) and not self._depth:
             self._marks = None  # whole, as far as can be seen from here
 
@@ -203,7 +202,7 @@ class ForwardWatcher:
 
     def joins(self, n_tokens: int) -> bool:
         """Whether a forward of so many tokens may put a layer's pieces side by side."""
-        if self.anatomy.contiguous or any(leaf.kind is not Kind.FULL for leaf in self.leaves):
+        if self.anatomy.contiguous or not all(leaf.is_plain for leaf in self.leaves):
             return True
         return n_tokens > 1 and not self.hold.track.whole
 
@@ -259,8 +258,7 @@ class ForwardWatcher:
         self._marks = None  # nothing to undo, and no second reference to any state
         if self.anatomy.silent:
             for leaf in self.leaves:
-                if leaf.kind is Kind.RECURRENT:
-                    leaf.offset += n_tokens
+                leaf.passed(n_tokens)
         self.reached = self.position
         inputs, row = (None, 0) if self._inputs is None else self._inputs
         self.fed.append(self._start, inputs, row, self.reached - self._start)
@@ -287,7 +285,7 @@ class ForwardWatcher:
         output depends on, because it attends to them after they were written."""
         found: list[mx.array] = []
         if self.anatomy.pointwise or self.rotated:
-            found = [a for leaf in self.leaves if leaf.kind not in SLICEABLE or leaf.ring for a in leaf.live_arrays()]
+            found = [a for leaf in self.leaves if not leaf.in_track for a in leaf.live_arrays()]
         return found + self.hold.track.written() if attended and not self.rotated else found
 
     def reserve_copy(self, n_bytes: int) -> Account:
@@ -334,7 +332,7 @@ class ForwardWatcher:
         if self._round is not None:
             at, marks = self._round
             pairs = zip(self.leaves, marks, strict=True)
-            self._round = (at, [x.mark() if x.kind in SLICEABLE else m for x, m in pairs])
+            self._round = (at, [x.mark() if x.sliceable else m for x, m in pairs])
 
     def trim(self, layer: Any, n: int) -> int:
         if id(layer) in self._moved:
@@ -381,7 +379,7 @@ class ForwardWatcher:
                 leaf.reset(mark)
             return False
         for leaf in self.leaves:
-            if leaf.offset > min(at, to) or leaf.kind in SLICEABLE:
+            if leaf.offset > min(at, to) or leaf.sliceable:
                 leaf.restore(None, min(at, to))
         self.reached = self.position
         self.fed.cut(self.position)

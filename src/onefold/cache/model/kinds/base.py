@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from onefold.cache.memory.arrays import own_name
+from onefold.cache.memory.arrays import own_bytes, own_name
 from onefold.cache.model.exporting import Exportable
-from onefold.cache.model.stock import Kind
+from onefold.cache.model.step_plan import StepPlan
 
 
 class ForwardListener(Protocol):
@@ -77,7 +77,7 @@ class ForwardListener(Protocol):
         ...
 
 
-class NoPulse:
+class NoListener:
     """For a layer that stands alone."""
 
     rolls_back = False
@@ -111,14 +111,32 @@ class NoPulse:
     def reserve_copy(self, n_bytes: int) -> None:
         pass
 
-_ALONE = NoPulse()
+
+_ALONE = NoListener()
 
 
 class Watched(Exportable):
-    """A layer that has an owner: a pulse that hears of forwards (see `stock.watch`) and decides on rewinds."""
+    """A live layer that has an owner: a listener that hears of forwards (see `seam.watch`) and decides on rewinds.
+    What most kinds answer alike is answered here."""
 
+    kind: str
+    sliceable = False
+    """Its state lies in the track until it rotates."""
+    is_plain = False
+    """Its keys and values are kept as the model made them, and read piece by piece where they lie."""
     _pulse: Any
     offset: int
+
+    @staticmethod
+    def rows(layers: list[Any], plan: StepPlan) -> Any:
+        """One layer over the rows of a batch, of which `layers` are this kind's. Raises NotImplementedError for a kind
+        that cannot be batched."""
+        raise NotImplementedError("layers of this kind are stepped row by row")
+
+    @property
+    def in_track(self) -> bool:
+        """Whether its state lies in the track, and nowhere else."""
+        return False
 
     def watchers(self) -> list[Any]:
         return [] if self._pulse is None else [self._pulse]
@@ -126,6 +144,30 @@ class Watched(Exportable):
     def trim(self, n: int) -> int:
         """Rewind by `n` tokens. Returns how many were taken back: all of them, or none."""
         return self.pulse.trim(self, n)
+
+    def clear(self) -> None:
+        """Hold nothing. What lies in the track stays there."""
+        self.free()
+        self.offset = 0
+
+    def put_back(self, snapshot: Any, target: int) -> bool:
+        """Restore an empty layer to `target` from a checkpoint's snapshot. Returns False, and changes nothing, if it
+        cannot."""
+        return bool(self.restore(snapshot, target))
+
+    def passed(self, n_tokens: int) -> None:
+        """A forward of `n_tokens` has ended, of a model that does not tell its layers so."""
+
+    def take_over(self, cache: Any, upto: int) -> None:
+        """Hold what a cache that mlx-lm made and filled holds of the positions [0, upto). Raises ValueError if it
+        cannot be cut there."""
+        raise NotImplementedError
+
+    def free(self) -> None:
+        raise NotImplementedError
+
+    def restore(self, snapshot: Any, target: int) -> bool:
+        raise NotImplementedError
 
     @property
     def pulse(self) -> ForwardListener:
@@ -136,6 +178,61 @@ class Watched(Exportable):
         pulse = getattr(self, "_pulse", None)
         if pulse is not None:
             pulse.dropped(self)
+
+
+class Ranged(Watched):
+    """A kind whose state is a range of positions: snapshots can be joined and split at any of them."""
+
+    def join(self, parent: Snapshot | None, child: Snapshot | None) -> Snapshot | None:
+        if child is not None and child.extra:  # a ring's
+            close_all(parent)
+            return child
+        if parent is None or child is None:
+            close_all(parent, child)
+            return None
+        arrays = [
+            mx.concatenate([a, b], axis=2)
+            for a, b in zip(parent.arrays, child.arrays, strict=True)
+            if a is not None and b is not None
+        ]
+        mx.eval(arrays)
+        merged = Snapshot(list(arrays), parent.start, child.end)
+        close_all(parent, child)
+        return merged
+
+    def split(self, snapshot: Snapshot | None, at: int) -> tuple[Snapshot | None, Snapshot | None]:
+        if snapshot is None or snapshot.extra or at <= snapshot.start:
+            return None, snapshot
+        if at >= snapshot.end:
+            return snapshot, None
+        k = at - snapshot.start
+        arrays = [a for a in snapshot.arrays if a is not None]
+        upper: list[mx.array | None] = [own_bytes(a[..., :k, :]) for a in arrays]
+        lower: list[mx.array | None] = [own_bytes(a[..., k:, :]) for a in arrays]
+        mx.eval(upper, lower)
+        start, end = snapshot.start, snapshot.end
+        snapshot.close()
+        return Snapshot(upper, start, at), Snapshot(lower, at, end)
+
+    # -- what every cache of mlx-lm's has --------------------------------------------------------
+
+    def size(self) -> int:
+        return self.offset
+
+    def empty(self) -> bool:
+        return self.offset == 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in self.live_arrays())
+
+    @property
+    def state(self) -> list[mx.array]:
+        """What must be evaluated for this layer to be up to date."""
+        return self.live_arrays()
+
+    def live_arrays(self) -> list[mx.array]:
+        raise NotImplementedError
 
 
 class Point(Watched):
@@ -154,6 +251,16 @@ class Window(Point):
 
     keys: Any
     values: Any
+
+    def take_over(self, cache: Any, upto: int) -> None:
+        self.keys, self.values, self.offset = own_name(cache.keys), own_name(cache.values), cache.offset
+        self.take_place(cache)
+        if self.offset != upto and not self.restore(None, upto):
+            raise ValueError(f"a layer that stands at {self.offset} cannot be cut at {upto}")
+
+    def take_place(self, cache: Any) -> None:
+        """Stand where `cache` stands among its entries."""
+        raise NotImplementedError
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         self._pulse.enter(self, keys.shape[2])
@@ -203,7 +310,7 @@ class Snapshot:
 class Layer(Protocol):
     """What leases and tests rely on, for every kind."""
 
-    kind: Kind
+    kind: str
     offset: int
     epoch: int
 

@@ -6,23 +6,28 @@ clamped or rewound to as long as the start of that point's chunk is still there.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import mlx.core as mx
 
 from onefold.cache.memory.arrays import own_bytes
-from onefold.cache.model import stock
-from onefold.cache.model.kinds.base import ForwardListener, NoPulse, Snapshot, Window
-from onefold.cache.model.stock import Kind
+from onefold.cache.memory.track import Track
+from onefold.cache.model import exporting, stock
+from onefold.cache.model.kinds.base import ForwardListener, NoListener, Snapshot, Window
+from onefold.cache.model.kinds.leaf import Leaf, entries
+from onefold.cache.model.kinds.plain import Bound
+from onefold.cache.model.rows import AttentionRows
 
 
 class ChunkedLayer(Window, stock.ChunkedKVCache):  # type: ignore[misc, valid-type]
-    kind = Kind.CHUNKED
+    kind = "chunked"
+    rows = staticmethod(AttentionRows)  # type: ignore[assignment]
 
     def __init__(self, chunk_size: int, *, pulse: ForwardListener | None = None) -> None:
         super().__init__(chunk_size)
         self.epoch = 0
-        self._pulse: ForwardListener = pulse or NoPulse()
+        self._pulse: ForwardListener = pulse or NoListener()
 
     def is_trimmable(self) -> bool:
         return self.start_position == 0 or self.pulse.rolls_back
@@ -59,6 +64,12 @@ class ChunkedLayer(Window, stock.ChunkedKVCache):  # type: ignore[misc, valid-ty
         self.keys = self.values = None
         self.offset = self.start_position = 0
 
+    def take_place(self, cache: Any) -> None:
+        self.start_position = cache.start_position
+
+    def as_stock(self) -> Any:
+        return exporting.chunk(self)
+
     def _holds(self, target: int, start: int) -> bool:
         return start <= target // self.chunk_size * self.chunk_size
 
@@ -70,3 +81,28 @@ class ChunkedLayer(Window, stock.ChunkedKVCache):  # type: ignore[misc, valid-ty
 
     def live_arrays(self) -> list[mx.array]:
         return [] if self.keys is None else [self.keys, self.values]
+
+
+class ChunkedLeaf(Leaf):
+    kind = "chunked"
+
+    @classmethod
+    def recognises(cls, cache: Any) -> bool:
+        return stock.keeps_kv(cache) and stock.has(cache, "chunk_size", "start_position", "maybe_trim_front")
+
+    def __init__(self, cache: Any, path: tuple[int, ...]) -> None:
+        super().__init__(cache, path)
+        self.chunk_size: int = cache.chunk_size
+
+    def make(self, track: Track, pulse: ForwardListener | None, **_: Any) -> ChunkedLayer:
+        return ChunkedLayer(self.chunk_size, pulse=pulse)
+
+    def point_bytes(self, offset: int, n_tokens: int) -> int:
+        n_entries = min(offset, self.chunk_size + 256) + math.ceil(n_tokens / 256) * 256 + 256
+        return n_entries * self.token_bytes
+
+    def fits(self, cache: Any) -> bool:
+        return super().fits(cache) and cache.chunk_size == self.chunk_size
+
+    def describe(self, bound: Bound | None) -> dict[str, Any]:
+        return {"in_ranges": False, "chunk": self.chunk_size, "slots": [entries(a) for a in self.plain or ()]}

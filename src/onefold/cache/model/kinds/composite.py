@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from onefold.cache.model import exporting, stock
 from onefold.cache.model.kinds.base import close_all
-from onefold.cache.model.stock import Kind
+from onefold.cache.model.step_plan import StepPlan
 
 
 class CompositeSnapshot:
@@ -40,7 +40,12 @@ def _composed(members: list[Any]) -> CompositeSnapshot | None:
 
 
 class CompositeLayer(stock.CacheList):  # type: ignore[misc, valid-type]
-    kind = Kind.COMPOSITE
+    kind = "composite"
+
+    @staticmethod
+    def rows(layers: list[Any], plan: StepPlan) -> Any:
+        members = zip(*(layer.caches for layer in layers), strict=True)
+        return CompositeRows(*(m[0].rows(list(m), plan) for m in members))
 
     @staticmethod
     def merge(caches: list[Any]) -> Any:
@@ -109,3 +114,11 @@ class CompositeLayer(stock.CacheList):  # type: ignore[misc, valid-type]
 
     def live_arrays(self) -> list[mx.array]:
         return [a for c in self.caches for a in c.live_arrays()]
+
+
+class CompositeRows(stock.CacheList):  # type: ignore[misc, valid-type]
+    """The members' rows."""
+
+    def watchers(self) -> list[Any]:
+        found: list[Any] = self.caches[0].watchers()
+        return found

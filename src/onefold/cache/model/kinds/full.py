@@ -9,56 +9,58 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
 from onefold.cache.memory.arrays import own_bytes
-from onefold.cache.memory.segment import ArraySpec, LayerSpec
+from onefold.cache.memory.segment import ArraySpec
 from onefold.cache.memory.track import Track
-from onefold.cache.model import stock
+from onefold.cache.model import exporting, stock
 from onefold.cache.model.attention import Codec, Handle
-from onefold.cache.model.kinds.base import ForwardListener, Snapshot, Watched, close_all
+from onefold.cache.model.kinds.base import ForwardListener, Ranged, Snapshot
+from onefold.cache.model.kinds.leaf import Leaf, arrays_of, window
+from onefold.cache.model.kinds.packed_ring import PackedRing
+from onefold.cache.model.kinds.plain import Bound, PlainCodec
 from onefold.cache.model.kinds.rotating import RotatingLayer, steps_mask
-from onefold.cache.model.stock import Kind
+from onefold.cache.model.rows import AttentionRows
 
 
-class Bound(NamedTuple):
-    max_size: int
-    keep: int
+def _buffer(side: int) -> property:
+    """The keys' (0) or the values' (1) first array in the buffer that the layer writes to."""
+
+    def slot(self: SegmentedLayer) -> int:
+        return self.codec.n_keys() if side else 0
+
+    def read(self: SegmentedLayer) -> mx.array | None:
+        if self.ring is not None:
+            return self.ring.values if side else self.ring.keys
+        self.track.gather()
+        return self.track.pieces[-1].slab.arrays(self.index)[slot(self)] if self.track.pieces else None
+
+    def write(self: SegmentedLayer, array: mx.array) -> None:
+        if self.ring is not None:
+            setattr(self.ring, "values" if side else "keys", array)
+            return
+        piece = self.track.pieces[-1]
+        if self.track.writable(piece):
+            piece.slab.arrays(self.index)[slot(self)] = array
+
+    return property(read, write)
 
 
-class PlainCodec:
-    """Keys and values as the model made them."""
-
-    plain = True
-    kind = Kind.FULL
-
-    def spec(self, k: ArraySpec, v: ArraySpec) -> LayerSpec:
-        return LayerSpec((k, v))
-
-    def encode(self, k: mx.array, v: mx.array) -> tuple[mx.array, ...]:
-        return k, v
-
-    def n_keys(self) -> int:
-        return 1
-
-    def dim(self, first: ArraySpec) -> int:
-        return first.dim
-
-    def scores(self, q: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array:
-        return q @ arrays[0][..., lo:hi, :].swapaxes(-1, -2)
-
-    def mix(self, p: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array:
-        return p @ arrays[1][..., lo:hi, :]
-
-    def ring(self, bound: Bound) -> RotatingLayer:
-        """What a bounded layer of this format becomes when it rotates."""
-        return RotatingLayer(bound.max_size, bound.keep)
+def _mask_ring(bound: Bound, offset: int) -> Any:
+    """A ring that stands at `offset`, for its mask: the mask is made before the update that rotates."""
+    ring = stock.RotatingKVCache(bound.max_size, bound.keep)
+    ring.offset = ring._idx = offset
+    return ring
 
 
-class SegmentedLayer(Watched):
+class SegmentedLayer(Ranged):
     """One sliceable layer of one sequence."""
+
+    sliceable = True
+    rows = staticmethod(AttentionRows)  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -73,7 +75,8 @@ class SegmentedLayer(Watched):
         self.track = track
         self.index = index
         self.codec = codec or PlainCodec()
-        self.kind: Kind = self.codec.kind
+        self.kind: str = self.codec.kind
+        self.is_plain: bool = self.codec.plain
         self.offset = 0
         self.epoch = 0
         self.bound = bound
@@ -94,8 +97,12 @@ class SegmentedLayer(Watched):
         """Before a write of `n` tokens: room for them is made, or refused."""
         if self._pulse is not None:
             self._pulse.enter(self, n)
-        else:
-            self._enter_alone(n)
+            return
+        if self.outgrows(n):
+            self.rotate()
+            self.track.free()
+        if self.ring is None:
+            self.track.ensure(self.offset, n, keep=self.offset)
 
     def store(self, keys: mx.array, values: mx.array) -> tuple[Any, Any] | None:
         """Write what was admitted, without reading back; a ring's write gives what there is to read."""
@@ -131,7 +138,7 @@ class SegmentedLayer(Watched):
         if self.bound is not None and (self.ring is not None or self.offset + N > self.bound.max_size):
             if N > 1 and self.bound.keep and self.pulse.verifies:
                 return steps_mask(N, self.offset, *self.bound)
-            ring = self.ring or self._ring_to_be()
+            ring = self.ring or _mask_ring(self.bound, self.offset)
             return ring.make_mask(N, return_array=return_array, window_size=window_size)
         return stock.attention_mask(N, offset=self.offset, return_array=return_array, window_size=window_size)
 
@@ -143,36 +150,8 @@ class SegmentedLayer(Watched):
     def is_trimmable(self) -> bool:
         return self.ring is None or self.ring.is_trimmable() or self.pulse.rolls_back
 
-    def size(self) -> int:
-        return self.offset
-
-    def empty(self) -> bool:
-        return self.offset == 0
-
-    @property
-    def nbytes(self) -> int:
-        return sum(a.nbytes for a in self.live_arrays())
-
-    @property
-    def state(self) -> list[mx.array]:
-        """What must be evaluated for this layer to be up to date."""
-        return self.live_arrays()
-
-    @property
-    def keys(self) -> mx.array | None:
-        return self._slot(0)
-
-    @keys.setter
-    def keys(self, array: mx.array) -> None:
-        self._set_slot(0, array)
-
-    @property
-    def values(self) -> mx.array | None:
-        return self._slot(self.codec.n_keys())
-
-    @values.setter
-    def values(self, array: mx.array) -> None:
-        self._set_slot(self.codec.n_keys(), array)
+    keys = _buffer(0)
+    values = _buffer(1)
 
     # -- the contract --------------------------------------------------------------------
 
@@ -200,7 +179,8 @@ class SegmentedLayer(Watched):
             return False
         ring = self._ring_for(snapshot)
         if ring is not None:
-            return self._is_whole(snapshot) and ring.can_restore(self._as_window(snapshot), target)
+            whole = snapshot is None or snapshot.extra or snapshot.start == 0  # a range relies on what goes before it
+            return bool(whole) and ring.can_restore(self._as_window(snapshot), target)
         if snapshot is None:
             return target <= self.offset
         return target <= snapshot.end and self.offset >= snapshot.start
@@ -225,41 +205,29 @@ class SegmentedLayer(Watched):
             self.track.rewind(target)
         return True
 
-    def join(self, parent: Snapshot | None, child: Snapshot | None) -> Snapshot | None:
-        if child is not None and child.extra:  # a ring's
-            close_all(parent)
-            return child
-        if parent is None or child is None:
-            close_all(parent, child)
-            return None
-        arrays = [
-            mx.concatenate([a, b], axis=2)
-            for a, b in zip(parent.arrays, child.arrays, strict=True)
-            if a is not None and b is not None
-        ]
-        mx.eval(arrays)
-        merged = Snapshot(list(arrays), parent.start, child.end)
-        close_all(parent, child)
-        return merged
+    @property
+    def in_track(self) -> bool:
+        return self.ring is None
 
-    def split(self, snapshot: Snapshot | None, at: int) -> tuple[Snapshot | None, Snapshot | None]:
-        if snapshot is None or snapshot.extra or at <= snapshot.start:
-            return None, snapshot
-        if at >= snapshot.end:
-            return snapshot, None
-        k = at - snapshot.start
-        arrays = [a for a in snapshot.arrays if a is not None]
-        upper: list[mx.array | None] = [own_bytes(a[..., :k, :]) for a in arrays]
-        lower: list[mx.array | None] = [own_bytes(a[..., k:, :]) for a in arrays]
-        mx.eval(upper, lower)
-        start, end = snapshot.start, snapshot.end
-        snapshot.close()
-        return Snapshot(upper, start, at), Snapshot(lower, at, end)
+    def clear(self) -> None:
+        self.ring = None
+        self.offset = 0
 
     def free(self) -> None:
         self.track.free()
-        self.ring = None
-        self.offset = 0
+        self.clear()
+
+    @property
+    def export_bytes(self) -> int:
+        if self.ring is not None:
+            return int(self.ring.plain_bytes)
+        return self.offset * self.track.store.specs[self.index].token_bytes
+
+    def as_stock(self) -> Any:
+        if self.ring is not None:
+            return exporting.ring(self.ring)
+        held = self.snapshot(0)
+        return exporting.plain(held) if self.codec.plain else exporting.packed(held, self.codec)
 
     def mark(self) -> tuple[Any, ...]:
         return self.offset, None if self.ring is None else self.ring.mark()
@@ -287,19 +255,28 @@ class SegmentedLayer(Watched):
         """Become a ring that holds what this layer holds. The track is left to its owner."""
         assert self.bound is not None
         held = self.snapshot(0)
-        self.ring = self.codec.ring(self.bound)
+        self.ring = self._new_ring()
         if held is not None:
             self.ring.adopt(held)
+
+    def put_back(self, snapshot: Snapshot, target: int) -> bool:
+        """A checkpoint has a snapshot of this layer only if it had rotated: it becomes the ring that it was."""
+        if snapshot.end != target:
+            return False
+        self.rotate()
+        self.ring.adopt(snapshot)
+        self.offset = target
+        return True
+
+    def _new_ring(self) -> Any:
+        assert self.bound is not None
+        return RotatingLayer(*self.bound) if self.codec.plain else PackedRing(*self.bound, self.codec)
 
     def _ring_for(self, snapshot: Snapshot | None) -> Any:
         """The ring that a restore goes to: this layer's, or a new one for a snapshot that a ring has made."""
         if self.ring is None and snapshot is not None and snapshot.extra and self.bound is not None:
-            return self.codec.ring(self.bound)
+            return self._new_ring()
         return self.ring
-
-    def _is_whole(self, snapshot: Snapshot | None) -> bool:
-        """Whether a ring finds all that it needs in the snapshot; a range relies on what goes before it."""
-        return snapshot is None or bool(snapshot.extra) or snapshot.start == 0
 
     def _as_window(self, snapshot: Snapshot | None) -> Snapshot | None:
         """A range from 0, taken before the rotation, as the window that it is."""
@@ -308,32 +285,51 @@ class SegmentedLayer(Watched):
         assert self.bound is not None
         return Snapshot(snapshot.arrays, 0, snapshot.end, (self.bound.keep, self.bound.max_size))
 
-    def _ring_to_be(self) -> Any:
-        """A ring that stands where this layer stands, for its mask: the mask is made before the update that rotates."""
-        assert self.bound is not None
-        ring = stock.RotatingKVCache(self.bound.max_size, self.bound.keep)
-        ring.offset = ring._idx = self.offset
-        return ring
 
-    # -- details -------------------------------------------------------------------------
+class FullLeaf(Leaf):
+    kind = "full"
+    sliceable = True
 
-    def _enter_alone(self, n: int) -> None:
-        if self.outgrows(n):
-            self.rotate()
-            self.track.free()
-        if self.ring is None:
-            self.track.ensure(self.offset, n, keep=self.offset)
+    @classmethod
+    def recognises(cls, cache: Any) -> bool:
+        if not stock.keeps_kv(cache) or not stock.has(cache, "is_trimmable", "trim"):
+            return False
+        return bool(cache.is_trimmable()) and isinstance(cache.offset, int)
 
-    def _slot(self, j: int) -> mx.array | None:
-        if self.ring is not None:
-            return self.ring.keys if j == 0 else self.ring.values
-        self.track.gather()
-        return self.track.pieces[-1].slab.arrays(self.index)[j] if self.track.pieces else None
+    def set_codec(self, codec: Any) -> None:
+        """Keep its keys and values by `codec`, unless the model quantises them itself."""
+        assert self.plain is not None
+        self.codec = self.native or codec
+        self.spec = self.codec.spec(*self.plain)
+        self.kind = self.codec.kind
+        self.token_bytes = self.spec.token_bytes
 
-    def _set_slot(self, j: int, array: mx.array) -> None:
-        if self.ring is not None:
-            setattr(self.ring, "keys" if j == 0 else "values", array)
-            return
-        piece = self.track.pieces[-1]
-        if self.track.writable(piece):
-            piece.slab.arrays(self.index)[j] = array
+    def make(
+        self,
+        track: Track,
+        pulse: ForwardListener | None,
+        *,
+        first_index: int = 0,
+        bound: Bound | None = None,
+        always_handles: bool = False,
+    ) -> SegmentedLayer:
+        index = first_index + max(0, self.index)
+        return SegmentedLayer(track, index, self.codec, pulse=pulse, bound=bound, always_handles=always_handles)
+
+    def fits(self, cache: Any) -> bool:
+        if not super().fits(cache):
+            return False
+        found = tuple(ArraySpec(a.shape[1], a.shape[3], a.dtype) for a in arrays_of(cache))
+        return self.spec is None or found == tuple(self.spec.arrays)
+
+    def rewinds(self, cache: Any, to: int) -> bool:
+        return True
+
+    def bounded(self, cache: Any, bound: Bound) -> Any:
+        return stock.RotatingKVCache(*bound)
+
+    def describe(self, bound: Bound | None) -> dict[str, Any]:
+        told: dict[str, Any] = {"in_ranges": True, "slots": []}
+        if bound is not None and self.spec is not None:
+            told |= window(bound.keep, bound.max_size, self.spec.arrays)
+        return told

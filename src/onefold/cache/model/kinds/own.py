@@ -11,14 +11,18 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
 import mlx.core as mx
 
 from onefold.cache.memory.arrays import own_bytes, own_name
-from onefold.cache.model.kinds.base import ForwardListener, NoPulse, Point, Snapshot
-from onefold.cache.model.stock import Kind
+from onefold.cache.memory.track import Track
+from onefold.cache.model import stock
+from onefold.cache.model.kinds.base import ForwardListener, NoListener, Point, Snapshot
+from onefold.cache.model.kinds.leaf import Leaf, forms
+from onefold.cache.model.kinds.plain import Bound
 
 _OURS = ("epoch", "_pulse", "_pristine")
 
@@ -80,7 +84,7 @@ def _leased(cls: type) -> Any:
 class OwnLayer(Point):
     """Made by `like`, of a class derived from this one and the model's."""
 
-    kind = Kind.OWN
+    kind = "own"
     offset: int
     epoch: int
     model_class: Any
@@ -93,7 +97,7 @@ class OwnLayer(Point):
         derived = _leased(base)
         layer: OwnLayer = derived.__new__(derived)
         attributes = dict(vars(pristine))
-        vars(layer).update(attributes, epoch=0, _pulse=pulse or NoPulse(), _pristine=attributes)
+        vars(layer).update(attributes, epoch=0, _pulse=pulse or NoListener(), _pristine=attributes)
         return layer
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -120,14 +124,14 @@ class OwnLayer(Point):
             self._put(snapshot.attributes())
         return True
 
-    def as_made_by_the_model(self) -> Any:
+    def as_stock(self) -> Any:
         """A copy of the model's own class."""
         copied = self.model_class.__new__(self.model_class)
         vars(copied).update(OwnSnapshot(self._attributes(), 0, self.offset).attributes())
         mx.eval([v for v in vars(copied).values() if isinstance(v, mx.array)])
         return copied
 
-    def take_over(self, cache: Any) -> None:
+    def take_over(self, cache: Any, upto: int) -> None:
         """Hold what an object of the model's class holds, in arrays of its own."""
         self._put({n: own_bytes(v) if isinstance(v, mx.array) else v for n, v in vars(cache).items()})
 
@@ -151,3 +155,46 @@ class OwnLayer(Point):
         for name in self._attributes():
             del vars(self)[name]
         vars(self).update(attributes)
+
+
+class OwnLeaf(Leaf):
+    kind = "own"
+    one_point = True
+    takes_bound = False
+    of_the_model = True
+
+    @classmethod
+    def recognises(cls, cache: Any) -> bool:
+        return (
+            not stock.has(cache, "update_and_fetch") and stock.has(cache, "offset", "state") and stock.is_plain(cache)
+        )
+
+    def __init__(self, cache: Any, path: tuple[int, ...]) -> None:
+        super().__init__(cache, path)
+        self._pristine = copy.copy(cache)
+
+    def state_of(self, cache: Any) -> dict[str, mx.array | None]:
+        return {n: v for n, v in getattr(cache, "__dict__", {}).items() if isinstance(v, mx.array)}
+
+    def refusal(self, cache: Any) -> str:
+        if stock.is_plain(cache):
+            return ""
+        return f"cache class {self.class_name} keeps something else than arrays and numbers"
+
+    def read(self, cache: Any) -> None:
+        """What it comes to is seen by running the model for longer: see `survey`."""
+
+    def make(self, track: Track, pulse: ForwardListener | None, **_: Any) -> OwnLayer:
+        return OwnLayer.like(self._pristine, pulse)
+
+    def point_bytes(self, offset: int, n_tokens: int) -> int:
+        return self.state_bytes + self.token_bytes * (offset + n_tokens)
+
+    def fits(self, cache: Any) -> bool:
+        return type(cache) is type(self._pristine)
+
+    def describe(self, bound: Bound | None) -> dict[str, Any]:
+        return {"in_ranges": False, "slots": {name: forms(seen) for name, seen in self.seen.items()}}
+
+    def revive(self, described: dict[str, Any], arrays: list[mx.array | None]) -> Snapshot:
+        return OwnSnapshot.revive(described, arrays)

@@ -14,14 +14,13 @@ from onefold.cache.memory.segment import ArraySpec, LayerSpec
 from onefold.cache.memory.track import Track
 from onefold.cache.model import stock
 from onefold.cache.model.kinds.base import ForwardListener
-from onefold.cache.model.kinds.full import Bound, SegmentedLayer
-from onefold.cache.model.kinds.packed_ring import PackedRing
-from onefold.cache.model.stock import Kind
+from onefold.cache.model.kinds.full import FullLeaf, SegmentedLayer
+from onefold.cache.model.kinds.plain import Bound
 
 
 class AffineCodec:
     plain = False
-    kind = Kind.QUANTIZED
+    kind = "quantized"
 
     def __init__(self, bits: int, group_size: int) -> None:
         self.bits = bits
@@ -59,13 +58,8 @@ class AffineCodec:
             p = mx.pad(p, [(0, 0), (0, 0), (0, 0), (lo, capacity - hi)])
         return mx.quantized_matmul(p, w, scales, biases, transpose=False, group_size=self.group_size, bits=self.bits)
 
-
     def decode(self, words: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
         return mx.dequantize(words, scales, biases, group_size=self.group_size, bits=self.bits)
-
-    def ring(self, bound: Bound) -> PackedRing:
-        """What a bounded layer of this format becomes when it rotates."""
-        return PackedRing(bound.max_size, bound.keep, self)
 
 
 class PackedLayer(SegmentedLayer, stock.QuantizedKVCache):  # type: ignore[misc, valid-type]
@@ -87,3 +81,33 @@ def _whole_or_slice(arrays: list[mx.array], lo: int, hi: int) -> tuple[list[mx.a
     if 2 * (hi - lo) >= capacity:
         return arrays, lo, hi
     return [a[..., lo:hi, :] for a in arrays], 0, hi - lo
+
+
+class QuantizedLeaf(FullLeaf):
+    """A layer that the model quantises by itself."""
+
+    kind = "quantized"
+
+    @classmethod
+    def recognises(cls, cache: Any) -> bool:
+        return stock.keeps_kv(cache) and stock.has(cache, "bits", "group_size")
+
+    def __init__(self, cache: Any, path: tuple[int, ...]) -> None:
+        super().__init__(cache, path)
+        self.native: AffineCodec = AffineCodec(cache.bits, cache.group_size)
+
+    def make(
+        self,
+        track: Track,
+        pulse: ForwardListener | None,
+        *,
+        first_index: int = 0,
+        bound: Bound | None = None,
+        always_handles: bool = False,
+    ) -> SegmentedLayer:
+        if self.packed:
+            return PackedLayer(track, first_index + max(0, self.index), self.codec, pulse=pulse)
+        return super().make(track, pulse, first_index=first_index, bound=bound, always_handles=always_handles)
+
+    def bounded(self, cache: Any, bound: Bound) -> Any:
+        return cache

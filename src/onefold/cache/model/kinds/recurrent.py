@@ -15,20 +15,24 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache.memory.arrays import own_bytes
-from onefold.cache.model import stock
-from onefold.cache.model.kinds.base import ForwardListener, NoPulse, Point, Snapshot
-from onefold.cache.model.stock import Kind
+from onefold.cache.memory.track import Track
+from onefold.cache.model import exporting, stock
+from onefold.cache.model.kinds.base import ForwardListener, NoListener, Point, Snapshot
+from onefold.cache.model.kinds.leaf import Leaf, forms
+from onefold.cache.model.kinds.plain import Bound
+from onefold.cache.model.rows import RowsOf
+from onefold.cache.model.step_plan import StepPlan
 
 
 class RecurrentLayer(Point, stock.ArraysCache):  # type: ignore[misc, valid-type]
-    kind = Kind.RECURRENT
+    kind = "recurrent"
     cache: list[mx.array | None]  # type: ignore[assignment]
 
     def __init__(self, size: int, *, pulse: ForwardListener | None = None) -> None:
         super().__init__(size)
         self.offset = 0
         self.epoch = 0
-        self._pulse: ForwardListener = pulse or NoPulse()
+        self._pulse: ForwardListener = pulse or NoListener()
         self._written: set[int] | None = None
 
     def __setitem__(self, slot: int, value: mx.array | None) -> None:
@@ -38,9 +42,23 @@ class RecurrentLayer(Point, stock.ArraysCache):  # type: ignore[misc, valid-type
         self._written.add(slot)
         self.cache[slot] = None if value is None else own_bytes(value)
 
+    @staticmethod
+    def rows(layers: list[Any], plan: StepPlan) -> Any:
+        return RecurrentRows(layers)
+
     def advance(self, N: int) -> None:
         super().advance(N)
         self.offset += N
+
+    def passed(self, n_tokens: int) -> None:
+        self.offset += n_tokens
+
+    def take_over(self, cache: Any, upto: int) -> None:
+        self.free()
+        self.cache = [None if a is None else own_bytes(a) for a in cache.cache]
+
+    def as_stock(self) -> Any:
+        return exporting.states(self.copied_states())
 
     def snapshot(self, from_offset: int = 0) -> Snapshot | None:
         if self.empty() or self.offset <= from_offset:
@@ -87,3 +105,67 @@ class RecurrentLayer(Point, stock.ArraysCache):  # type: ignore[misc, valid-type
 
     def live_arrays(self) -> list[mx.array]:
         return [a for a in self.cache if a is not None]
+
+
+class RecurrentRows(RowsOf, stock.ArraysCache):  # type: ignore[misc, valid-type]
+    """Reads the rows' states side by side, writes each row's back to it."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        super().__init__(len(layers[0].cache))
+        self.layers = layers
+
+    def __getitem__(self, slot: int) -> mx.array | None:
+        parts = [layer.cache[slot] for layer in self.layers]
+        known = next((p for p in parts if p is not None), None)
+        if known is None:
+            return None
+        # a row that has not begun starts from zeros, as the models themselves do
+        return mx.concatenate([mx.zeros_like(known) if p is None else p for p in parts], axis=0)
+
+    def __setitem__(self, slot: int, value: mx.array) -> None:
+        for i, layer in enumerate(self.layers):
+            layer[slot] = value[i : i + 1]
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.layers)
+
+    def advance(self, N: int) -> None:
+        for layer in self.layers:
+            layer.advance(N)
+
+
+class RecurrentLeaf(Leaf):
+    kind = "recurrent"
+    one_point = True
+    says_offset = False
+
+    @classmethod
+    def recognises(cls, cache: Any) -> bool:
+        return stock.has(cache, "cache", "__setitem__") and not stock.has(cache, "update_and_fetch")
+
+    def __init__(self, cache: Any, path: tuple[int, ...]) -> None:
+        super().__init__(cache, path)
+        self.n_slots = len(cache.cache)
+
+    def state_of(self, cache: Any) -> dict[str, mx.array | None]:
+        return {str(slot): array for slot, array in enumerate(cache.cache)}
+
+    def read(self, cache: Any) -> None:
+        arrays = [a for a in cache.cache if a is not None]
+        self.used, self.state_bytes = bool(arrays), sum(a.nbytes for a in arrays)
+
+    def make(self, track: Track, pulse: ForwardListener | None, **_: Any) -> RecurrentLayer:
+        return RecurrentLayer(self.n_slots, pulse=pulse)
+
+    def point_bytes(self, offset: int, n_tokens: int) -> int:
+        return self.state_bytes
+
+    def fits(self, cache: Any) -> bool:
+        return len(cache.cache) == self.n_slots and all(a is None or a.shape[0] == 1 for a in cache.cache)
+
+    def rewinds(self, cache: Any, to: int) -> bool:
+        return False
+
+    def describe(self, bound: Bound | None) -> dict[str, Any]:
+        return {"in_ranges": False, "slots": [forms(seen) for seen in self.seen.values()]}

@@ -13,18 +13,22 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache.memory.arrays import own_bytes
-from onefold.cache.model import stock
-from onefold.cache.model.kinds.base import ForwardListener, NoPulse, Snapshot, Window
-from onefold.cache.model.stock import Kind
+from onefold.cache.memory.track import Track
+from onefold.cache.model import exporting, stock
+from onefold.cache.model.kinds.base import ForwardListener, NoListener, Snapshot, Window
+from onefold.cache.model.kinds.leaf import Leaf, window
+from onefold.cache.model.kinds.plain import Bound
+from onefold.cache.model.rows import AttentionRows
 
 
 class RotatingLayer(Window, stock.RotatingKVCache):  # type: ignore[misc, valid-type]
-    kind = Kind.ROTATING
+    kind = "rotating"
+    rows = staticmethod(AttentionRows)  # type: ignore[assignment]
 
     def __init__(self, max_size: int, keep: int = 0, *, pulse: ForwardListener | None = None) -> None:
         super().__init__(max_size, keep)
         self.epoch = 0
-        self._pulse: ForwardListener = pulse or NoPulse()
+        self._pulse: ForwardListener = pulse or NoListener()
 
     # a ring is put back and trimmed through the contract; it is never quantised behind our back
     to_quantized = property()  # type: ignore[assignment]
@@ -100,6 +104,12 @@ class RotatingLayer(Window, stock.RotatingKVCache):  # type: ignore[misc, valid-
     def live_arrays(self) -> list[mx.array]:
         return [] if self.keys is None else [self.keys, self.values]
 
+    def take_place(self, cache: Any) -> None:
+        self._idx = cache._idx
+
+    def as_stock(self) -> Any:
+        return exporting.ring(self)
+
     def _straighten(self) -> None:
         """Temporal order, so that a rewind cuts the newest entries."""
         self.keys, self.values = self._canonical(self.keys), self._canonical(self.values)
@@ -119,3 +129,38 @@ def steps_mask(n: int, offset: int, max_size: int, keep: int) -> mx.array:
     before = min(offset, max_size - 1)
     query, key = mx.arange(before, before + n)[:, None], mx.arange(before + n)[None]
     return (key <= query) & ((key < keep) | (key > query - (max_size - keep)))
+
+
+def ring_entries(max_size: int, offset: int, n_tokens: int) -> int:
+    """The most entries that a ring's buffer can have after a forward."""
+    if n_tokens > 1:
+        return min(offset, max_size + n_tokens) + n_tokens
+    return max(max_size, min(offset, 2 * max_size)) if offset + 256 >= max_size else offset + 256
+
+
+class RotatingLeaf(Leaf):
+    kind = "rotating"
+
+    @classmethod
+    def recognises(cls, cache: Any) -> bool:
+        return stock.keeps_kv(cache) and stock.has(cache, "max_size", "keep")
+
+    def __init__(self, cache: Any, path: tuple[int, ...]) -> None:
+        super().__init__(cache, path)
+        self.max_size: int = cache.max_size
+        self.keep: int = cache.keep
+
+    def make(self, track: Track, pulse: ForwardListener | None, **_: Any) -> RotatingLayer:
+        return RotatingLayer(self.max_size, self.keep, pulse=pulse)
+
+    def point_bytes(self, offset: int, n_tokens: int) -> int:
+        return ring_entries(self.max_size, offset, n_tokens) * self.token_bytes
+
+    def fits(self, cache: Any) -> bool:
+        return super().fits(cache) and (cache.max_size, cache.keep) == (self.max_size, self.keep)
+
+    def rewinds(self, cache: Any, to: int) -> bool:
+        return bool(cache.is_trimmable()) or super().rewinds(cache, to)  # a ring that has not wrapped
+
+    def describe(self, bound: Bound | None) -> dict[str, Any]:
+        return {"in_ranges": False} | window(self.keep, self.max_size, self.plain or ())

@@ -1,0 +1,39 @@
+"""Keys and values as the model made them, and the bound of a bounded conversation."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from onefold.cache.memory.segment import ArraySpec, LayerSpec
+
+
+class Bound(NamedTuple):
+    max_size: int
+    keep: int
+
+
+class PlainCodec:
+    """Keeps keys and values as the model made them."""
+
+    plain = True
+    kind = "full"
+
+    def spec(self, k: ArraySpec, v: ArraySpec) -> LayerSpec:
+        return LayerSpec((k, v))
+
+    def encode(self, k: mx.array, v: mx.array) -> tuple[mx.array, ...]:
+        return k, v
+
+    def n_keys(self) -> int:
+        return 1
+
+    def dim(self, first: ArraySpec) -> int:
+        return first.dim
+
+    def scores(self, q: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array:
+        return q @ arrays[0][..., lo:hi, :].swapaxes(-1, -2)
+
+    def mix(self, p: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array:
+        return p @ arrays[1][..., lo:hi, :]

@@ -54,7 +54,7 @@ from fake import FakeModel, Session, settled, text
 
 from onefold.cache.memory.tree import as_tokens
 from onefold.cache.tiers.records.catalog import BLOCK, on_disk
-from onefold.cache.tiers.records.folder import TEMPORARY
+from onefold.cache.tiers.records.files import TEMPORARY
 from onefold.cache.tiers.records.record import content_of, parse_head, parse_name
 from onefold.errors import RecordError
 
@@ -179,7 +179,7 @@ def kept_of(cache: onefold.PrefixCache, tokens: list[int], n: int) -> int:
     path, matched = cache._tree("").match(as_tokens(tokens[:n])) if n else ([], 0)
     if path and matched == n:
         beyond = [path[-1], *path[-1].walk()] if path[-1].end > n else list(path[-1].walk())
-        if any(x.disk is not None and x.disk.point is not None and x.disk.point.ready for x in beyond):
+        if any(x.below is not None and x.below.has_saved_point for x in beyond):
             return n
     return cache.durable(tokens)
 

@@ -282,7 +282,7 @@ def test_a_disk_that_takes_no_more_is_done_without(
         raise OSError(code, os.strerror(code))
 
     with opened(model, tmp_path, budget="1MB", disk_mode=mode) as cache:
-        monkeypatch.setattr("onefold.cache.tiers.records.folder.write_all", full)
+        monkeypatch.setattr("onefold.cache.tiers.records.files.write_all", full)
         serves_on(model, cache, 12)
         cache.flush(10)
         assert Session(model, cache, [*tokens, 1]).cached == len(tokens), "what is there can be read"

@@ -183,7 +183,7 @@ def test_a_write_that_fails_for_now_does_not_end_it_all(
             raise OSError(code, os.strerror(code))
 
         with monkeypatch.context() as patched:
-            patched.setattr("onefold.cache.tiers.records.folder.write_all", fails)
+            patched.setattr("onefold.cache.tiers.records.files.write_all", fails)
             first = turn(model, cache, text(60))
             assert not cache.flush(10) and cache.stats().disk.failed == ""
         again = turn(model, cache, [*first, 7])

@@ -18,10 +18,11 @@ from test_tiers import OTHER, SPACE, content, put
 
 from onefold.cache.tiers.records.catalog import Catalog
 from onefold.cache.tiers.records.directory import Directory
-from onefold.cache.tiers.records.folder import Folder, Written
+from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.heads import Wanted, read_heads
 from onefold.cache.tiers.records.index import Index
 from onefold.cache.tiers.records.record import Named
+from onefold.cache.tiers.records.written import Written
 from onefold.cli.cache import run
 from onefold.errors import ConfigError
 
@@ -125,9 +126,9 @@ OPERATIONS: dict[str, Callable[[Folder], Any]] = {
     "remove": lambda f: f.remove(SPACE, content().name),
     "remove_if_empty": lambda f: f.remove_if_empty(SPACE),
     "touch": lambda f: f.touch(SPACE, content().name, 5.0),
-    "sweep": lambda f: f.sweep(SPACE, f.strangers(SPACE)),
-    "records": lambda f: f.records(SPACE),
-    "strangers": lambda f: f.strangers(SPACE),
+    "sweep": lambda f: f.sweep(SPACE, f.listing(SPACE).strangers),
+    "records": lambda f: f.listing(SPACE).records,
+    "strangers": lambda f: f.listing(SPACE).strangers,
     "about": lambda f: f.about(SPACE),
     "reading": read_through,
     "heads": heads_of,
@@ -232,11 +233,11 @@ def test_a_link_in_a_namespace_is_not_followed(name: str, folder: Folder, tmp_pa
     put(folder, content(seed=1)).unlink()
     (folder.path / SPACE / name).unlink(missing_ok=True)
     (folder.path / SPACE / name).symlink_to(mine)
-    assert folder.about(SPACE) != {"label": "mine"} and folder.records(SPACE) == []
+    assert folder.about(SPACE) != {"label": "mine"} and folder.listing(SPACE).records == []
     folder.touch(SPACE, name, 5.0)
     put(folder, content())
-    assert len(folder.records(SPACE)) == 1
-    folder.sweep(SPACE, folder.strangers(SPACE))
+    assert len(folder.listing(SPACE).records) == 1
+    folder.sweep(SPACE, folder.listing(SPACE).strangers)
     Catalog(folder, 1)
     assert everything(tmp_path)["thesis.txt"] == before
 
@@ -247,7 +248,7 @@ def test_a_name_does_not_lead_elsewhere(name: str, folder: Folder) -> None:
     for act in (lambda: folder.remove(SPACE, name), lambda: folder.write(SPACE, name, [b"x"])):
         with pytest.raises(OSError):
             act()
-    assert (folder.path / "lock").exists() and len(folder.records(SPACE)) == 1
+    assert (folder.path / "lock").exists() and len(folder.listing(SPACE).records) == 1
 
 
 # -- what a cache did not write --------------------------------------------------------------------
@@ -334,4 +335,4 @@ def test_a_folder_in_the_place_of_the_count_costs_the_count_alone(name: str, tmp
 def test_a_folder_in_the_place_of_the_description_costs_that_alone(name: str, folder: Folder) -> None:
     (folder.path / SPACE / name).mkdir(parents=True)
     put(folder, content())
-    assert len(folder.records(SPACE)) == 1 and folder.about(SPACE) == {}
+    assert len(folder.listing(SPACE).records) == 1 and folder.about(SPACE) == {}

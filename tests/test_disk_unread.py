@@ -342,7 +342,7 @@ def test_what_cannot_be_written_again_is_left_as_it_was(
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patched:
-        patched.setattr("onefold.cache.tiers.records.folder.write_all", none_left)
+        patched.setattr("onefold.cache.tiers.records.files.write_all", none_left)
         assert turn(model, cache, text(100)) == said
         assert not cache.flush(10, everything=True)
         settled(cache)

@@ -130,7 +130,7 @@ def test_looked_through_once_they_go_as_if_looked_through_each_time(found: list[
     for i, (parent, use, on_disk) in enumerate(found):
         node = leaf(tree, i, 3, last_use=use, parent=nodes[parent % len(nodes)])
         if on_disk:
-            node.disk = object()
+            node.below = object()
         else:
             node.span = object()
         nodes.append(node)
@@ -144,7 +144,7 @@ def test_looked_through_once_they_go_as_if_looked_through_each_time(found: list[
         best = oldest()
         assert best is not None and (node.last_use, node.end) == (best.last_use, best.end)
         assert not any(b.span is not None for b in node.walk())
-        node.span, node.disk = None, object()
+        node.span, node.below = None, object()
         assert order.check(tree.root.walk()) == []
     assert oldest() is None
 
@@ -189,7 +189,7 @@ def test_every_change_of_a_tree_is_heard(changes: list[tuple[int, int, int]]) ->
         elif what == 6:
             node.span = Payload() if n % 2 else None
         elif what == 7:
-            node.disk = Payload() if n % 2 else None
+            node.below = Payload() if n % 2 else None
         elif what == 8:
             node.checkpoint = Payload() if n % 2 else None
         else:

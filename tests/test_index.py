@@ -16,8 +16,10 @@ from fake import FakeModel, text
 
 from onefold.cache.tiers.records import census, heads, index
 from onefold.cache.tiers.records.catalog import Catalog
-from onefold.cache.tiers.records.folder import INDEX, Folder
+from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.index import Index, Indexed, pack
+from onefold.cache.tiers.records.index_files import IndexFiles
+from onefold.cache.tiers.records.listing import INDEX
 from onefold.cli import cache_actions
 
 KINDS = ("full", "recurrent")
@@ -207,7 +209,7 @@ def test_something_else_in_its_place(
     said, told = without_index(folder, tmp_path / "copy")
     path = index_of(folder)
     if what == "long":
-        monkeypatch.setattr("onefold.cache.tiers.records.folder.INDEX_MOST", 100)
+        monkeypatch.setattr("onefold.cache.tiers.records.index_files.INDEX_MOST", 100)
     else:
         path.rename(tmp_path / "elsewhere")
     if what == "folder":
@@ -230,7 +232,7 @@ def test_an_index_that_cannot_be_written_is_done_without(
         raise PermissionError(13, "no")
 
     index_of(folder).unlink()
-    monkeypatch.setattr(Folder, "write_index", refused)
+    monkeypatch.setattr(IndexFiles, "write", refused)
     assert loaded(folder) == loaded(folder)
     assert not index_of(folder).exists() and len(read) == 2 * len(files(folder))
 
@@ -291,7 +293,7 @@ def test_a_folder_in_its_place_costs_no_descriptor(folder: Path) -> None:
     before = os.dup(0)
     os.close(before)
     for _ in range(5):
-        assert held.index(space) == b""
+        assert held.indexes.read(space) == b""
     after = os.dup(0)
     os.close(after)
     assert after == before, "the lowest free one is the same"

@@ -24,7 +24,8 @@ from safetensors import safe_open
 
 from onefold.cache.tiers.records import record as form
 from onefold.cache.tiers.records.catalog import Catalog, Record, on_disk
-from onefold.cache.tiers.records.folder import TEMPORARY, Folder, Written, read_all, write_all
+from onefold.cache.tiers.records.files import TEMPORARY, read_all, write_all
+from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.record import (
     Content,
     Named,
@@ -35,6 +36,7 @@ from onefold.cache.tiers.records.record import (
     parse_head,
     parse_name,
 )
+from onefold.cache.tiers.records.written import Written
 from onefold.errors import ConfigError, FolderInUse, RecordError
 
 SPACE = "0" * 31 + "1"
@@ -185,7 +187,7 @@ def test_parts_are_written_and_read_however_they_are_cut(tmp_path: Path) -> None
 
 def test_a_write_that_fails_leaves_nothing(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     put(folder, content(seed=1)).unlink()
-    monkeypatch.setattr("onefold.cache.tiers.records.folder.write_all", raising(errno.ENOSPC))
+    monkeypatch.setattr("onefold.cache.tiers.records.files.write_all", raising(errno.ENOSPC))
     with pytest.raises(OSError):
         folder.write(SPACE, content().name, [b"x"])
     assert [p.name for p in (folder.path / SPACE).iterdir()] == ["about.json"]
@@ -195,7 +197,7 @@ def test_one_process_writes_and_others_look(folder: Folder) -> None:
     with pytest.raises(FolderInUse):
         Folder.make(folder.path)
     put(folder, content())
-    assert len(Folder.look(folder.path).records(SPACE)) == 1
+    assert len(Folder.look(folder.path).listing(SPACE).records) == 1
 
 
 def test_whatever_has_a_temporary_name_is_not_written_to(folder: Folder, tmp_path: Path) -> None:
@@ -324,7 +326,7 @@ def test_a_folder_that_was_made_anew_is_somebody_elses(folder: Folder) -> None:
         with pytest.raises(OSError, match="made anew"):
             act()
     folder.touch(SPACE, path.name, 2000.0)
-    assert [f.used for f in theirs.records(SPACE)] == [1000.0]
+    assert [f.used for f in theirs.listing(SPACE).records] == [1000.0]
     assert theirs.written().ever == 7 and theirs.about(SPACE) == {"label": "a model"}
     theirs.unlock()
 
@@ -366,7 +368,7 @@ def chain(folder: Folder, n: int, *, seed: int = 0, used: float | None = None, s
 
 
 def left(folder: Folder, space: str = SPACE) -> set[bytes]:
-    return {f.named.address for f in folder.records(space)}
+    return {f.named.address for f in folder.listing(space).records}
 
 
 def test_at_the_start_what_is_too_much_goes_oldest_first_and_tails_first(folder: Folder) -> None:

@@ -388,12 +388,12 @@ class PrefixCache:
             path, matched = self._tree(namespace).match(as_tokens(tokens))
             kv = resumable = 0
             for node in path:
-                if node.disk is None:
+                if node.below is None:
                     break
-                kv = node.disk.kv if kv == node.start else kv
-                if node.disk.known < node.end:
+                kv = node.below.kv if kv == node.start else kv
+                if node.below.known < node.end:
                     break
-                if node.disk.point is not None and node.disk.point.ready and node.end <= matched:
+                if node.below.has_saved_point and node.end <= matched:
                     resumable = node.end
             return resumable if self.state.model.pointwise else max(resumable, min(kv, matched))
 

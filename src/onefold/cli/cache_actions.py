@@ -15,9 +15,10 @@ from onefold.cache.tiers.records import census, pruning
 from onefold.cache.tiers.records import verify as verifying
 from onefold.cache.tiers.records.catalog import is_passing
 from onefold.cache.tiers.records.census import Entry, Space
-from onefold.cache.tiers.records.folder import Folder, day_of
+from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.layout import Layout
 from onefold.cache.tiers.records.order import below
+from onefold.cache.tiers.records.written import day_of
 from onefold.errors import ConfigError, RecordError
 from onefold.sizes import parse_size, show_size
 

@@ -207,10 +207,10 @@ class NodeStore:
 
     def unload(self, tree: Tree, node: Node) -> int:
         """Give up what a node has in memory. What is on disk of it stays; returns how many tokens are lost."""
-        if node.disk is None:
+        if node.below is None:
             kept = known = node.start
         else:
-            kept, known = node.disk.readable, node.disk.known
+            kept, known = node.below.readable, node.below.known
         lost = node.end - kept
         if known < node.end and node.children and self.tier is not None:
             self.tier.drop_below(node)
@@ -535,7 +535,7 @@ def _joined(spans: list[Span]) -> list[tuple[int, int]]:
 def _joinable(upper: Node, lower: Node) -> bool:
     if len(upper.children) != 1 or upper.checkpoint is not None:
         return False
-    if upper.disk is not None and (upper.disk.has_point or upper.disk.reaches_beyond(lower)):
+    if upper.below is not None and (upper.below.has_point or upper.below.reaches_beyond(lower)):
         return False
     if (upper.leases, upper.pins) != (lower.leases, lower.pins):
         return False

@@ -26,7 +26,7 @@ def readable_length(state: CacheState, path: list[Node], matched: int) -> tuple[
     at = 0
     for node in path:
         if node.span is None:
-            return at, "rotated" if node.disk is None else "left on disk"
+            return at, "rotated" if node.below is None else "left on disk"
         if node.span.slab.writers and state.busy_writer(node) is not None:
             return at, "held by another thread"
         at = min(node.end, matched)
@@ -76,8 +76,8 @@ def kv_reach(state: CacheState, path: list[Node], matched: int) -> int:
     for node in path:
         if node.span is not None:
             at = node.end
-        elif node.disk is not None:
-            at = node.disk.fetchable
+        elif node.below is not None:
+            at = node.below.fetchable
         if at < node.end:
             break
     return min(at, matched)

@@ -1,7 +1,7 @@
 """What memory asks of the tier below it. `tiers/` implements this; memory knows no files.
 
     Tier          the tier as a whole: told of commits and uses, asked to save what must make way
-    TierPayload   what hangs on a node (`Node.below`): how much of the node the tier has
+    TierPayload   what hangs on a node (`Node.below`, in `tree`): how much of the node the tier has
 
 All methods are called with the cache's lock held. What returns `Work` may let go of it between its steps.
 """
@@ -9,11 +9,13 @@ All methods are called with the cache's lock held. What returns `Work` may let g
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.segment import Slab
-from onefold.cache.memory.tree import Node, Tree
+from onefold.cache.memory.tree import Node, TierPayload, Tree
+
+__all__ = ["Tier", "TierPayload"]
 
 
 class Tier(Protocol):
@@ -77,41 +79,3 @@ class Tier(Protocol):
     def check(self) -> list[str]:
         """Recount; says what is not as it should be."""
         ...
-
-
-class TierPayload(Protocol):
-    """How much of a node a tier has. Positions are those of the conversation."""
-
-    @property
-    def kv(self) -> int:
-        """Up to here the tier has its KV."""
-        ...
-
-    @property
-    def fetchable(self) -> int:
-        """Up to here its KV can be fetched now, record by record."""
-        ...
-
-    @property
-    def known(self) -> int:
-        """Up to here the tier has its tokens, with KV or without."""
-        ...
-
-    @property
-    def readable(self) -> int:
-        """Up to here the tier has what memory has of it."""
-        ...
-
-    @property
-    def has_point(self) -> bool:
-        """Whether the tier has, or is about to have, the checkpoint at its end."""
-        ...
-
-    def reaches_beyond(self, lower: Node) -> bool:
-        """Whether a record of it goes on into something else than the node below."""
-        ...
-
-    def cut(self, at: int, upper: Node, lower: Node) -> tuple[Any, Any]: ...
-    def join(self, upper: Any) -> None: ...
-    def moved(self, node: Node) -> Any: ...
-

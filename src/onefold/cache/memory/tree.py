@@ -2,7 +2,7 @@
 
 - A node is an edge: `tokens` spans exactly [start, end) of every sequence below it.
 - Children of a node differ in their first token; a root has no tokens.
-- What a node carries (`span`, `checkpoint`, `disk`) is opaque here. A payload spans exactly its edge;
+- What a node carries (`span`, `checkpoint`, `below`) is opaque here. A payload spans exactly its edge;
   `cut` is told how to cut it when an edge is split.
 - Matching compares arrays; it never looks at tokens one by one, and touches no payload.
 - A node counts the branches below it that have something in memory, and tells its watch of every change that may move
@@ -83,11 +83,54 @@ def common_length(a: Tokens, b: Tokens) -> int:
     return first if n and differ[first] else n
 
 
-class Cuttable(Protocol):
-    """What a node asks of its span, and of what it has on disk."""
+class TierPayload(Protocol):
+    """How much of a node the tier below memory has. Positions are those of the conversation."""
 
-    def cut(self, at: int, upper: Node, lower: Node) -> tuple[Any, Any]: ...
-    def join(self, upper: Any) -> None: ...
+    @property
+    def kv(self) -> int:
+        """Up to here the tier has the node's KV."""
+        ...
+
+    @property
+    def fetchable(self) -> int:
+        """Up to here the tier can give the node's KV back now."""
+        ...
+
+    @property
+    def known(self) -> int:
+        """Up to here the tier has the node's tokens, with KV or without."""
+        ...
+
+    @property
+    def readable(self) -> int:
+        """Up to here the tier has what memory has of the node."""
+        ...
+
+    @property
+    def has_point(self) -> bool:
+        """Whether the tier has, or is about to have, the checkpoint at the node's end."""
+        ...
+
+    @property
+    def has_saved_point(self) -> bool:
+        """Whether the tier has the checkpoint at the node's end."""
+        ...
+
+    def reaches_beyond(self, lower: Node) -> bool:
+        """Whether what the tier has of the node continues into another node than `lower`, its child."""
+        ...
+
+    def cut(self, at: int, upper: Node, lower: Node) -> tuple[TierPayload | None, TierPayload | None]:
+        """Split it with its node, at the `at`-th token. Returns the payloads of `upper` and `lower`."""
+        ...
+
+    def join(self, upper: TierPayload | None) -> None:
+        """Take over the payload of the node above, whose edge this payload's node has taken over."""
+        ...
+
+    def moved(self, node: Node) -> TierPayload:
+        """Returns the same for `node`, which has taken over the payload's own."""
+        ...
 
 
 class Watch(Protocol):
@@ -102,8 +145,8 @@ class Watch(Protocol):
 
 class Node:
     __slots__ = (
+        "_below",
         "_checkpoint",
-        "_disk",
         "_last_use",
         "_leases",
         "_pins",
@@ -128,7 +171,7 @@ class Node:
         self._watch = watch
         self._span: Any = None
         self._checkpoint: Any = None
-        self._disk: Any = None
+        self._below: TierPayload | None = None
         self._leases = 0
         self._pins = 0
         self._last_use = 0.0
@@ -152,13 +195,13 @@ class Node:
         self._payload_changed(held, always=True)
 
     @property
-    def disk(self) -> Any:
-        """What of it lies on disk; all of it may, and nothing in memory."""
-        return self._disk
+    def below(self) -> TierPayload | None:
+        """What the tier below memory has of the node; that may be all of it, with nothing in memory."""
+        return self._below
 
-    @disk.setter
-    def disk(self, disk: Any) -> None:
-        held, self._disk = self.in_memory, disk
+    @below.setter
+    def below(self, below: TierPayload | None) -> None:
+        held, self._below = self.in_memory, below
         self._payload_changed(held)
 
     @property
@@ -231,7 +274,7 @@ class Node:
     @property
     def in_memory(self) -> bool:
         """Whether it has something in memory, or nothing anywhere."""
-        return self._span is not None or self._checkpoint is not None or self._disk is None
+        return self._span is not None or self._checkpoint is not None or self._below is None
 
     @property
     def idle(self) -> bool:
@@ -342,8 +385,8 @@ class Tree:
         upper._leases, upper._pins, upper._last_use = node._leases, node._pins, node._last_use
         if node._span is not None:
             upper._span, node._span = node._span.cut(k, upper, node)
-        if node._disk is not None:
-            upper._disk, node._disk = node._disk.cut(k, upper, node)
+        if node._below is not None:
+            upper._below, node._below = node._below.cut(k, upper, node)
         upper.held_below = int(node.holds)
         above.count_branch(upper.holds - held)
         self._tell(upper)
@@ -357,15 +400,15 @@ class Tree:
         above, held = upper.parent, upper.holds
         if lower._span is not None:
             lower._span.join(upper._span)
-        if lower._disk is not None:
-            lower._disk.join(upper._disk)
-        elif upper._disk is not None:
-            lower._disk = upper._disk.moved(lower)
+        if lower._below is not None:
+            lower._below.join(upper._below)
+        elif upper._below is not None:
+            lower._below = upper._below.moved(lower)
         lower.tokens = np.concatenate([upper.tokens, lower.tokens])
         lower.start, lower.parent = upper.start, above
         lower._last_use = max(lower._last_use, upper._last_use)
         above.children[int(lower.tokens[0])] = lower
-        upper.parent, upper._span, upper._disk, upper.children, upper.held_below = None, None, None, {}, 0
+        upper.parent, upper._span, upper._below, upper.children, upper.held_below = None, None, None, {}, 0
         above.count_branch(lower.holds - held)
         self._tell(upper)
         self._tell(lower)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from onefold.cache.memory.tree import Node, Tree
-from onefold.cache.tiers.disk.ondisk import OnDisk
+from onefold.cache.tiers.disk.ondisk import disk_of, made_disk_of
 from onefold.cache.tiers.records.catalog import Loaded, Record
 from onefold.cache.tiers.records.record import What
 
@@ -46,17 +46,18 @@ def grow(tree: Tree, loaded: list[Loaded]) -> None:
             _claim(node, [member.record for member in chain])
         if known < len(tokens):
             node = tree.add(node, tokens[known:])
-            node.disk = OnDisk(node)
+            held = made_disk_of(node)
             for member in chain:
                 if member.record.end > node.start:
-                    node.disk.add(member.record)
+                    held.add(member.record)
         node.last_use = max(node.last_use, used)
         ends |= dict.fromkeys((member.record for member in chain), node)
         todo += following.get(chain[-1].record, ())
     for record in points:
         node = _node_at(tree, ends, record)
-        if node.parent is not None and node.disk is not None and node.disk.point is None:
-            node.disk.set_point(record)
+        disk = disk_of(node)
+        if node.parent is not None and disk is not None and disk.point is None:
+            disk.set_point(record)
 
 
 def _claim(node: Node, records: list[Record]) -> None:
@@ -67,11 +68,10 @@ def _claim(node: Node, records: list[Record]) -> None:
         node = node.parent
     for n in reversed(nodes):
         for record in records:
-            at = n.start if n.disk is None else n.disk.reaches
+            disk = disk_of(n)
+            at = n.start if disk is None else disk.reaches
             if record.start <= at < min(n.end, record.end):
-                if n.disk is None:
-                    n.disk = OnDisk(n)
-                n.disk.add(record)
+                made_disk_of(n).add(record)
 
 
 def _continues(record: Record, after: list[Loaded]) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from onefold.cache.memory.checkpoints import superfluous
 from onefold.cache.memory.nodes import NodeStore
 from onefold.cache.memory.tree import Node
-from onefold.cache.tiers.disk.ondisk import OnDisk
+from onefold.cache.tiers.disk.ondisk import OnDisk, all_records_of, disk_of, made_disk_of, point_of, records_of
 from onefold.cache.tiers.records.catalog import Catalog, Record
 from onefold.cache.tiers.records.order import below
 
@@ -54,20 +54,19 @@ class Links:
     def take_from_nodes(self, record: Record) -> None:
         nodes = sorted(record.nodes, key=lambda n: -n.start)
         for node in nodes:
-            node.disk.lose(record)
+            made_disk_of(node).lose(record)
         for node in nodes:
-            self._fall_back(node)
-            if not node.disk.all:
-                node.disk = None
+            self._fall_back(node, made_disk_of(node))
+            if not all_records_of(node):
+                node.below = None
             self.prune(node)
 
-    def _fall_back(self, node: Node) -> None:
+    def _fall_back(self, node: Node, disk: OnDisk) -> None:
         """A record has gone; others with the same tokens count instead, if its checkpoint or something below goes on
         from them."""
-        disk: OnDisk = node.disk
         if disk.reaches >= node.end:
             return
-        firsts = [n.disk.records[0] for n in node.children.values() if n.disk is not None and n.disk.records]
+        firsts = [r for n in node.children.values() for r in records_of(n)[:1]]
         for first in [*([] if disk.point is None else [disk.point.parent]), *firsts]:
             found: list[Record] = []
             at: Record | None = first
@@ -82,7 +81,7 @@ class Links:
 
     def drop_below(self, node: Node) -> None:
         """What is on disk below a node that leaves without being there itself: nothing leads to it any more."""
-        self.forget({r for n in node.walk() if n.disk is not None for r in n.disk.all})
+        self.forget({r for n in node.walk() for r in all_records_of(n)})
 
     def prune(self, node: Node) -> None:
         """A node that has nothing anywhere, and nothing below it, goes."""
@@ -93,33 +92,34 @@ class Links:
             and node.idle
             and node.parent is not None
         ):
-            if node.disk is not None and node.disk.readable >= node.end:
+            disk = disk_of(node)
+            if disk is not None and disk.readable >= node.end:
                 return
             above = node.parent
-            if node.disk is not None and node.disk.covered > node.start:
-                above = self._nodes.tree_of(node).split(node, node.disk.covered)
-            for record in [] if node.disk is None else node.disk.all:
+            if disk is not None and disk.covered > node.start:
+                above = self._nodes.tree_of(node).split(node, disk.covered)
+            for record in all_records_of(node):
                 record.nodes.discard(node)
-            node.disk = None
+            node.below = None
             self._nodes.tree_of(node).remove(node)
-            if above.span is None and above.checkpoint is None and above.disk is None and above.parent is not None:
+            if above.span is None and above.checkpoint is None and above.below is None and above.parent is not None:
                 self.prune(above)
 
     def leave(self, node: Node) -> None:
         """The node is being removed from its tree: it relies on its records no more."""
-        if node.disk is not None:
-            disk, node.disk = node.disk, None
-            for record in reversed(disk.all):
-                record.nodes.discard(node)
-                self.let_go(record)
+        records = all_records_of(node)
+        node.below = None
+        for record in reversed(records):
+            record.nodes.discard(node)
+            self.let_go(record)
 
     def thin(self, node: Node) -> None:
         """Keep the best few checkpoints of a path on disk, as in memory."""
-        held = [n for n in node.path() if n.disk is not None and n.disk.point is not None and n.disk.point.ready]
+        held = [n for n in node.path() if n.below is not None and n.below.has_saved_point]
         for n in superfluous(held):
-            record = n.disk.point
-            if not record.pins:  # a restore is about to read it; the next checkpoint that arrives thins again
-                n.disk.lose(record)
+            record = point_of(n)
+            if record is not None and not record.pins:  # else a restore reads it: the next checkpoint thins again
+                made_disk_of(n).lose(record)
                 self.let_go(record)
 
     def let_go(self, record: Record) -> None:

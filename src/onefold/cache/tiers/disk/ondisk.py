@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from onefold.cache.memory.tree import Node
+from onefold.cache.memory.tree import Node, TierPayload
 from onefold.cache.tiers.records.catalog import Record
 
 
@@ -88,12 +88,17 @@ class OnDisk:
         last = max(self.records, key=lambda r: r.end) if self.hollow else self.records[-1]
         if last.end <= self.node.end:
             return False
-        return lower.disk is None or not lower.disk.records or lower.disk.records[0] is not last
+        return records_of(lower)[:1] != [last]
 
     @property
     def has_point(self) -> bool:
         """Whether the checkpoint at the node's end is on disk, or on its way."""
         return self.point is not None
+
+    @property
+    def has_saved_point(self) -> bool:
+        """Whether the checkpoint at the node's end is on disk."""
+        return self.point is not None and self.point.ready
 
     @property
     def all(self) -> list[Record]:
@@ -153,8 +158,9 @@ class OnDisk:
         self.records = [r for r in self.records if r.end > position]
         return (above if above.records else None), (self if self.records or self.point else None)
 
-    def join(self, upper: OnDisk | None) -> None:
+    def join(self, upper: TierPayload | None) -> None:
         """Its node has taken over the edge before it."""
+        assert upper is None or isinstance(upper, OnDisk)
         above = [] if upper is None else upper.records
         for record in above:
             if upper is not None:
@@ -168,3 +174,36 @@ class OnDisk:
         found = OnDisk(node)
         found.join(self)
         return found
+
+
+def disk_of(node: Node) -> OnDisk | None:
+    """Returns what of the node is on disk, None if nothing is."""
+    found = node.below
+    assert found is None or isinstance(found, OnDisk)
+    return found
+
+
+def made_disk_of(node: Node) -> OnDisk:
+    """Returns what of the node is on disk; gives the node an empty one if it has none."""
+    found = disk_of(node)
+    if found is None:
+        node.below = found = OnDisk(node)
+    return found
+
+
+def records_of(node: Node) -> list[Record]:
+    """Returns the records of the node's tokens, in order."""
+    found = disk_of(node)
+    return [] if found is None else found.records
+
+
+def point_of(node: Node) -> Record | None:
+    """Returns the record of the checkpoint at the node's end."""
+    found = disk_of(node)
+    return None if found is None else found.point
+
+
+def all_records_of(node: Node) -> list[Record]:
+    """Returns the records of the node's tokens, and that of its checkpoint."""
+    found = disk_of(node)
+    return [] if found is None else found.all

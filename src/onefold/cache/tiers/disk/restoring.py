@@ -37,9 +37,10 @@ from onefold.cache.memory.track import Track
 from onefold.cache.memory.tree import Node, Tokens, Tree
 from onefold.cache.tiers.disk import host
 from onefold.cache.tiers.disk.linking import Links
+from onefold.cache.tiers.disk.ondisk import point_of, records_of
 from onefold.cache.tiers.disk.pace import Pace
 from onefold.cache.tiers.records.catalog import Record, is_passing, reason_of
-from onefold.cache.tiers.records.folder import read_all
+from onefold.cache.tiers.records.files import read_all
 from onefold.cache.tiers.records.heads import read_content
 from onefold.cache.tiers.records.layout import Layout
 from onefold.cache.tiers.records.record import Content, Tensor
@@ -97,7 +98,7 @@ def wanted(state: CacheState, tree: Tree, tokens: Tokens) -> Wanted | None:
     """What of the disk would let a request of these tokens begin further on than memory alone."""
     path, matched = tree.match(tokens)
     usable = min(matched, len(tokens) - 1)
-    if usable <= 0 or all(n.disk is None for n in path):
+    if usable <= 0 or all(n.below is None for n in path):
         return None
     in_memory, _ = readable_length(state, path, matched)
     have, _, _ = resume_point(state, path, min(usable, in_memory), usable)
@@ -105,7 +106,7 @@ def wanted(state: CacheState, tree: Tree, tokens: Tokens) -> Wanted | None:
     target, point = min(reach, matched), None
     node = next((n for n in reversed(path) if n.end <= usable and _resumable(n, reach)), None)
     if node is not None and (state.model.pointwise or node.end > reach):
-        target, point = node.end, None if node.checkpoint is not None else node.disk.point
+        target, point = node.end, None if node.checkpoint is not None else point_of(node)
         path = path[: path.index(node) + 1]
     elif state.model.pointwise:
         return None
@@ -120,14 +121,14 @@ def _resumable(node: Node, reach: int) -> bool:
     """Whether a request can begin at its end, with KV that reaches so far."""
     if node.checkpoint is not None:
         return node.end <= reach or node.checkpoint.spanless
-    if node.disk is None or node.disk.point is None or not node.disk.point.ready:
+    if node.below is None or not node.below.has_saved_point:
         return False
     return node.end <= reach or _rotated(node)
 
 
 def _rotated(node: Node) -> bool:
     """Whether it lies behind tokens without KV: then its checkpoint does without as well."""
-    return any(r.hollow for n in node.path() if n.disk is not None for r in n.disk.records)
+    return any(r.hollow for n in node.path() for r in records_of(n))
 
 
 def _records(path: list[Node], target: int) -> list[Record]:
@@ -138,7 +139,7 @@ def _records(path: list[Node], target: int) -> list[Record]:
     for node in path[first:]:
         if node.span is not None:
             break
-        for record in node.disk.records:
+        for record in records_of(node):
             if record.start < target and not record.hollow and record not in found[-1:]:
                 while found and found[-1].start >= record.start:
                     found.pop()

@@ -30,7 +30,7 @@ from onefold.cache.memory.tree import Node
 from onefold.cache.tiers.disk import host
 from onefold.cache.tiers.disk.backlog import Backlog
 from onefold.cache.tiers.disk.linking import Links
-from onefold.cache.tiers.disk.ondisk import OnDisk
+from onefold.cache.tiers.disk.ondisk import OnDisk, all_records_of, disk_of, made_disk_of, point_of, records_of
 from onefold.cache.tiers.disk.staging import Staging
 from onefold.cache.tiers.disk.writing import LOOK_AGAIN, Job, Writer
 from onefold.cache.tiers.records.catalog import MISPLACED, NO_TOKENS, PASSING, Record
@@ -126,7 +126,7 @@ class Spiller:
 
     def is_clean(self, node: Node) -> bool:
         """Whether all that the node has in memory is on disk too."""
-        disk: OnDisk | None = node.disk
+        disk = disk_of(node)
         if disk is None or disk.readable < node.end:
             return False
         return node.checkpoint is None or (disk.point is not None and disk.point.ready)
@@ -196,7 +196,7 @@ class Spiller:
         owed = [n for n in path if not self._covered(n) and n.span is not None]
         if not owed or self._backlog.is_refused(path[-1]) or not self._writable(path[-1], points=points):
             return 0
-        tokens = sum(n.end - (n.start if n.disk is None else max(n.start, n.disk.covered)) for n in owed)
+        tokens = sum(n.end - max(n.start, _covered_to(n)) for n in owed)
         return tokens * self._store.token_bytes
 
     @property
@@ -251,7 +251,7 @@ class Spiller:
     def unsaved(self) -> int:
         """Tokens that are in memory and not on disk."""
         dirty = [n for n in self._nodes() if n.span is not None and self._space_of(n) is not None]
-        return sum(n.end - max(n.start, n.disk.readable if n.disk is not None else 0) for n in dirty)
+        return sum(n.end - max(n.start, n.below.readable if n.below is not None else 0) for n in dirty)
 
     @property
     def writes(self) -> bool:
@@ -317,7 +317,7 @@ class Spiller:
 
     @staticmethod
     def _on_its_way(node: Node) -> bool:
-        return any(not r.ready for n in node.path() if n.disk is not None for r in n.disk.all)
+        return any(not r.ready for n in node.path() for r in all_records_of(n))
 
     def _first_dirty(self, node: Node, *, points: bool = True) -> Node | None:
         """The first node of its path that is not wholly on disk, if it has something that could be; without `points`,
@@ -329,13 +329,13 @@ class Spiller:
                 if n.span is None and self._store.specs and i > deepest:
                     return None  # what a rotation left without bytes, and nothing to be resumed behind it
                 return n
-            if points and n.checkpoint is not None and n.disk.point is None:
+            if points and n.checkpoint is not None and point_of(n) is None:
                 return n
         return None
 
     @staticmethod
     def _covered(node: Node) -> bool:
-        return node.disk is not None and node.disk.covered >= node.end
+        return _covered_to(node) >= node.end
 
     def _job(self, node: Node, *, points: bool = True) -> Job | None:
         """The next record of a node's path. None if nothing is left to write, or it has no place on the disk. What is
@@ -351,7 +351,7 @@ class Spiller:
 
     def _range_job(self, first: Node, space: str) -> Job | Record | None:
         """The next range of this node; the record alone if that is there already."""
-        start = first.start if first.disk is None else first.disk.covered
+        start = _covered_to(first)
         span = first.span
         stop = min(first.end, start + (HOLLOW_TOKENS if span is None else self.record_tokens))
         tokens = first.tokens[start - first.start : stop - first.start]
@@ -362,9 +362,7 @@ class Spiller:
         record = known or self._expect(first, content, stop, above)
         if record is None:
             return None
-        if first.disk is None:
-            first.disk = OnDisk(first)
-        for superfluous in first.disk.add(record):
+        for superfluous in made_disk_of(first).add(record):
             self._links.let_go(superfluous)
         if known is not None:
             return known
@@ -393,7 +391,7 @@ class Spiller:
         record = known or self._expect(node, content, node.end, above)
         if record is None:
             return None
-        node.disk.set_point(record)
+        made_disk_of(node).set_point(record)
         if known is not None:
             return known
         node.checkpoint.hold()
@@ -410,7 +408,7 @@ class Spiller:
         found: Record | None = None
         at: Node | None = node
         while at is not None and at.end >= start:
-            for record in reversed([] if at.disk is None else at.disk.records):
+            for record in reversed(records_of(at)):
                 if record.start < start <= record.end and (found is None or found.hollow):
                     found = record
             at = at.parent if found is None or at.start == start else None
@@ -521,8 +519,8 @@ class Spiller:
     def check(self) -> list[str]:
         found = self.catalog.check()
         for node in self._nodes():
-            if node.disk is not None:
-                found += _check_node(node)
+            if (disk := disk_of(node)) is not None:
+                found += _check_node(node, disk)
         return found
 
 
@@ -531,8 +529,14 @@ def _quiet(slab: Slab) -> bool:
     return not slab.writers and not slab.rewriting
 
 
-def _check_node(node: Node) -> list[str]:
-    disk, where = node.disk, f"node [{node.start}, {node.end})"
+def _covered_to(node: Node) -> int:
+    """Up to here what memory has of the node is on disk, or on its way."""
+    disk = disk_of(node)
+    return node.start if disk is None else disk.covered
+
+
+def _check_node(node: Node, disk: OnDisk) -> list[str]:
+    where = f"node [{node.start}, {node.end})"
     found = [f"{where} has a record that does not know it" for r in disk.all if node not in r.nodes]
     if disk.node is not node:
         found.append(f"{where} has what another node has on disk")
@@ -544,7 +548,8 @@ def _check_node(node: Node) -> list[str]:
             found.append(f"{where}: {record} does not follow at {at}")
         at = record.end
     parent = node.parent
+    above = None if parent is None else disk_of(parent)
     inner = parent is not None and parent.parent is not None
-    if inner and disk.records and (parent.disk is None or parent.disk.reaches < parent.end):  # type: ignore[union-attr]
+    if inner and disk.records and (above is None or above.reaches < above.node.end):
         found.append(f"{where} is on disk, but not what goes before it")
     return found

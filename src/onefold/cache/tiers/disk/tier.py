@@ -26,6 +26,7 @@ from onefold.cache.memory.tree import Node, Tree
 from onefold.cache.tiers.disk.growing import grow
 from onefold.cache.tiers.disk.linking import Links
 from onefold.cache.tiers.disk.naming import name_of, salt_of
+from onefold.cache.tiers.disk.ondisk import all_records_of
 from onefold.cache.tiers.disk.restoring import AHEAD, Reading
 from onefold.cache.tiers.disk.spilling import Spiller
 from onefold.cache.tiers.records.catalog import Catalog
@@ -220,8 +221,7 @@ class Disk:
 
     def touch(self, path: list[Node], used: float) -> None:
         for node in path:
-            if node.disk is not None:
-                self.catalog.touch(node.disk.all, used)
+            self.catalog.touch(all_records_of(node), used)
 
     def abandon(self) -> None:
         """The cache is gone, or Python ends, without `close`. What was to be written through is; the rest is said to be

@@ -22,11 +22,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onefold.cache.memory.tree import Tokens
-from onefold.cache.tiers.records.folder import Filed, Folder, Written, day_of, read_all
+from onefold.cache.tiers.records.files import read_all
+from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.heads import Wanted, read_heads
 from onefold.cache.tiers.records.index import NO_STAMP, Index, Indexed, Said, pack
+from onefold.cache.tiers.records.listing import Filed
 from onefold.cache.tiers.records.order import oldest_tails_first
 from onefold.cache.tiers.records.record import OTHER_FORMAT, Named, What, file_name
+from onefold.cache.tiers.records.written import Written, day_of
 from onefold.collecting import paused
 from onefold.sizes import show_size
 
@@ -230,7 +233,7 @@ class Catalog:
         return found
 
     def _index(self, namespace: str) -> Index:
-        return Index(namespace, self.folder.index(namespace))
+        return Index(namespace, self.folder.indexes.read(namespace))
 
     def load_again(self, namespace: str) -> list[Loaded]:
         """Those records that could not be read before and can be now, with what goes on from them, in the order of
@@ -472,7 +475,7 @@ class Catalog:
         while self._indexes:
             namespace, data = self._indexes.popleft()
             try:
-                self.folder.write_index(namespace, data)
+                self.folder.indexes.write(namespace, data)
             except OSError as error:  # the records have it all
                 log.debug("the index of %s could not be written: %s", namespace, error)
         emptied = set[str]()

@@ -18,10 +18,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onefold.cache.tiers.records.catalog import is_passing, on_disk
-from onefold.cache.tiers.records.folder import LOCK, MARKER, WRITTEN, Filed, Folder
+from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.heads import Wanted, read_heads
 from onefold.cache.tiers.records.index import NO_STAMP, Index, Said, Stamp
+from onefold.cache.tiers.records.listing import Filed
+from onefold.cache.tiers.records.locking import LOCK
+from onefold.cache.tiers.records.marker import MARKER
 from onefold.cache.tiers.records.record import VERSION, Named, What, file_name
+from onefold.cache.tiers.records.written import WRITTEN
 from onefold.errors import RecordError
 
 _LOOKS = 3
@@ -130,10 +134,10 @@ def _entry(namespace: str, filed: Filed) -> Entry:
 def _with_heads(folder: Folder, namespace: str, listed: list[Entry]) -> list[Entry]:
     held: dict[Named, Entry] = {}
     ranges: dict[bytes, Entry] = {}
-    index = Index(namespace, folder.index(namespace))
+    index = Index(namespace, folder.indexes.read(namespace))
     for look in range(_LOOKS):
         if look:
-            listed = [_entry(namespace, filed) for filed in folder.records(namespace)]
+            listed = [_entry(namespace, filed) for filed in folder.listing(namespace).records]
             there = {e.named for e in listed}
             held = {named: e for named, e in held.items() if named in there}
         new = [e for e in listed if e.named not in held]

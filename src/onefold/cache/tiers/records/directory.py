@@ -114,3 +114,24 @@ def _plain(name: str) -> str:
     if not name or name in (".", "..") or "/" in name or "\0" in name:
         raise OSError(errno.EINVAL, "not the name of a file", name)
     return name
+
+
+@contextlib.contextmanager
+def absent_is_empty() -> Iterator[None]:
+    """Suppresses the errors that say that a directory does not exist."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in ABSENT:
+            raise
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str], name: str) -> Iterator[Directory]:
+    """Open the directory of this name below a path; without a name, that of the path. Raises OSError."""
+    with Directory.at(path) as top:
+        if not name:
+            yield top
+            return
+        with top.below(name) as inside:
+            yield inside

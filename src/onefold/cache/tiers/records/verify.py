@@ -13,7 +13,8 @@ import os
 from collections.abc import Callable, Iterator
 
 from onefold.cache.tiers.records.census import Entry
-from onefold.cache.tiers.records.folder import Folder, read_all
+from onefold.cache.tiers.records.files import read_all
+from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.heads import read_content
 from onefold.cache.tiers.records.layout import Layout
 from onefold.errors import RecordError

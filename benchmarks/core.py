@@ -216,9 +216,7 @@ def bench_match() -> list[Row]:
     stock_branch = best(lambda: trie.search("m", branch_list), 1)
     per_token = tree.index_bytes() / n
     return [
-        Row(
-            "match, 131,072 tokens: extension", extend_ms, "≤ 2", extend_ms <= 2, f"{stock_extend:.0f}", "ms"
-        ),
+        Row("match, 131,072 tokens: extension", extend_ms, "≤ 2", extend_ms <= 2, f"{stock_extend:.0f}", "ms"),
         Row(
             "match, 131,072 tokens: branch at half",
             branch_ms,
@@ -310,8 +308,7 @@ def bench_hybrid() -> list[Row]:
     stored = cache.stats()
     unique = len(history) - 60
     stock_tokens = sum(
-        e.prompt_cache[-1].offset if hasattr(e.prompt_cache[-1], "offset") else 0
-        for e in _stock_entries(stock)
+        e.prompt_cache[-1].offset if hasattr(e.prompt_cache[-1], "offset") else 0 for e in _stock_entries(stock)
     )
     ratio = stored.stored_tokens / unique
     kept, kv = stored.bytes["checkpoint"] / 1e6, stored.bytes["stored"] / 1e6
@@ -400,12 +397,8 @@ def bench_decode(tokens: int) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--only", default="", help="comma-separated: continue,share,match,ledger,hybrid,decode"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="comma-separated: continue,share,match,ledger,hybrid,decode")
     parser.add_argument("--tokens", type=int, default=4096)
     args = parser.parse_args()
     benches: dict[str, Callable[[], list[Row]]] = {

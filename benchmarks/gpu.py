@@ -94,9 +94,7 @@ def ours(model: object, prefix: list[int], rows: int, table: list[str]) -> None:
     mx.reset_peak_memory()
     held = mx.get_active_memory()
     with cache.lease([*prefix, *range(1, 33)]) as lease:
-        out = [
-            t for t, _ in generate_step(mx.array(lease.rest), model, max_tokens=64, prompt_cache=lease.layers)
-        ]
+        out = [t for t, _ in generate_step(mx.array(lease.rest), model, max_tokens=64, prompt_cache=lease.layers)]
         moved = len(lease.hold.track.pieces) == 1
         peak = mx.get_peak_memory() - held
         token, took = mx.array([[7]]), []
@@ -171,9 +169,7 @@ def facts(table: list[str]) -> None:
             q, mx.contiguous(k[..., lo:hi, :]), mx.contiguous(v[..., lo:hi, :]), scale=0.088
         )
         worst = mx.abs(a - b).max().item()
-        table.append(
-            f"fact: SDPA with one query on a slice [{lo}:{hi}) of 1024 differs from its copy by {worst:.1e}"
-        )
+        table.append(f"fact: SDPA with one query on a slice [{lo}:{hi}) of 1024 differs from its copy by {worst:.1e}")
     big = mx.zeros((1, 8, 8192, 128), mx.bfloat16)
     mx.eval(big)
     settle()
@@ -185,9 +181,7 @@ def facts(table: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--layers", type=int, default=32)

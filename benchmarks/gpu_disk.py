@@ -100,8 +100,13 @@ def main() -> None:
         seconds = time.perf_counter() - began
         stats = cache.stats()
         entry = stats.bytes["stored"] + stats.bytes["live"]
-        rows.append(("restored", f"{stats.disk.restored_bytes / 1e9:.2f} GB in {seconds:.2f} s, "
-                     f"{stats.disk.restored_bytes / seconds / 1e9:.2f} GB/s"))
+        rows.append(
+            (
+                "restored",
+                f"{stats.disk.restored_bytes / 1e9:.2f} GB in {seconds:.2f} s, "
+                f"{stats.disk.restored_bytes / seconds / 1e9:.2f} GB/s",
+            )
+        )
         rows.append(("peak over the entry", f"{(mx.get_peak_memory() - before) / entry:.3f}"))
         rows.append(("active memory beside the ledger", f"{mx.get_active_memory() - before} {entry}"))
         cache.clear(disk=False)

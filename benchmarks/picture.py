@@ -20,7 +20,8 @@ from typing import Any
 import onefold  # first: it preloads a real BLAS
 
 # isort: split
-from problems import Stock, Turn, round_robin
+from problems_driving import Stock
+from problems_figures import Turn, round_robin
 from shapes import gemma_model
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -41,7 +41,7 @@ SHAPE = Shape(layers=16, heads=2, kv_heads=2, head_dim=128, intermediate=64)
 """KV outweighs all else."""
 WAIT = 180.0
 
-PROBE = '''
+PROBE = """
 import gc, http.server, threading
 def probe(port):
     import mlx.core as mx
@@ -55,7 +55,7 @@ def probe(port):
         def log_message(self, *_): pass
     server = http.server.HTTPServer(("127.0.0.1", port), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-'''
+"""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import onefold  # noqa: F401  first: it preloads a real BLAS
 # isort: split
 import mlx.core as mx
 
-from onefold.cache.memory.segment import View
+from onefold.cache.memory.shapes import View
 from onefold.cache.model.attention import Handle, attention
 from onefold.cache.model.kinds.plain import PlainCodec
 

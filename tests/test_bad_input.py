@@ -276,7 +276,7 @@ def test_a_device_that_fails_while_compacting_costs_only_the_miss(model, monkeyp
 
         monkeypatch.setattr("onefold.cache.memory.segment.mx.eval", second_fails)
         slab = max(cache.state.store.slabs, key=lambda s: s.capacity)
-        assert not cache.state.lock.run(cache.state.nodes.compacting(slab))
+        assert not cache.state.lock.run(cache.state.placement.compacting(slab))
         monkeypatch.undo()
         cache.check()
         assert cache.lease([*known, 1]).cached == 0

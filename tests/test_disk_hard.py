@@ -199,7 +199,7 @@ def test_a_disk_that_is_too_slow_is_waited_for_once(model: FakeModel, tmp_path: 
         write(self, *what)
 
     monkeypatch.setattr(Folder, "write", slow)
-    monkeypatch.setattr("onefold.cache.memory.nodes.PATIENCE", 0.2)
+    monkeypatch.setattr("onefold.cache.memory.reclaiming.PATIENCE", 0.2)
     with opened(model, tmp_path, budget="3MB") as cache:
         began = time.monotonic()
         for i in range(20):

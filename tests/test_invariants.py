@@ -304,7 +304,7 @@ def test_9_a_victim_is_ranked_by_what_it_would_really_free():
         lease = cache.lease([*known[:50], 91])
         for node in cache.state.nodes.nodes():
             if not node.children:
-                assert cache.state.nodes.frees(node) == 0
+                assert cache.state.reclaiming.frees(node) == 0
         lease.cancel()
 
 
@@ -316,7 +316,7 @@ def test_9_reclaiming_allocates_at_most_one_layer(long_model):
         before = active()
         mx.reset_peak_memory()
         with cache.state.lock:
-            cache.state.nodes.make_room(500 * cache.state.store.token_bytes)
+            cache.state.reclaiming.make_room(500 * cache.state.store.token_bytes)
         assert mx.get_peak_memory() - before <= 1.1 * layer
         assert active() < before - 400 * cache.state.store.token_bytes
         cache.check()
@@ -352,7 +352,7 @@ def test_12_a_contiguous_copy_is_counted_and_ends_with_the_sharing():
         cache.check()
         with cache.state.lock:
             for slab in list(cache.state.store.slabs):
-                cache.state.lock.run(cache.state.nodes.compacting(slab))
+                cache.state.lock.run(cache.state.placement.compacting(slab))
         assert cache.stats().bytes["stored"] <= 1.1 * alone
 
 

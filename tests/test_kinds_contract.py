@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
 from onefold.cache.memory.ledger import Ledger
-from onefold.cache.memory.segment import ArraySpec, Store
+from onefold.cache.memory.segment import Store
+from onefold.cache.memory.shapes import ArraySpec
 from onefold.cache.memory.track import Track
 from onefold.cache.model.kinds.base import Snapshot
 from onefold.cache.model.kinds.chunked import ChunkedLayer

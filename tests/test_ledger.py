@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onefold.cache.memory.ledger import HELD, Account, Ledger, Purpose
-from onefold.cache.memory.segment import ArraySpec, LayerSpec, Store
+from onefold.cache.memory.segment import Store
+from onefold.cache.memory.shapes import ArraySpec, LayerSpec
 from onefold.cache.memory.track import Track
 from onefold.errors import BudgetError, ConfigError
 

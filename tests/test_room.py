@@ -13,7 +13,8 @@ from tiny import tiny
 
 import onefold
 from onefold.cache.memory.ledger import Ledger
-from onefold.cache.memory.segment import ArraySpec, LayerSpec, Slab, Store
+from onefold.cache.memory.segment import Slab, Store
+from onefold.cache.memory.shapes import ArraySpec, LayerSpec
 from onefold.cache.memory.track import Track
 
 SPEC = LayerSpec((ArraySpec(1, 4, mx.float32), ArraySpec(1, 4, mx.float32)))

@@ -807,13 +807,13 @@ def test_a_lease_that_is_collected_while_all_is_recounted_is_no_finding(
     model = FakeModel(("full", "full"))
     with PrefixCache(model, "40MB") as cache:
         Session(model, cache, text(100)).prefill().commit()
-        recount = cache.state.nodes.check
+        recount = cache.state.store.check
 
         def collecting() -> list[str]:
             gc.collect()
             return recount()
 
-        monkeypatch.setattr(cache.state.nodes, "check", collecting)
+        monkeypatch.setattr(cache.state.store, "check", collecting)
         gc.disable()
         try:
             for i in range(3):

@@ -30,6 +30,7 @@ from onefold.cache.memory import device
 from onefold.cache.memory.ledger import ElasticLedger, Ledger, Purpose
 from onefold.cache.memory.lock import CacheLock, Work
 from onefold.cache.memory.reach import readable_length
+from onefold.cache.memory.recount import recount
 from onefold.cache.memory.segment import STEP, Slab, round_up
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tree import Node, Tokens, Tree, as_tokens
@@ -576,7 +577,7 @@ class PrefixCache:
     def check(self) -> None:
         """Recount everything from nothing; raises IntegrityError with every finding."""
         with self.state.lock:
-            if found := stats.recount(self.state):
+            if found := recount(self.state):
                 raise IntegrityError(found)
 
     def _tree(self, namespace: Hashable) -> Tree:
@@ -756,11 +757,11 @@ class PrefixCache:
                 slabs[node.span.slab] = None
             self.state.nodes.drop(tree, node)
         for slab in slabs:
-            yield from self.state.nodes.trimming_slack(slab)
+            yield from self.state.placement.trimming_slack(slab)
 
     def shrink(self, n_bytes: int) -> None:
         """Evict until at most `n_bytes` are stored, or nothing more can be. Other threads get in meanwhile."""
-        self.state.reclaim(lambda: min(self.stored_bytes - n_bytes, self.state.nodes.reclaimable_bytes()))
+        self.state.reclaim(lambda: min(self.stored_bytes - n_bytes, self.state.reclaiming.reclaimable_bytes()))
 
     def adopt(self, tokens: Any, layers: list[Any]) -> tuple[int, str]:
         """Take over what a list of mlx-lm's own caches holds: the KV of `tokens`. Returns how many of them could be

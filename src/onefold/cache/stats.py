@@ -72,26 +72,3 @@ def count(state: CacheState, disk: DiskStats, disk_reasons: Counter[str]) -> Sta
         tokens_from_disk=t["tokens_from_disk"],
         disk=disk,
     )
-
-
-def recount(state: CacheState) -> list[str]:
-    """What is not as the books have it. With the lock held."""
-    known, restores = list(state.leases), list(state.restores)  # nothing is collected in between
-    state.sweep()
-    leases = [lease for lease in known if lease in state.leases]
-    for lease in leases:
-        lease.recount()
-    found = state.nodes.check()
-    through: Counter[int] = Counter()
-    for lease in leases:
-        if lease.hold.node is not None:
-            through.update(id(n) for n in lease.hold.node.path())
-    for node in state.nodes.nodes():
-        if node.leases != through[id(node)]:
-            found.append(f"node [{node.start}, {node.end}) counts {node.leases} leases, {through[id(node)]} are open")
-    for slab in state.store.slabs:
-        for track in slab.tracks:
-            held = any(lease.hold.track is track for lease in leases)
-            if not held and not any(restore.holds(track) for restore in restores):
-                found.append(f"a slab of {slab.capacity} is held by a lease that is not open")
-    return found

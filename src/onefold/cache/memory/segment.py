@@ -20,7 +20,7 @@ import bisect
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
@@ -29,11 +29,10 @@ from onefold.cache.memory.copying import Copying
 from onefold.cache.memory.ledger import Ledger, Purpose
 from onefold.cache.memory.lock import Work, run_through
 from onefold.cache.memory.ranking import Ranking
+from onefold.cache.memory.shapes import Arrays, LayerSpec
 from onefold.cache.memory.tree import Node
 from onefold.errors import BudgetError, DeviceError
 from onefold.sizes import show_size
-
-Arrays = tuple[mx.array, ...]
 
 STEP = 256
 """Capacities of new slabs are multiples of this while bytes are not short."""
@@ -54,45 +53,6 @@ def round_up(n: int, to: int = STEP) -> int:
 def rest_capacity(owned: int) -> int:
     """The capacity that a slab at rest keeps for so many tokens."""
     return round_up(owned + owned // ROOM_SHARE, FINE_STEP)
-
-
-class ArraySpec(NamedTuple):
-    """One array of one layer, per token."""
-
-    heads: int
-    dim: int
-    dtype: mx.Dtype
-
-    @property
-    def token_bytes(self) -> int:
-        return self.heads * self.dim * self.dtype.size
-
-
-class LayerSpec(NamedTuple):
-    """The arrays that one sliceable layer keeps for a token: keys and values, or their quantised parts."""
-
-    arrays: tuple[ArraySpec, ...]
-
-    @property
-    def token_bytes(self) -> int:
-        return sum(a.token_bytes for a in self.arrays)
-
-
-class View(NamedTuple):
-    """The arrays of one layer in one slab, and the range of indices to read."""
-
-    arrays: list[mx.array]
-    lo: int
-    hi: int
-    slab: int
-    """Names the slab, whatever the layer: equal views of two rows are read once."""
-
-    @property
-    def capacity(self) -> int:
-        return self.arrays[0].shape[2]
-
-    def all(self) -> View:
-        return View(self.arrays, 0, self.capacity, self.slab)
 
 
 class Store:

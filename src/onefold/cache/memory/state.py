@@ -26,9 +26,12 @@ import mlx.core as mx
 from onefold.cache.memory import device
 from onefold.cache.memory.ledger import Ledger
 from onefold.cache.memory.lock import CacheLock, Work
-from onefold.cache.memory.nodes import PATIENCE, NodeStore
+from onefold.cache.memory.nodes import NodeStore
+from onefold.cache.memory.placement import Placement
+from onefold.cache.memory.reclaiming import PATIENCE, Reclaiming
 from onefold.cache.memory.scratch import Scratch
-from onefold.cache.memory.segment import LayerSpec, Store
+from onefold.cache.memory.segment import Store
+from onefold.cache.memory.shapes import LayerSpec
 from onefold.cache.memory.tier import Tier
 from onefold.cache.memory.track import Track
 from onefold.cache.memory.tree import Node
@@ -121,7 +124,10 @@ class CacheState:
             ledger, device.pool_bytes(device.memory_bytes() if ledger.elastic else ledger.budget_bytes)
         )
         self.store = Store(model.specs, ledger)
-        self.nodes = NodeStore(self.store, ledger, lock, pointwise=model.pointwise)
+        self.store.run = lock.run_held
+        self.nodes = NodeStore(self.store)
+        self.placement = Placement(self.nodes, ledger)
+        self.reclaiming = Reclaiming(self.nodes, self.placement, ledger, lock, pointwise=model.pointwise)
         self.scratch = Scratch(ledger, lock)
         self.leases: weakref.WeakSet[Any] = weakref.WeakSet()
         """Open ones (`Holder`)."""
@@ -187,7 +193,7 @@ class CacheState:
 
     def reclaim(self, excess: Callable[[], int], *, patience: float = PATIENCE, before: float | None = None) -> None:
         """Free so many bytes, in stretches between which other threads get in; nothing if they cannot all be freed.
-        `patience` and `before` are `NodeStore.making_room`'s."""
+        `patience` and `before` are `Reclaiming.making_room`'s."""
         self.lock.run(self._reclaiming(excess, patience, before))
 
     def _reclaiming(self, excess: Callable[[], int], patience: float, before: float | None) -> Work[None]:
@@ -196,7 +202,7 @@ class CacheState:
             yield from self.tier.awaiting_copies(self.store.busy)
         while not self.closed and last > (missing := excess()) > 0:
             last = missing
-            yield from self.nodes.making_room(missing, patience=patience, before=before)
+            yield from self.reclaiming.making_room(missing, patience=patience, before=before)
 
     def note_rotation(self, n_tokens: int, max_size: int) -> None:
         """A conversation outgrows the bound: counted each time, logged once."""

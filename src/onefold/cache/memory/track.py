@@ -14,56 +14,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import mlx.core as mx
 
 from onefold.cache.memory.copying import Copying
 from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.lock import Work
-from onefold.cache.memory.segment import Arrays, Slab, Span, Store, View, attempts, join
+from onefold.cache.memory.pieces import Piece, Pieces
+from onefold.cache.memory.segment import Slab, Span, Store, attempts
+from onefold.cache.memory.shapes import Arrays
 from onefold.errors import BudgetError, DeviceError, LeaseClosed
 
 
-@dataclass(eq=False, slots=True)
-class Piece:
-    """A track's view of slab indices [lo, hi), which hold the positions from `pos` on."""
-
-    slab: Slab
-    lo: int
-    hi: int
-    pos: int
-    limit: int | None = None
-    """Where its region of the slab ends, if it may not have all of it."""
-
-    @property
-    def end(self) -> int:
-        return self.pos + self.hi - self.lo
-
-    @property
-    def room(self) -> int:
-        return (self.slab.capacity if self.limit is None else self.limit) - self.hi
-
-
-class Track:
+class Track(Pieces):
     """The storage of one sequence's sliceable layers."""
 
     def __init__(self, store: Store, *, contiguous: bool = False) -> None:
-        self.store = store
+        super().__init__(store)
         self.contiguous = contiguous
         """Models outside the seam: always one piece that starts at index 0."""
-        self.pieces: list[Piece] = []
         self.floor = 0  # recomputing below here writes nothing
         self.frozen = 0  # positions below here are the tree's, wherever they lie
-
-    @property
-    def end(self) -> int:
-        return self.pieces[-1].end if self.pieces else 0
-
-    @property
-    def whole(self) -> bool:
-        """One piece that starts at index 0: it can be read as a plain slice."""
-        return len(self.pieces) == 1 and self.pieces[0].lo == 0
 
     def gather(self) -> None:
         """See that a contiguous track is one piece, before it is read."""
@@ -71,19 +42,6 @@ class Track:
             self.copy_whole(self.end)
 
     # -- reading ----------------------------------------------------------------------
-
-    def read(self, index: int, upto: int) -> list[View]:
-        """For layer `index`, the arrays and index ranges that hold the positions [0, upto)."""
-        return [
-            View(p.slab.arrays(index), p.lo, min(p.hi, p.lo + upto - p.pos), id(p.slab))
-            for p in self.pieces
-            if p.pos < upto and p.lo < p.hi
-        ]
-
-    def layout(self, upto: int) -> list[tuple[Slab, int, int]]:
-        """The same, whatever the layer."""
-        found = [p for p in self.pieces if p.pos < upto and p.lo < p.hi]
-        return [(p.slab, p.lo, min(p.hi, p.lo + upto - p.pos)) for p in found]
 
     def written(self) -> list[mx.array]:
         """Every layer's arrays that this track may have written to."""
@@ -152,7 +110,8 @@ class Track:
             missing -= step
         if missing > 0:
             if self.contiguous and self.pieces:
-                yield from self._gathering(missing, spare)
+                yield from self.copying_whole(stop, spare)
+                self.pieces[-1].hi += missing
             else:
                 self.append(self.store.slab_for(missing, spare=spare), missing)
 
@@ -243,7 +202,7 @@ class Track:
         if keep > start:
             fresh = self.store.slab_for(keep - start)
             for index in range(len(self.store.specs)):
-                fresh.layers[index] = self._copy(index, start, keep, fresh.capacity)
+                fresh.layers[index] = self.copied(index, start, keep, fresh.capacity)
         self._cut(start)
         self.frozen = min(self.frozen, start)
         if self.pieces and self.pieces[-1].slab.used > self.pieces[-1].hi:
@@ -263,30 +222,6 @@ class Track:
             if id(piece.slab) not in left:
                 piece.slab.leave(self)
                 piece.slab.settle()
-
-    def _drop_unread(self, slab: Slab) -> None:
-        slab.rewriting = False
-        slab.leave(self)
-        slab.settle()
-
-    def _copy(self, index: int, start: int, stop: int, capacity: int) -> list[mx.array]:
-        parts: list[list[mx.array | None]] = [[] for _ in self.store.specs[index].arrays]
-        for p in self.pieces:
-            a, b = max(start, p.pos), min(stop, p.end)
-            if a < b:
-                for j, array in enumerate(p.slab.arrays(index)):
-                    parts[j].append(array[..., p.lo + a - p.pos : p.lo + b - p.pos, :])
-        if capacity > stop - start:
-            for j, room in enumerate(self.store.zeros(index, capacity - (stop - start))):
-                parts[j].append(room)
-        new = [join(p) for p in parts]
-        mx.eval(new)
-        return new
-
-    def _gathering(self, missing: int, spare: int) -> Work[None]:
-        """Bring everything into one slab of its own, layer by layer, with room for `missing` more."""
-        yield from self.copying_whole(self.end + missing, spare)
-        self.pieces[-1].hi += missing
 
     def copy_whole(self, need: int, spare: int = 0) -> None:
         """`copying_whole` in one go."""
@@ -321,17 +256,23 @@ class Track:
         fresh = store.slab(capacity, reserved=0)
         fresh.enter(self)  # not idle: reclaiming must not think it empty
         fresh.rewriting, pieces = True, self.pieces
+
+        def abandon() -> None:
+            fresh.rewriting = False
+            fresh.leave(self)
+            fresh.settle()
+
         one_layer = store.layer_token_bytes * capacity if consume else 0
         slack = max(0, capacity - sum(s.capacity for s in consume)) * store.token_bytes
         with contextlib.ExitStack() as undo:
-            undo.callback(self._drop_unread, fresh)
+            undo.callback(abandon)
             yield from store.ledger.granting(Purpose.LIVE, one_layer + slack)
             transient = store.ledger.open(Purpose.INFLIGHT, one_layer, "one layer of a merge")
             with contextlib.closing(transient):
                 fresh.account.resize(slack)
                 for index in range(len(store.specs)):
                     try:
-                        fresh.layers[index] = self._copy(index, 0, end, capacity)
+                        fresh.layers[index] = self.copied(index, 0, end, capacity)
                     except BudgetError as error:
                         if index and consume:
                             raise DeviceError(f"{index} layers were copied and given up, then: {error}") from None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onefold.cache.memory import device
-from onefold.cache.memory.segment import ArraySpec, LayerSpec
+from onefold.cache.memory.shapes import ArraySpec, LayerSpec
 from onefold.cache.memory.track import Track
 from onefold.cache.model.kinds.base import ForwardListener
 from onefold.cache.model.kinds.composite import CompositeLayer

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from onefold.cache.memory import device
-from onefold.cache.memory.segment import View
+from onefold.cache.memory.shapes import View
 from onefold.cache.model import stock
 from onefold.cache.model.step_plan import Core, Ranges, ReadingPlan, Rows, StepPlan, lowest
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from onefold.cache.memory.segment import LayerSpec, Store
+from onefold.cache.memory.segment import Store
+from onefold.cache.memory.shapes import LayerSpec
 from onefold.cache.memory.track import Track
 from onefold.cache.model.anatomy import Anatomy
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from onefold.cache.memory.segment import ArraySpec, View
+from onefold.cache.memory.shapes import ArraySpec, View
 from onefold.cache.model.attention import Handle
 from onefold.cache.model.kinds.plain import PlainCodec
 from onefold.cache.model.step_plan import OneSlab, Rows, StepPlan

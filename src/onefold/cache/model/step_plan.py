@@ -13,7 +13,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from onefold.cache.memory.segment import Slab, View
+from onefold.cache.memory.segment import Slab
+from onefold.cache.memory.shapes import View
 
 
 class Rows:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from onefold.cache.memory.pieces import Piece
 from onefold.cache.memory.segment import STEP, Slab, Store
-from onefold.cache.memory.track import Piece, Track
+from onefold.cache.memory.track import Track
 from onefold.errors import BudgetError
 
 BRINGS = STEP // 2

@@ -145,7 +145,7 @@ def make_room_for_checkpoint(hold: Hold, *, gap: int) -> None:
     """Before `take_checkpoint`, and without the lock."""
     if not _too_short(hold.state, gap):
         size = _checkpoint_bytes(hold)
-        if hold.state.lock.run(hold.state.nodes.admitting_checkpoint(size)):
+        if hold.state.lock.run(hold.state.reclaiming.admitting_checkpoint(size)):
             hold.state.lock.run(hold.state.ledger.granting(Purpose.CHECKPOINT, size))
 
 
@@ -163,7 +163,7 @@ def take_checkpoint(hold: Hold, position: int, *, gap: int) -> Checkpoint | None
         hold.state.reasons["too short to keep"] += 1
         return None
     size = _checkpoint_bytes(hold)
-    if not hold.state.nodes.admit_checkpoint(size):
+    if not hold.state.reclaiming.admit_checkpoint(size):
         hold.state.reasons["checkpoint too large"] += 1
         return None
     try:
@@ -189,7 +189,7 @@ def _adopt(hold: Hold, node: Node) -> None:
         return
     slab = hold.track.pieces[-1].slab
     own = [n for n in node.path() if n.span is not None and n.span.slab is not slab and n.span.slab.idle]
-    hold.state.nodes.repoint(own, slab)
+    hold.state.placement.repoint(own, slab)
 
 
 def release(hold: Hold) -> None:
@@ -201,7 +201,7 @@ def release(hold: Hold) -> None:
 
 def _trimming(state: CacheState, slabs: set[Slab]) -> Work[None]:
     for slab in slabs:
-        yield from state.nodes.trimming_slack(slab)
+        yield from state.placement.trimming_slack(slab)
 
 
 def _release(hold: Hold) -> set[Slab]:
@@ -210,7 +210,7 @@ def _release(hold: Hold) -> set[Slab]:
         return set()
     slabs = {p.slab for p in hold.track.pieces}
     if hold.node is not None:
-        hold.state.nodes.evacuate(hold.path, hold.track)
+        hold.state.placement.evacuate(hold.path, hold.track)
     hold.empty_layers()
     for watcher in hold.watchers:
         watcher.part()
@@ -261,7 +261,7 @@ def _lower_water(state: CacheState, node: Node | None) -> None:
 
     def excess() -> int:
         held = ledger.used_bytes - ledger.spare()
-        return min(int(held - low * ledger.budget_bytes), state.nodes.reclaimable_bytes())
+        return min(int(held - low * ledger.budget_bytes), state.reclaiming.reclaimable_bytes())
 
     with state.lock:
         full = ledger.used_bytes - ledger.spare() > high * ledger.budget_bytes

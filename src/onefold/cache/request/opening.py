@@ -164,9 +164,9 @@ def _making_writable(hold: Hold, rest: int) -> Work[bool]:
         free = yield from hold.state.tier.making_way(hold.path, {p.slab for p in track.pieces})
         hold.refuse_closed()
     if free or hold.state.model.contiguous:  # there going on elsewhere would be a copy of it all
-        united = yield from hold.state.nodes.uniting(track, hold.path, round_up(max(rest, 1)))
+        united = yield from hold.state.placement.uniting(track, hold.path, round_up(max(rest, 1)))
         hold.refuse_closed()
-        if not united and not track.take() and hold.state.nodes.clear_behind(track):
+        if not united and not track.take() and hold.state.placement.clear_behind(track):
             track.take()
     # else the disk writer could not read it while this lease writes: it is left as it is
     moved = track.writable(track.pieces[-1])

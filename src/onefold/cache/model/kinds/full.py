@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache.memory.arrays import own_bytes
-from onefold.cache.memory.segment import ArraySpec
+from onefold.cache.memory.shapes import ArraySpec
 from onefold.cache.memory.track import Track
 from onefold.cache.model import exporting, stock
 from onefold.cache.model.attention import Codec, Handle

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from onefold.cache.memory.segment import ArraySpec, LayerSpec
+from onefold.cache.memory.shapes import ArraySpec, LayerSpec
 from onefold.cache.memory.track import Track
 from onefold.cache.model.kinds.base import ForwardListener, Snapshot
 from onefold.cache.model.kinds.plain import Bound

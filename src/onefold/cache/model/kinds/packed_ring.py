@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from onefold.cache.memory.segment import View
+from onefold.cache.memory.shapes import View
 from onefold.cache.model.attention import Handle
 from onefold.cache.model.kinds.base import Snapshot
 from onefold.cache.model.kinds.rotating import RotatingLayer

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from onefold.cache.memory.segment import ArraySpec, LayerSpec
+from onefold.cache.memory.shapes import ArraySpec, LayerSpec
 
 
 class Bound(NamedTuple):

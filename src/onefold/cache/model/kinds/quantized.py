@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from onefold.cache.memory.segment import ArraySpec, LayerSpec
+from onefold.cache.memory.shapes import ArraySpec, LayerSpec
 from onefold.cache.memory.track import Track
 from onefold.cache.model import stock
 from onefold.cache.model.kinds.base import ForwardListener

@@ -17,7 +17,8 @@ import mlx.core as mx
 import numpy as np
 
 from onefold.cache.memory.arrays import Bytes, as_bytes, bytes_of, in_order
-from onefold.cache.memory.segment import LayerSpec, Slab
+from onefold.cache.memory.segment import Slab
+from onefold.cache.memory.shapes import LayerSpec
 from onefold.cache.tiers.records import record
 from onefold.cache.tiers.records.record import TYPE_CODES, Tensor
 

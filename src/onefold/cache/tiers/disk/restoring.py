@@ -453,7 +453,7 @@ class Restore:
             size = content.payload_bytes
             if node.end != record.start or node.checkpoint is not None:
                 return
-            if not state.nodes.admit_checkpoint(size):
+            if not state.reclaiming.admit_checkpoint(size):
                 raise BudgetError("a checkpoint", needed_bytes=size, available_bytes=0)
             account = state.ledger.open(Purpose.CHECKPOINT, size, "a checkpoint from disk")
             kept = False

@@ -1,0 +1,75 @@
+"""Pieces: the ranges of slabs that cover the positions [0, end) of one sequence, and how they are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from onefold.cache.memory.segment import Slab, Store, join
+from onefold.cache.memory.shapes import View
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """A track's view of slab indices [lo, hi), which hold the positions from `pos` on."""
+
+    slab: Slab
+    lo: int
+    hi: int
+    pos: int
+    limit: int | None = None
+    """Where its region of the slab ends, if it may not have all of it."""
+
+    @property
+    def end(self) -> int:
+        return self.pos + self.hi - self.lo
+
+    @property
+    def room(self) -> int:
+        return (self.slab.capacity if self.limit is None else self.limit) - self.hi
+
+
+class Pieces:
+    """One sequence's KV, as it is read."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.pieces: list[Piece] = []
+
+    @property
+    def end(self) -> int:
+        return self.pieces[-1].end if self.pieces else 0
+
+    @property
+    def whole(self) -> bool:
+        """One piece that starts at index 0: it can be read as a plain slice."""
+        return len(self.pieces) == 1 and self.pieces[0].lo == 0
+
+    def read(self, index: int, upto: int) -> list[View]:
+        """For layer `index`, the arrays and index ranges that hold the positions [0, upto)."""
+        return [
+            View(p.slab.arrays(index), p.lo, min(p.hi, p.lo + upto - p.pos), id(p.slab))
+            for p in self.pieces
+            if p.pos < upto and p.lo < p.hi
+        ]
+
+    def layout(self, upto: int) -> list[tuple[Slab, int, int]]:
+        """The same, whatever the layer."""
+        found = [p for p in self.pieces if p.pos < upto and p.lo < p.hi]
+        return [(p.slab, p.lo, min(p.hi, p.lo + upto - p.pos)) for p in found]
+
+    def copied(self, index: int, start: int, stop: int, capacity: int) -> list[mx.array]:
+        """Layer `index`'s arrays of the positions [start, stop), in new ones with room for `capacity`, evaluated."""
+        parts: list[list[mx.array | None]] = [[] for _ in self.store.specs[index].arrays]
+        for p in self.pieces:
+            a, b = max(start, p.pos), min(stop, p.end)
+            if a < b:
+                for j, array in enumerate(p.slab.arrays(index)):
+                    parts[j].append(array[..., p.lo + a - p.pos : p.lo + b - p.pos, :])
+        if capacity > stop - start:
+            for j, room in enumerate(self.store.zeros(index, capacity - (stop - start))):
+                parts[j].append(room)
+        new = [join(p) for p in parts]
+        mx.eval(new)
+        return new

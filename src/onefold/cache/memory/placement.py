@@ -1,0 +1,148 @@
+"""Where stored KV lies: compacting, merging and moving the spans of nodes between slabs.
+
+- Copies go layer by layer: the transient is one layer, or one array where bytes are short.
+- All methods are called with the cache's lock held. What takes long is `Work`: other threads may have the lock between
+  its steps.
+
+Knows nothing of models or requests.
+"""
+
+from __future__ import annotations
+
+from onefold.cache.memory.copying import Copying
+from onefold.cache.memory.ledger import Ledger
+from onefold.cache.memory.lock import Work
+from onefold.cache.memory.nodes import NodeStore
+from onefold.cache.memory.pieces import Piece
+from onefold.cache.memory.segment import ROOM_SHARE, Slab, Span, rest_capacity
+from onefold.cache.memory.track import Track
+from onefold.cache.memory.tree import Node
+from onefold.errors import BudgetError, DeviceError
+
+REMAINDER = 1024
+"""The most tokens of another branch that are moved away so that a conversation continues in one buffer."""
+
+
+class Placement:
+    def __init__(self, nodes: NodeStore, ledger: Ledger) -> None:
+        self._nodes = nodes
+        self._store = nodes.store
+        self._ledger = ledger
+
+    def compacting(self, slab: Slab, room: int = 0) -> Work[bool]:
+        """Keep just what nodes own, and `room`. Refused (False) if a track reads the slab, or if there is no
+        room even for one layer's copy."""
+        if not slab.idle:
+            return False
+        return bool((yield from Copying(self._compacted(slab, room), [slab]).steps()))
+
+    def _compacted(self, slab: Slab, room: int) -> Work[bool]:
+        try:
+            yield from slab.rewriting_to(_joined(slab.spans), slab.owned + room)
+        except BudgetError:
+            return False
+        except DeviceError as error:
+            self._nodes.lose(slab, error)
+            return False
+        except KeyboardInterrupt:
+            self._nodes.lose(slab, DeviceError("its copy was interrupted"))
+            raise
+        at = 0
+        for span in slab.spans:  # some may have been cut in two meanwhile, or joined: they are in the same order
+            span.lo, span.hi = at, at + span.hi - span.lo
+            at = span.hi
+        self._nodes.counts["compactions"] += 1
+        return True
+
+    def trimming_slack(self, slab: Slab) -> Work[None]:
+        """After a request: leave some room for the next turn, in proportion, so that a long conversation is not copied
+        at each turn; and no more. Nothing is evicted for that."""
+        rest = rest_capacity(slab.owned)
+        if slab.foreign:
+            return
+        if slab.capacity - rest <= slab.owned // (2 * ROOM_SHARE) or slab not in self._store.slabs or not slab.idle:
+            return
+        if rest * self._store.array_token_bytes <= self._ledger.free_bytes:
+            yield from self.compacting(slab, room=rest - slab.owned)
+
+    def clear_behind(self, track: Track) -> bool:
+        """Nodes of another branch lie behind the track's end in its last slab: move them to a slab of their own, if
+        they are few, so that the track goes on in place."""
+        last = track.pieces[-1]
+        slab = last.slab
+        behind = [s for s in slab.spans if s.lo >= last.hi]
+        tokens = sum(s.hi - s.lo for s in behind)
+        if slab.tracks != {track} or any(s.lo < last.hi < s.hi for s in slab.spans):
+            return False
+        if any(p.slab is slab and p.lo >= last.hi for p in track.pieces):
+            return False  # its own earlier tokens lie there
+        if not behind or tokens > min(track.end, REMAINDER) or not self._ledger.fits(tokens * self._store.token_bytes):
+            return False
+        self._move_out(behind, room=0)
+        return True
+
+    def evacuate(self, path: list[Node], track: Track) -> None:
+        """A row leaves a batch: what its nodes own of the batch's common slab gets a slab of its own."""
+        common = {p.slab for p in track.pieces if p.limit is not None}
+        spans = [n.span for n in path if n.span is not None and n.span.slab in common]
+        tokens = sum(s.hi - s.lo for s in spans)
+        if spans and self._ledger.fits(rest_capacity(tokens) * self._store.token_bytes):
+            self._move_out(spans, room=rest_capacity(tokens) - tokens)
+
+    def _move_out(self, spans: list[Span], room: int) -> None:
+        """Copy these spans to a slab of their own, in this order, and let go of where they lay."""
+        helper = Track(self._store)
+        for span in spans:
+            helper.pieces.append(Piece(span.slab, span.lo, span.hi, helper.end))
+        fresh = helper.merge(helper.end + room)
+        at, left = 0, {s.slab for s in spans}
+        for span in spans:
+            span.move(fresh, at)
+            at = span.hi
+        helper.free()
+        for slab in left:
+            slab.settle()
+
+    def uniting(self, track: Track, path: list[Node], room: int) -> Work[bool]:
+        """Merge a path of several slabs into one, where nobody else reads them and nothing else branches off."""
+        slabs = {p.slab for p in track.pieces}
+        if len(track.pieces) < 2 or any(s.tracks != {track} or s.copies for s in slabs):
+            return False
+        on_path = {id(n.span) for n in path}
+        if any(id(s) not in on_path for slab in slabs for s in slab.spans):
+            return False
+        if any(len(n.children) > 1 for n in path[:-1]) or any(n.leases > 1 for n in path):
+            return False
+        return bool((yield from Copying(self._united(track, frozenset(slabs), room), list(slabs)).steps()))
+
+    def _united(self, track: Track, slabs: frozenset[Slab], room: int) -> Work[bool]:
+        try:
+            fresh = yield from track.merging(track.end + room, slabs)
+        except BudgetError:
+            return False
+        except (DeviceError, RuntimeError, MemoryError, KeyboardInterrupt) as error:
+            for slab in slabs:
+                self._nodes.lose(slab, DeviceError(f"its copy failed: {error!r}"))
+            raise
+        self.repoint([span.node for slab in slabs for span in slab.spans], fresh)
+        self._nodes.counts["merges"] += 1
+        return True
+
+    def repoint(self, path: list[Node], slab: Slab) -> None:
+        """These nodes' tokens now lie in `slab`, at the index of their position."""
+        for node in path:
+            if node.span is None or node.span.slab is slab:
+                continue
+            old, node.span = node.span, Span.own(slab, node.start, node.end, node)
+            old.drop()
+
+
+def _joined(spans: list[Span]) -> list[tuple[int, int]]:
+    """Their ranges, those that follow each other as one."""
+    ranges: list[tuple[int, int]] = []
+    for span in spans:
+        if ranges and ranges[-1][1] == span.lo:
+            ranges[-1] = (ranges[-1][0], span.hi)
+        else:
+            ranges.append((span.lo, span.hi))
+    return ranges

@@ -1,0 +1,217 @@
+"""Making room: which nodes and checkpoints are evicted when bytes are short, and in which order.
+
+- Reclaiming frees bytes, allocates at most one layer, and never touches a leased or pinned node. A request for more
+  than could ever be freed frees nothing.
+- What the tier below has goes first; then what is dirty, after the tier has written it or `PATIENCE` has passed.
+- All methods are called with the cache's lock held. What takes long is `Work`: other threads may have the lock between
+  its steps.
+
+Knows nothing of models or requests.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from onefold.cache.memory import eviction
+from onefold.cache.memory.checkpoints import POINTS_SHARE
+from onefold.cache.memory.ledger import Ledger
+from onefold.cache.memory.lock import CacheLock, Work
+from onefold.cache.memory.nodes import NodeStore
+from onefold.cache.memory.placement import Placement
+from onefold.cache.memory.segment import Slab
+from onefold.cache.memory.tree import Node
+
+PATIENCE = 2.0
+"""Seconds that a request waits for memory; what is not on disk by then is lost."""
+
+
+class Reclaiming:
+    """Answers the ledger when it is asked for more than is free."""
+
+    def __init__(
+        self, nodes: NodeStore, placement: Placement, ledger: Ledger, lock: CacheLock, *, pointwise: bool
+    ) -> None:
+        self._nodes = nodes
+        self._store = nodes.store
+        self._placement = placement
+        self._ledger = ledger
+        self._lock = lock
+        self._pointwise = pointwise
+        self._reclaiming = False
+        ledger.make_room = self.make_room
+        ledger.making_room = self.making_room
+        ledger.headroom = self._headroom
+        ledger.reclaimable = self._attainable_bytes
+
+    def admit_checkpoint(self, n_bytes: int) -> bool:
+        """`admitting_checkpoint` in one go."""
+        return self._lock.run_held(self.admitting_checkpoint(n_bytes))
+
+    def admitting_checkpoint(self, n_bytes: int) -> Work[bool]:
+        """Room under the checkpoints' share of the budget, by dropping others: those that one further on makes up for
+        first, then the least recently used; one that belongs on disk and is not there is written first."""
+        limit = self._ledger.budget_bytes // POINTS_SHARE
+        if n_bytes > limit:
+            return False
+        until = time.monotonic() + PATIENCE / 4
+        try:
+            while self._nodes.points.bytes + n_bytes > limit and (node := self._nodes.points.pop()) is not None:
+                if not node.idle:
+                    self._nodes.points.pass_over(node)
+                    continue
+                if self._nodes.tier is not None:
+                    self._nodes.points.changed(node)  # the others see it while it is written
+                    saved = yield from self._nodes.tier.saving(node, until)
+                    if not node.idle or node.checkpoint is None:
+                        continue
+                    if not saved:
+                        self._nodes.tier.count_lost(node)
+                self._nodes.drop_checkpoint(node)
+                yield 0.0
+        finally:
+            self._nodes.points.put_back()
+        return self._nodes.points.bytes + n_bytes <= limit
+
+    def frees(self, node: Node) -> int:
+        """Bytes that dropping this leaf would really free."""
+        freed = node.checkpoint.account.bytes if node.checkpoint is not None else 0
+        if node.span is not None and node.span.slab.idle:
+            slab = node.span.slab
+            tokens = node.span.hi - node.span.lo
+            freed += slab.bytes if len(slab.spans) == 1 else tokens * self._store.token_bytes
+        elif node.span is None or not self._store.token_bytes:
+            freed += 1  # an empty node holds up its parent
+        return freed
+
+    def reclaimable_bytes(self) -> int:
+        """What evicting everything that nobody holds would free. Looks at what is held, not at what is stored."""
+        tokens = self._store.capacity - sum(slab.capacity for slab in self._store.busy)
+        points = self._nodes.points.bytes
+        for node in self._nodes.leaves.busy:
+            if node.span is not None and node.span.slab.idle:
+                tokens -= node.span.hi - node.span.lo
+            if node.checkpoint is not None:
+                points -= node.checkpoint.account.bytes
+        return tokens * self._store.token_bytes + points
+
+    def _attainable_bytes(self) -> int:
+        """What making room could free: beside that, what comes back when records that wait for the disk are written."""
+        return self.reclaimable_bytes() + (0 if self._nodes.tier is None else self._nodes.tier.extra_bytes)
+
+    def make_room(self, missing: int) -> None:
+        """`making_room` in one go."""
+        self._lock.run_held(self.making_room(missing))
+
+    def making_room(self, missing: int, *, patience: float = PATIENCE, before: float | None = None) -> Work[None]:
+        """Free at least `missing` bytes if that is possible, and as little more as can be. What is not on disk yet and
+        should be is written first, for so many seconds at most; with none to spare it stays in memory. Only nodes go
+        that were last used no later than `before` (by default now), so that it ends while others keep adding."""
+        if self._reclaiming:
+            return
+        self._reclaiming = True
+        try:
+            for pause in self._making_room(missing, patience, self._nodes.now() if before is None else before):
+                self._reclaiming = False  # others may do the same while this waits for the lock
+                yield pause
+                self._reclaiming = True
+        finally:
+            self._reclaiming = False  # with the lock held, also where this is broken off
+
+    def _making_room(self, missing: int, patience: float, last: float) -> Work[None]:
+        self._nodes.leaves.put_back()
+        if self._nodes.tier is not None:
+            yield from self._nodes.tier.awaiting_copies(self._store.busy)
+        goal = self._ledger.used_bytes - missing
+        yield from self._store.finishing_copies()  # nothing can be freed where another thread has begun one
+        until = time.monotonic() + patience
+        if self._nodes.tier is not None and self._ledger.used_bytes - goal > self.reclaimable_bytes():
+            yield from self._nodes.tier.draining(until)  # what nobody used then is needed now
+            yield from self._nodes.tier.awaiting_copies(self._store.busy)  # of what the writer has turned to since
+        if self._ledger.used_bytes - goal > self.reclaimable_bytes():
+            return
+        # what room alone cannot make up for goes first, so that its buffers are not copied before
+        before = math.inf
+        while before > (used := self._ledger.used_bytes) > goal + self._room_bytes():
+            before = used
+            yield from self._giving_up(goal + self._room_bytes(), patience, until, last)
+        yield from self._squeezing(goal)
+        yield from self._giving_up(goal, patience, until, last)
+
+    def _room_bytes(self) -> int:
+        """What compacting every idle slab would free."""
+        room = self._store.capacity - self._store.owned
+        return (room - sum(s.capacity - s.owned for s in self._store.busy)) * self._store.token_bytes
+
+    def _giving_up(self, goal: int, patience: float, until: float, last: float) -> Work[None]:
+        """Evict what was used no later than `last`, until no more than `goal` bytes are used: what is on disk too
+        first, then the rest."""
+        if self._nodes.tier is not None:
+            yield from self._evicting_down_to(goal, self._nodes.tier.is_clean, 0.0, last)
+        if self._nodes.tier is None or patience:
+            yield from self._evicting_down_to(goal, lambda node: True, until, last)
+
+    def _squeezing(self, goal: int) -> Work[None]:
+        """Give back room that no node owns, until no more than `goal` bytes are used."""
+        roomy = self._store.roomy
+        try:
+            for _ in range(len(roomy)):
+                if self._ledger.used_bytes <= goal or (slab := roomy.first()) is None:
+                    break
+                if not (yield from self._placement.compacting(slab)) and slab in self._store.slabs:
+                    roomy.pass_over(slab, slab.owned - slab.capacity)
+        finally:
+            roomy.put_back()
+
+    def _evicting_down_to(self, goal: int, may: Callable[[Node], bool], until: float, last: float) -> Work[None]:
+        while (short := self._ledger.used_bytes - goal) > 0:
+            touched, freed = dict[Slab, None](), 0
+            try:
+                while freed < short and (node := self._nodes.leaves.pop()) is not None:
+                    if node.last_use > last:  # as are all that follow
+                        self._nodes.leaves.pass_over(node)
+                        break
+                    victim = eviction.consider(
+                        node, short - freed, self.frees(node), self._store.token_bytes, may_cut=not self._pointwise
+                    )
+                    if victim is None or not may(node):
+                        self._nodes.leaves.pass_over(node)
+                    else:
+                        freed += yield from self._evicting(victim, touched, until)
+                    yield 0.0
+            finally:
+                self._nodes.leaves.put_back()
+            for slab in touched:
+                if slab in self._store.slabs and slab.capacity > slab.owned:
+                    yield from self._placement.compacting(slab)
+            if not freed:
+                return
+
+    def _evicting(self, victim: eviction.Victim, touched: dict[Slab, None], until: float) -> Work[int]:
+        """Give up a leaf that was taken out of the order; returns the bytes that it freed: 0 if it was used while it
+        was being written to disk, and stays."""
+        node, tree = victim.node, self._nodes.tree_of(victim.node)
+        if victim.keep_tokens:
+            tree.split(node, node.start + victim.keep_tokens)
+        if self._nodes.tier is not None and until:
+            self._nodes.changed(node)  # the others see it while it is written
+            last_use = node.last_use
+            saved = yield from self._nodes.tier.saving(node, until)
+            if not eviction.is_leaf(node) or node.last_use > last_use:
+                return 0
+            if not saved:
+                self._nodes.tier.count_lost(node)
+        freed = self.frees(node)
+        self._nodes.counts["evicted_nodes"] += 1
+        self._nodes.counts["evicted_tokens"] += node.end - node.start
+        if node.span is not None:
+            touched[node.span.slab] = None
+        self._nodes.counts["discarded_tokens"] += self._nodes.unload(tree, node)
+        return freed
+
+    def _headroom(self) -> int:
+        """One array of the largest slab that may be compacted, which one that is read or written may not. When it no
+        longer is, and there is no room to compact it, it is given up whole."""
+        return self._store.array_token_bytes * self._store.largest

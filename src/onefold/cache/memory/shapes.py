@@ -1,0 +1,48 @@
+"""What a token's KV is made of in each sliceable layer, and how a range of it is read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+Arrays = tuple[mx.array, ...]
+
+
+class ArraySpec(NamedTuple):
+    """One array of one layer, per token."""
+
+    heads: int
+    dim: int
+    dtype: mx.Dtype
+
+    @property
+    def token_bytes(self) -> int:
+        return self.heads * self.dim * self.dtype.size
+
+
+class LayerSpec(NamedTuple):
+    """The arrays that one sliceable layer keeps for a token: keys and values, or their quantised parts."""
+
+    arrays: tuple[ArraySpec, ...]
+
+    @property
+    def token_bytes(self) -> int:
+        return sum(a.token_bytes for a in self.arrays)
+
+
+class View(NamedTuple):
+    """The arrays of one layer in one slab, and the range of indices to read."""
+
+    arrays: list[mx.array]
+    lo: int
+    hi: int
+    slab: int
+    """Names the slab, whatever the layer: equal views of two rows are read once."""
+
+    @property
+    def capacity(self) -> int:
+        return self.arrays[0].shape[2]
+
+    def all(self) -> View:
+        return View(self.arrays, 0, self.capacity, self.slab)

@@ -47,23 +47,11 @@ def turn(model: Any, cache: onefold.PrefixCache, prompt: list[int], n: int) -> t
     return found, first, each
 
 
-def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--layers", type=int, default=32)
-    options.add_argument("--tokens", type=int, default=16_384)
-    options.add_argument("--folder", default=None)
-    given = options.parse_args()
-    folder = Path(given.folder or tempfile.mkdtemp())
-    shape = {"hidden": 4096, "heads": 32, "kv_heads": 8, "intermediate": 14336, "vocab": 32000}
-    model = llama_model(layers=given.layers, dtype=mx.bfloat16, **shape)  # type: ignore[arg-type]
-    mx.eval(model.parameters())
-    weights = mx.get_active_memory()
-    rows: list[tuple[str, str]] = [("bytes are read where they lie", str(arrays.addressable()))]
-    settings: dict[str, Any] = {"budget": "40GB", "disk": folder, "disk_budget": "30GB", "disk_mode": "through"}
-    prompt, more = words(given.tokens), words(32, 5)
-    with onefold.PrefixCache(model, "40GB") as cache:
-        turn(model, cache, words(512, 9), 8)  # warm
-        _, cold_first, _ = turn(model, cache, prompt, 2)
+def written(
+    model: Any, settings: dict[str, Any], prompt: list[int], more: list[int], rows: list[tuple[str, str]]
+) -> tuple[list[int], list[int], float]:
+    """A conversation is written while another one decodes. Returns its tokens, and its next turn from memory: the
+    answer and the seconds to its first token."""
     with onefold.PrefixCache(model, **settings) as cache:
         said, _, _ = turn(model, cache, prompt, 16)
         whole = [*prompt, *said[:-1]]
@@ -86,14 +74,16 @@ def main() -> None:
         rows.append(("decode with nothing to write", f"{after:.2f} ms/token"))
         cache.check()
         warm, warm_first, _ = turn(model, cache, [*whole, *more], 16)
-    print("\n".join(f"{name:45} {value}" for name, value in rows), flush=True)
-    rows.clear()
-    mx.clear_cache()
+    return whole, warm, warm_first
+
+
+def restored(model: Any, settings: dict[str, Any], tokens: list[int], rows: list[tuple[str, str]]) -> None:
+    """The conversation is read back."""
     with onefold.PrefixCache(model, **settings) as cache:
         mx.reset_peak_memory()
         before = mx.get_active_memory()
         began = time.perf_counter()
-        restore = cache.restore([*whole, *more])
+        restore = cache.restore(tokens)
         assert restore is not None
         while restore.step():
             pass
@@ -110,6 +100,30 @@ def main() -> None:
         rows.append(("peak over the entry", f"{(mx.get_peak_memory() - before) / entry:.3f}"))
         rows.append(("active memory beside the ledger", f"{mx.get_active_memory() - before} {entry}"))
         cache.clear(disk=False)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--layers", type=int, default=32)
+    options.add_argument("--tokens", type=int, default=16_384)
+    options.add_argument("--folder", default=None)
+    given = options.parse_args()
+    folder = Path(given.folder or tempfile.mkdtemp())
+    shape = {"hidden": 4096, "heads": 32, "kv_heads": 8, "intermediate": 14336, "vocab": 32000}
+    model = llama_model(layers=given.layers, dtype=mx.bfloat16, **shape)  # type: ignore[arg-type]
+    mx.eval(model.parameters())
+    weights = mx.get_active_memory()
+    rows: list[tuple[str, str]] = [("bytes are read where they lie", str(arrays.addressable()))]
+    settings: dict[str, Any] = {"budget": "40GB", "disk": folder, "disk_budget": "30GB", "disk_mode": "through"}
+    prompt, more = words(given.tokens), words(32, 5)
+    with onefold.PrefixCache(model, "40GB") as cache:
+        turn(model, cache, words(512, 9), 8)  # warm
+        _, cold_first, _ = turn(model, cache, prompt, 2)
+    whole, warm, warm_first = written(model, settings, prompt, more, rows)
+    print("\n".join(f"{name:45} {value}" for name, value in rows), flush=True)
+    rows.clear()
+    mx.clear_cache()
+    restored(model, settings, [*whole, *more], rows)
     with onefold.PrefixCache(model, **settings) as cache:
         again, first, _ = turn(model, cache, [*whole, *more], 16)
         rows.append(("first token after a restart", f"{first:.2f} s"))

@@ -100,33 +100,37 @@ def ms(times: list[float]) -> float:
     return (times[-1] - times[8]) / (len(times) - 9) * 1e3
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--rows", type=int, default=8)
-    given = parser.parse_args()
-    shape = {"hidden": 4096, "heads": 32, "kv_heads": 8, "intermediate": 14336, "vocab": 32000}
-    model = llama_model(layers=given.layers, dtype=mx.bfloat16, **shape)  # type: ignore[arg-type]
-    vocab = model.args.vocab_size
-    rng = np.random.default_rng(0)
+class Words:
+    """Random tokens, other ones at each call."""
 
-    def words(n: int) -> list[int]:
-        return rng.integers(0, vocab, n).tolist()
+    def __init__(self, vocab: int) -> None:
+        self._vocab = vocab
+        self._rng = np.random.default_rng(0)
 
-    weights = settle()
-    out: list[str] = []
-    long = words(given.tokens)
+    def __call__(self, n: int) -> list[int]:
+        return self._rng.integers(0, self._vocab, n).tolist()  # type: ignore[no-any-return]
+
+
+def wait_all(rows: list[Asked]) -> None:
+    for row in rows:
+        row.wait()
+
+
+def stock_alone(model: Any, long: list[int], out: list[str]) -> list[int]:
+    """One conversation on mlx-lm's generate_step. Returns its tokens."""
     times, begun = [], time.perf_counter()
-    stock_tokens = []
+    tokens = []
     for token, _ in generate_step(mx.array(long), model, max_tokens=128):
         times.append(time.perf_counter())
-        stock_tokens.append(token)
+        tokens.append(token)
     out.append(f"alone     generate_step  {ms(times):7.2f} ms/token, cold first token {times[0] - begun:.2f} s")
     gc.collect()
     settle()
+    return tokens
 
-    engine = Engine(model, Numbers(), budget="60GB")
+
+def alone(engine: Engine, long: list[int], stock_tokens: list[int], words: Words, out: list[str]) -> None:
+    """One conversation on the engine, and two turns more of it."""
     asked = Asked(engine, long, 128).wait()
     first = asked.times[0] - asked.begun
     out.append(f"alone     engine         {ms(asked.times):7.2f} ms/token, cold first token {first:.2f} s")
@@ -135,7 +139,7 @@ def main() -> None:
     answer = [int(t) for t in asked.text.split()]
     held = settle()
     turn = Asked(engine, [*long, *answer, *words(60)], 64).wait()
-    entry = given.tokens * engine.cache.token_bytes
+    entry = len(long) * engine.cache.token_bytes
     out.append(
         f"turns     first token {(turn.times[0] - turn.begun) * 1e3:.0f} ms, cached {turn.hit.cached}, "
         f"peak over held {(mx.get_peak_memory() - held) / 1e9:.2f} GB (entry {entry / 1e9:.2f} GB)"
@@ -146,26 +150,32 @@ def main() -> None:
     )
     engine.clear()
 
+
+def together(engine: Engine, n_rows: int, words: Words, weights: int, out: list[str]) -> None:
+    """Several conversations at once on the engine."""
     for run in ("cold", "warm"):  # kernels are made at their first use
-        prompts = [words(1000 + 37 * i) for i in range(given.rows)]
+        prompts = [words(1000 + 37 * i) for i in range(n_rows)]
         settle()
         begun = time.perf_counter()
         rows = [Asked(engine, p, 128) for p in prompts]
-        for row in rows:
-            row.wait()
+        wait_all(rows)
         took, peak = time.perf_counter() - begun, (mx.get_peak_memory() - weights) / 1e9
         step = ms(rows[-1].times)
         out.append(
-            f"together  engine, {run}: {128 * given.rows / took:7.1f} tokens/s, {step:.2f} ms/step, peak {peak:.2f} GB"
+            f"together  engine, {run}: {128 * n_rows / took:7.1f} tokens/s, {step:.2f} ms/step, peak {peak:.2f} GB"
         )
         engine.clear()
+
+
+def stock_together(model: Any, n_rows: int, words: Words, weights: int, out: list[str]) -> None:
+    """The same in mlx-lm's BatchGenerator."""
     for run in ("cold", "warm"):
-        prompts = [words(1000 + 37 * i) for i in range(given.rows)]
+        prompts = [words(1000 + 37 * i) for i in range(n_rows)]
         settle()
-        sizes = {"completion_batch_size": given.rows, "prefill_batch_size": given.rows}
+        sizes = {"completion_batch_size": n_rows, "prefill_batch_size": n_rows}
         generator = BatchGenerator(model, max_tokens=128, **sizes)
         begun = time.perf_counter()
-        left = set(generator.insert(prompts, [128] * given.rows))
+        left = set(generator.insert(prompts, [128] * n_rows))
         times = []
         while left:
             _, responses = generator.next()
@@ -174,11 +184,14 @@ def main() -> None:
         took, peak = time.perf_counter() - begun, (mx.get_peak_memory() - weights) / 1e9
         step = ms(times)
         out.append(
-            f"          stock, {run}:  {128 * given.rows / took:7.1f} tokens/s, {step:.2f} ms/step, peak {peak:.2f} GB"
+            f"          stock, {run}:  {128 * n_rows / took:7.1f} tokens/s, {step:.2f} ms/step, peak {peak:.2f} GB"
         )
         generator.close()
         del generator, responses  # which holds the rows it ended with
 
+
+def agents(engine: Engine, given: argparse.Namespace, words: Words, weights: int, out: list[str]) -> None:
+    """Several conversations that share a long prefix."""
     for run in ("cold", "warm"):
         engine.clear()
         settle()
@@ -186,18 +199,36 @@ def main() -> None:
         prefix = words(given.tokens)
         begun = time.perf_counter()
         rows = [Asked(engine, [*prefix, *words(40 + i)], 128) for i in range(given.rows)]
-        for row in rows:
-            row.wait()
+        wait_all(rows)
         took, peak = time.perf_counter() - begun, (mx.get_peak_memory() - weights) / 1e9
         done, step = engine.stats().prefilled_tokens - before, ms(rows[-1].times)
         out.append(f"agents    {given.rows} on {given.tokens} new tokens, {run}: {done} prefilled, {took:.2f} s")
         out.append(f"          {step:.2f} ms/step, peak {peak:.2f} GB")
         begun = time.perf_counter()
         rows = [Asked(engine, [*prefix, *words(2000 + 37 * i)], 128) for i in range(given.rows)]
-        for row in rows:
-            row.wait()
+        wait_all(rows)
         took, step = time.perf_counter() - begun, ms(rows[-1].times)
         out.append(f"          and 2000 of its own each: {took:.2f} s, {step:.2f} ms/step")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--rows", type=int, default=8)
+    given = parser.parse_args()
+    shape = {"hidden": 4096, "heads": 32, "kv_heads": 8, "intermediate": 14336, "vocab": 32000}
+    model = llama_model(layers=given.layers, dtype=mx.bfloat16, **shape)  # type: ignore[arg-type]
+    words = Words(model.args.vocab_size)
+    weights = settle()
+    out: list[str] = []
+    long = words(given.tokens)
+    stock_tokens = stock_alone(model, long, out)
+    engine = Engine(model, Numbers(), budget="60GB")
+    alone(engine, long, stock_tokens, words, out)
+    together(engine, given.rows, words, weights, out)
+    stock_together(model, given.rows, words, weights, out)
+    agents(engine, given, words, weights, out)
     engine.check()
     held = engine.cache.held_bytes
     settle()

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 CASES = ("attention", "lengths", "chunks", "rows", "pieces")
 AS_IT_COMES = {
@@ -23,17 +24,16 @@ AS_IT_COMES = {
 }
 
 
+def words(n: int, seed: int) -> list[int]:
+    return [(i * 31 + seed * 17 + i * i) % 120 + 1 for i in range(n)]
+
+
 def child(case: str, seconds: float) -> None:
     import onefold
 
     # isort: split
     import mlx.core as mx
     from shapes import llama_model
-
-    began, done, error = time.monotonic(), 0, ""
-
-    def words(n: int, seed: int) -> list[int]:
-        return [(i * 31 + seed * 17 + i * i) % 120 + 1 for i in range(n)]
 
     def attention(i: int) -> None:
         q = mx.zeros((1, 8, 1 + i % 37, 128), mx.bfloat16)
@@ -77,10 +77,16 @@ def child(case: str, seconds: float) -> None:
             lease.discard()
 
     work = {"attention": attention, "lengths": lengths, "chunks": chunks, "rows": rows, "pieces": pieces}[case]
+    repeat(case, work, seconds, (RuntimeError, onefold.OnefoldError))
+
+
+def repeat(case: str, work: Callable[[int], None], seconds: float, faults: tuple[type[Exception], ...]) -> None:
+    """Runs `work` with 0, 1, 2, ... until the time is over or it fails, and prints how often it ran."""
+    began, done, error = time.monotonic(), 0, ""
     while time.monotonic() - began < seconds and not error:
         try:
             work(done)
-        except (RuntimeError, onefold.OnefoldError) as raised:
+        except faults as raised:
             error = str(raised)
         else:
             done += 1

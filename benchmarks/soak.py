@@ -41,8 +41,8 @@ from traffic import Ask, longest, plan, unique_tokens
 
 from onefold.cache.memory.device import weight_bytes
 from onefold.engine.engine import Engine
+from onefold.engine.limits import Limits
 from onefold.engine.prompt import PromptMaker
-from onefold.engine.scheduler import Limits
 from onefold.sizes import show_size
 
 PATIENCE_SECONDS = 600.0

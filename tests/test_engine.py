@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import subprocess
 import sys
@@ -16,9 +17,10 @@ import pytest
 from asking import GREEDY, Pending, ask, ask_all, cold, prompt_of, request
 from tiny import tiny, with_unknown_caches
 
+from onefold.engine.config import EngineConfig, EngineOptions
 from onefold.engine.engine import Engine
+from onefold.engine.limits import Limits
 from onefold.engine.request import Progress, Sampling, Started, Text
-from onefold.engine.scheduler import Limits
 from onefold.errors import Busy, ConfigError, DeviceError, EngineStopped, PromptError, TooLong
 
 
@@ -522,7 +524,7 @@ def test_a_tokenizer_that_raises_costs_its_request_alone(engine, loaded, monkeyp
     running.wait_for_text(2)
     doomed = Pending(engine, request(words(70, seed=3), 50))
     doomed.wait_for_text(1)
-    (job,) = [j for j in engine._scheduler.decoding if j.number == doomed.number]
+    (job,) = [j for j in engine._scheduler.jobs.decoding if j.number == doomed.number]
 
     def add_token(token: int) -> None:
         raise IndexError("no such token")
@@ -599,3 +601,12 @@ def test_clear_drops_what_nobody_holds(engine):
     assert memory > 0 and disk == 0
     assert engine.stats().cache.stored_tokens == 0
     assert ask(engine, words(200), 3).hit.cached == 0
+
+
+def test_every_keyword_of_an_engine_is_in_its_signature(loaded):
+    signature = inspect.signature(Engine)
+    assert list(signature.parameters)[:2] == ["model", "tokenizer"]
+    keywords = {name: p.default for name, p in list(signature.parameters.items())[2:]}
+    assert keywords == vars(EngineConfig()) and keywords.keys() == EngineOptions.__annotations__.keys()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'buget'"):
+        Engine(*loaded, buget="64MB")

@@ -106,7 +106,7 @@ def test_reading_from_disk_holds_no_stream_up(
     tokens = stored(loaded, tmp_path, words(400))
     with engine(loaded, tmp_path) as second:
         order: list[str] = []
-        step, decode = Restore.step, second._scheduler._step
+        step, decode = Restore.step, second._scheduler._decode._step
 
         def slow(self: Restore) -> bool:
             order.append("record")
@@ -116,9 +116,9 @@ def test_reading_from_disk_holds_no_stream_up(
             order.append("step")
             decode(rows)
 
-        monkeypatch.setattr("onefold.engine.scheduler.READ_SECONDS", -1.0)
+        monkeypatch.setattr("onefold.engine.admission.READ_SECONDS", -1.0)
         monkeypatch.setattr(Restore, "step", slow)
-        monkeypatch.setattr(second._scheduler, "_step", noted)
+        monkeypatch.setattr(second._scheduler._decode, "_step", noted)
         running = second.ask(request(prompt_of(words(20, 9)), 60))
         events = [next(running), next(running)]
         late = ask(second, [*tokens, 5], 3)
@@ -158,7 +158,7 @@ def test_a_request_that_is_cancelled_while_it_is_read_leaves_nothing_behind(
 ) -> None:
     tokens = stored(loaded, tmp_path, words(400))
     with engine(loaded, tmp_path) as second:
-        monkeypatch.setattr("onefold.engine.scheduler.READ_SECONDS_ALONE", -1.0)
+        monkeypatch.setattr("onefold.engine.admission.READ_SECONDS_ALONE", -1.0)
         number = second.submit(request(prompt_of([*tokens, 5]), 5), lambda events: None)
         second.cancel(number)
         second.check()

@@ -73,7 +73,7 @@ def held(layers: list[Any]) -> list[list[int]]:
 def cache():
     made = LRUPromptCache(max_size=10)
     yield made
-    for store in made._all_stores():
+    for store in made._stores.all():
         store.cache.check()
     made.close()
 
@@ -127,7 +127,7 @@ def test_what_is_fetched_and_never_put_back_loses_nothing(cache):
     gc.collect()
     layers, rest = cache.fetch_nearest_cache(KEY, [*prompt, 5])
     assert held(layers) == [prompt] * 2
-    assert cache._all_stores()[0].cache.stats().open_leases == 1
+    assert cache._stores.all()[0].cache.stats().open_leases == 1
 
 
 def test_a_branch_keeps_the_other_branch(cache):
@@ -309,7 +309,7 @@ def test_the_byte_limit_holds_and_the_oldest_goes_first():
     assert sum(s["n_bytes"] for s in stats.values()) == cache.nbytes
     assert sum(s["n_sequences"] for s in stats.values()) == len(cache)
     cache.trim_to(n_bytes=limit // 2)
-    assert cache._stored_bytes() <= limit // 2
+    assert cache._stores.stored_bytes <= limit // 2
     cache.trim_to(n_sequences=1)
     assert len(cache) == 1
     cache.close()
@@ -394,7 +394,7 @@ def test_batches_answer_as_a_cold_run_does(family):
     answers, known = loop.serve([turns[0], prompts[1], prompts[1] + [3, 4]])  # exact repeats, and a branch
     assert answers == [cold(model, p, 6)[0] for p in (turns[0], prompts[1], [*prompts[1], 3, 4])]
     assert not cache.reasons
-    (store,) = cache._all_stores()
+    (store,) = cache._stores.all()
     store.cache.check()
     assert store.cache.stats().open_leases == 0
     cache.close()
@@ -418,7 +418,7 @@ def test_rows_come_and_go_and_a_cancelled_one_keeps_its_prompt():
     (_, known) = loop.ask([*prompts[2], 5], 2)
     assert known >= 99
     loop.run()
-    (store,) = cache._all_stores()
+    (store,) = cache._stores.all()
     store.cache.check()
     assert store.cache.stats().open_leases == 0
     cache.close()
@@ -433,7 +433,7 @@ def test_cancelled_requests_do_not_pile_up():
             loop.step()
         loop.cancel(uid)
         assert len(cache) <= 3
-    (store,) = cache._all_stores()
+    (store,) = cache._stores.all()
     assert store.cache.stats().stored_tokens <= 3 * 100
     assert store.cache.stats().open_leases == 0
     store.cache.check()
@@ -473,7 +473,7 @@ def test_a_lone_request_makes_its_own_caches_and_they_are_taken_over_without_a_c
     again = [t for t, _ in zip(_tokens(model, rest, layers), range(5), strict=False)]
     assert again == cold(model, prompt + out + [3], 5)[0]
     cache.insert_cache(KEY, prompt + out + [3] + again, layers)
-    (store,) = cache._all_stores()
+    (store,) = cache._stores.all()
     assert store.table is not None and store.cache.stats().moves == 1
     cache.close()
 
@@ -515,7 +515,7 @@ def test_a_model_is_not_kept_alive():
     Loop(model, cache).serve([words(80), words(70, 1)])
     del model
     gc.collect()
-    (store,) = cache._all_stores()
+    (store,) = cache._stores.all()
     assert store.cache.model is None
     assert mx.get_active_memory() - before <= cache.nbytes + 4096
     cache.close()
@@ -677,7 +677,7 @@ def test_what_a_discarded_request_leaves_stored_is_an_entry():
         loop.serve([words(200, seed)], 3)
         loop.serve([words(200, seed) + words(700, 50 + seed)], 3)
         assert len(cache) == 1
-        (store,) = cache._all_stores()
+        (store,) = cache._stores.all()
         assert store.cache.stats().stored_tokens <= 210
     cache.close()
 
@@ -755,7 +755,7 @@ def test_layers_that_are_fetched_and_dropped_do_not_pile_up(cache):
     cache.insert_cache(KEY, prompt, filled(prompt))
     for _ in range(80):
         cache.fetch_nearest_cache(KEY, [*prompt, 1])
-    assert cache._all_stores()[0].cache.open_leases <= 34
+    assert cache._stores.all()[0].cache.open_leases <= 34
 
 
 @pytest.mark.parametrize(("given", "kept"), [(-1, 0), (0, 0), (2, 2)])

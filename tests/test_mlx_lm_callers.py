@@ -55,7 +55,7 @@ def caches() -> Iterator[Callable[..., Any]]:
     yield make
     for cache in made:
         if isinstance(cache, LRUPromptCache):
-            for store in cache._all_stores():
+            for store in cache._stores.all():
                 store.cache.check()
             cache.close()
 
@@ -217,7 +217,7 @@ def test_layers_that_were_fed_nothing_are_not_kept(caches):
     cache.insert_cache(KEY, rest, layers)
     assert cache.reasons == {"layers do not fit the tokens": 1}
     assert len(cache) == 0 and cache.nbytes == 0
-    assert not any(store.cache.open_leases for store in cache._all_stores())
+    assert not any(store.cache.open_leases for store in cache._stores.all())
 
 
 def test_a_running_row_whose_draft_was_fed_nothing_goes_on(caches):
@@ -293,7 +293,7 @@ def test_the_model_is_learnt_from_layers_that_were_made_and_filled_on_another_th
     layers = elsewhere(lambda: make_prompt_cache(model))
     out = run(model, prompt, layers, 4)
     cache.insert_cache(KEY, (prompt + out)[: layers[0].offset], layers)
-    (store,) = cache._all_stores()
+    (store,) = cache._stores.all()
     assert store.table is not None and store.cache.model is model
     assert turn(cache, model, prompt + out + [3])[1] == len(prompt) + 4
 
@@ -303,7 +303,7 @@ def test_a_row_finds_its_key_on_another_thread_than_the_fetch(caches):
     assert elsewhere(lambda: cache.fetch_nearest_cache(KEY, prompt)) == (None, prompt)
     generator = BatchGenerator(model, max_tokens=4)
     generator.insert([prompt], caches=[make_prompt_cache(model)])
-    assert [s.cache.open_leases for s in cache._all_stores()] == [1]
+    assert [s.cache.open_leases for s in cache._stores.all()] == [1]
     while not (ended := [r for r in generator.next()[1] if r.finish_reason]):
         pass
     cache.insert_cache(KEY, ended[0].all_tokens, ended[0].prompt_cache)
@@ -315,7 +315,7 @@ def test_the_same_tokens_under_two_keys_are_not_mixed_up(caches):
     for key in ("one", "two"):
         elsewhere(lambda key=key: cache.fetch_nearest_cache(key, prompt))
     BatchGenerator(model, max_tokens=4).insert([prompt])
-    assert cache._all_stores() == []  # whose row it is cannot be known: mlx-lm's own caches
+    assert cache._stores.all() == []  # whose row it is cannot be known: mlx-lm's own caches
 
 
 def test_two_models_that_take_turns_are_both_cached(caches):
@@ -370,7 +370,7 @@ def test_caches_with_a_bound_stay_mlx_lms_own(caches):
     assert all(type(x) is RotatingKVCache for x in layers)
     generator = BatchGenerator(model, max_tokens=4)
     generator.insert([prompt], caches=[layers])
-    assert cache._all_stores() == []
+    assert cache._stores.all() == []
     while not (ended := [r for r in generator.next()[1] if r.finish_reason]):
         pass
     assert all(x.max_size == 32 for x in ended[0].prompt_cache)
@@ -415,7 +415,7 @@ def test_names_that_were_bound_before_are_heard_and_put_back(server_module, monk
     layers = server_module.make_cache(model)
     run(model, prompt, layers, 2)
     cache.insert_cache(KEY, prompt, layers)
-    assert cache._all_stores()[0].table is not None
+    assert cache._stores.all()[0].table is not None
     cache.close()
     assert server_module.make_cache is not original
     second.close()
@@ -430,7 +430,7 @@ def test_install_takes_the_place_of_mlx_lms_class(server_module):
         made = server_module.LRUPromptCache(3), server_module.LRUPromptCache(max_size=3, max_bytes=5)
         assert all(isinstance(cache, ours) and cache.max_size == 3 for cache in made)
         assert [cache.max_bytes for cache in made] == [10**9, 5]
-        with pytest.raises(ConfigError, match="uninstall before other options"):
+        with pytest.raises(ConfigError, match="uninstall it before you install it with others"):
             onefold.mlx_lm.install()
         first.uninstall()
         assert issubclass(server_module.LRUPromptCache, ours)

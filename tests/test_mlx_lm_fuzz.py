@@ -76,12 +76,12 @@ class Fuzz:
         self.look()
         del self.loop
         gc.collect()
-        for store in self.cache._all_stores():
+        for store in self.cache._stores.all():
             store.cache.check()
             assert store.cache.open_leases == 0
         by_type = self.cache.stats_by_type()
         assert sum(s["n_bytes"] for s in by_type.values()) == self.cache.nbytes <= self.cache.max_bytes
-        stored = sum(s.cache.stats().stored_tokens for s in self.cache._all_stores())
+        stored = sum(s.cache.stats().stored_tokens for s in self.cache._stores.all())
         assert stored <= sum(sum(t.values()) for t in self.cache._entries.own_tokens().values())
         assert set(self.cache.reasons) <= {"larger than the limit"}
         self.cache.close()

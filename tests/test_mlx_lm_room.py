@@ -170,7 +170,7 @@ def bounded_cold(model: Any, prompt: list[int], n: int, size: int, keep: int) ->
 def bounded(request: pytest.FixtureRequest) -> Iterator[LRUPromptCache]:
     cache = LRUPromptCache(max_kv_size=96, keep=request.param)
     yield cache
-    for store in cache._all_stores():
+    for store in cache._stores.all():
         store.cache.check()
     cache.close()
 

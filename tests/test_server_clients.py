@@ -18,8 +18,8 @@ from talking_model import ANSWER, CALL, THOUGHT, write_talking_model
 
 import onefold
 from onefold.engine.engine import Engine
+from onefold.engine.limits import Limits
 from onefold.engine.request import Sampling
-from onefold.engine.scheduler import Limits
 from onefold.server.settings import Settings
 
 SAID = "".join(ANSWER)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from onefold.engine import scheduler
-from onefold.engine.scheduler import Limits
+from onefold.engine import prefill, scheduler
+from onefold.engine.jobs import Jobs
+from onefold.engine.limits import Limits
 from onefold.engine.share import LEAST_TOKENS, LEAST_TOKENS_ALONE, Share, Speed
 from onefold.errors import ConfigError
 
@@ -163,14 +164,39 @@ def test_steps_of_very_different_length_count_in_full(share: float) -> None:
     assert spent / total == pytest.approx(share, abs=0.12)
 
 
+class Chunks(prefill.Prefill):
+    """The rule of the real prefill, on a clock that is made up."""
+
+    def __init__(self, jobs: Jobs, share: Share, clock: SimpleNamespace) -> None:
+        self._jobs, self._share, self._clock = jobs, share, clock
+        self._recovery: Any = SimpleNamespace(run=self.work)
+
+    @staticmethod
+    def work(jobs: Any, work: Any) -> bool:
+        work()
+        return True
+
+    def _await_step(self) -> None: ...
+
+    def _run_chunk(self, job: Any) -> None:
+        rest = len(job.tokens) - job.position
+        n = self._share.chunk(job.position, streams=True)
+        n = rest if 1 < rest <= min(prefill.SHORT_REST, n) else min(n, rest - 1)
+        job.position += n
+        self._clock.now += (n + 15) * 5e-4
+
+
 class Queue(scheduler.Scheduler):
     """The rule of the real scheduler, on a clock that is made up: one stream, and prompts."""
 
     def __init__(self, share: float, clock: SimpleNamespace) -> None:
+        nothing = lambda: None  # noqa: E731
         self._share, self._clock = Share(share, 2048), clock
-        self.prefilling: list[Any] = []
-        self.decoding: list[Any] = [self.prompt(1)]
-        self.waiting: list[Any] = []
+        self.jobs = Jobs(32)
+        self.jobs.decoding.append(self.prompt(1))
+        self._prefill = Chunks(self.jobs, self._share, clock)
+        self._decode: Any = SimpleNamespace(run=self.decode)
+        self._admission: Any = SimpleNamespace(expire=nothing, admit=nothing, read_records=nothing)
 
     def prompt(self, n: int) -> Any:
         nothing = lambda: None  # noqa: E731
@@ -178,25 +204,9 @@ class Queue(scheduler.Scheduler):
             tokens=[0] * n, position=0, passed_over=0, chosen=None, tell=nothing, progressed=nothing, left=1
         )
 
-    def _expire(self) -> None: ...
-    def _admit(self) -> None: ...
-    def _read_disk(self) -> None: ...
-    def _await_step(self) -> None: ...
-
-    def _guarded(self, jobs: Any, work: Any, **_: Any) -> bool:
-        work()
-        return True
-
-    def _run_chunk(self, job: Any) -> None:
-        rest = len(job.tokens) - job.position
-        n = self._share.chunk(job.position, streams=True)
-        n = rest if 1 < rest <= min(scheduler.SHORT_REST, n) else min(n, rest - 1)
-        job.position += n
-        self._clock.now += (n + 15) * 5e-4
-
-    def _decode(self) -> None:
+    def decode(self) -> None:
         self._clock.now += STEP
-        del self.decoding[1:]
+        del self.jobs.decoding[1:]
 
 
 @pytest.mark.parametrize(("share", "every"), [(0.5, 2), (0.3, 4), (0.1, 20), (0.3, 2)])
@@ -205,13 +215,14 @@ def test_short_prompts_that_keep_coming_do_not_starve_a_long_one(
 ) -> None:
     """They take all of the prompts' time in the last case: the long one still gets every fifth turn."""
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now, monotonic=lambda: clock.now)
-    monkeypatch.setattr(scheduler, "time", clock)
+    for module in (scheduler, prefill):
+        monkeypatch.setattr(module, "time", clock)
     queue = Queue(share, clock)
     for _ in range(50):
         queue.tick()
-    queue.prefilling.append(long := queue.prompt(8000))
+    queue.jobs.prefilling.append(long := queue.prompt(8000))
     for i in range(4000):
         if i % every == 0:
-            queue.prefilling.append(queue.prompt(40))
+            queue.jobs.prefilling.append(queue.prompt(40))
         queue.tick()
     assert long.position > 190

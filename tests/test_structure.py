@@ -30,7 +30,7 @@ WRITERS = {
     },
     "CacheState": {
         "cache/prefix_cache.py": {"closed", "closing", "min_checkpoint_tokens", "uncached_reason", "water"},
-        "mlx_lm/prompt_cache.py": {"on_dropped"},
+        "mlx_lm/stores.py": {"on_dropped"},
     },
 }
 """Which file may assign which field of the two objects that hold the state of a request and of a cache."""
@@ -69,6 +69,7 @@ NO_MLX = (
     "sizes.py",
     "backend.py",
     "errors.py",
+    "faults.py",
 )
 
 MLX_LM = ("cache/model/stock.py", "engine/stock.py")

@@ -318,7 +318,7 @@ def _settings(given: argparse.Namespace) -> Settings:
 
 
 def _engine(given: argparse.Namespace) -> Engine:
-    from onefold.engine.scheduler import Limits
+    from onefold.engine.limits import Limits
 
     limits = Limits(
         rows=given.max_batch,

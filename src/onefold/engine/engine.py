@@ -7,15 +7,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Unpack
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,15 +22,17 @@ from mlx.utils import tree_flatten
 
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.stats import Stats
-from onefold.cache.tiers.disk.tier import DiskSettings
 from onefold.engine import wanted
+from onefold.engine.config import EngineConfig, EngineOptions
 from onefold.engine.context_length import context_length
 from onefold.engine.job import Deliver, Job
+from onefold.engine.lengths import Lengths
+from onefold.engine.limits import Limits
 from onefold.engine.prompt import PromptMaker
 from onefold.engine.request import Done, Event, Failed, Prompt, Request, Sampling
-from onefold.engine.scheduler import SHORT_REST, UNEXPECTED, Limits, Scheduler, too_long
-from onefold.engine.tokenising import tokenizer_digest
-from onefold.errors import Busy, ConfigError, EngineStopped, OnefoldError, PromptError, TooLong
+from onefold.engine.scheduler import Scheduler
+from onefold.errors import Busy, ConfigError, EngineStopped, OnefoldError, PromptError
+from onefold.faults import UNEXPECTED
 from onefold.sizes import show_size
 from onefold.worker import Worker
 
@@ -53,8 +54,6 @@ class EngineStats:
     cache: Stats
 
 
-TOKENISED_BEYOND = 4
-"""Times the longest prompt that can be run."""
 LEAST_TOKENS = 16
 """Of a conversation that a budget must have room for."""
 
@@ -70,35 +69,23 @@ COUNTED = (
 
 
 class Engine:
-    """Its methods may be called from any thread.
+    """Answers requests, on a thread of its own that owns MLX. Its methods may be called from any thread.
 
     A request is answered through `deliver`, which is called on the engine's thread with the events of one step, in
     order, and must return at once and not raise.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        *,
-        model_id: str = "local",
-        budget: int | float | str | None = None,
-        kv: str | int = "16",
-        max_kv_size: int | None = None,
-        keep: int = 4,
-        defaults: Sampling | None = None,
-        max_queue: int = 128,
-        limits: Limits | None = None,
-        disk: DiskSettings | None = None,
-        ignore_context_length: bool = False,
-    ) -> None:
-        """`ignore_context_length`: prompts and answers may go beyond what the model was made for."""
-        self.model_id = model_id
+    __signature__ = EngineConfig.signature()
+
+    def __init__(self, model: nn.Module, tokenizer: Any, **options: Unpack[EngineOptions]) -> None:
+        """Takes the keywords of `EngineConfig`. Raises ConfigError if they, or the model, cannot be used."""
+        config = EngineConfig.of(options)
+        self.model_id = config.model_id
         self.tokenizer = tokenizer
-        self.defaults = defaults or Sampling()
+        self.defaults = config.defaults or Sampling()
         """How tokens are chosen if a request does not say."""
-        self.max_queue = max_queue
-        self.context_length = None if ignore_context_length else context_length(model, tokenizer)
+        self.max_queue = config.max_queue
+        self.context_length = None if config.ignore_context_length else context_length(model, tokenizer)
         """Tokens of prompt and answer together; None: the model names no length, or it is to be ignored."""
         self.vocab = _vocab(model, tokenizer)
         self._numbers = itertools.count(1)
@@ -110,21 +97,20 @@ class Engine:
         self.cache: PrefixCache
         self._scheduler: Scheduler
         _evaluate(model)
+        self._start(functools.partial(self._begin, model, config))
+        self._check_budget()
+        self._lengths = Lengths(self.cache, self.most_tokens, self.context_length)
+        self._prompts = PromptMaker(
+            tokenizer, vocab=self.vocab, checkpoints=not self.cache.resumes_anywhere, between=self._check_running
+        )
 
-        def begin() -> None:
-            self.cache = PrefixCache(
-                model,
-                budget,
-                kv=kv,
-                max_kv_size=max_kv_size,
-                keep=keep,
-                logit_tokens=SHORT_REST,
-                disk=disk,
-                tokenizer="" if disk is None else tokenizer_digest(tokenizer),
-                label=model_id,
-            )
-            self._scheduler = Scheduler(model, self.cache, limits or Limits())
+    def _begin(self, model: nn.Module, config: EngineConfig) -> None:
+        """Makes the cache and the scheduler. Runs on the engine's thread."""
+        self.cache = config.cache(model, self.tokenizer)
+        self._scheduler = Scheduler(model, self.cache, config.limits or Limits())
 
+    def _start(self, begin: Callable[[], None]) -> None:
+        """Starts the thread, and waits until `begin` has run on it. Raises the OnefoldError that `begin` raised."""
         refused: list[OnefoldError] = []
         ready = threading.Event()
         self._thread = Worker(functools.partial(self._run, begin, refused, ready), "onefold-engine")
@@ -135,6 +121,8 @@ class Engine:
         if refused:
             self._thread.wait()
             raise refused[0]
+
+    def _check_budget(self) -> None:
         if self.most_tokens < LEAST_TOKENS:
             self.stop()
             given, each = show_size(self.cache.budget_bytes), show_size(self.cache.token_bytes)
@@ -142,9 +130,6 @@ class Engine:
                 f"a budget of {given} is too small: a token takes {each} of KV, and a forward its working memory; "
                 f"there is room for a conversation of {self.most_tokens} tokens"
             )
-        self._prompts = PromptMaker(
-            tokenizer, vocab=self.vocab, checkpoints=not self.cache.resumes_anywhere, between=self._going_on
-        )
 
     # -- prompts -------------------------------------------------------------------------------
 
@@ -159,40 +144,16 @@ class Engine:
         """Render a conversation (as OpenAI writes one; content is text) and tokenise it. Blocks for a moment: not for
         an event loop. Raises PromptError; TooLong where it is so long that it is not tokenised to its end, unless
         `of_any_length`; EngineStopped."""
-        most = None if of_any_length else self._most_tokenised
-        with self._lengths():
+        most = None if of_any_length else self._lengths.most_tokenised
+        with self._lengths.named():
             return self._prompts.chat(messages, tools=tools, options=template_options, most_tokens=most)
 
     def text(self, prompt: str | Sequence[int]) -> Prompt:
         """Tokenise plain text (tokens are taken as they are). Raises PromptError, TooLong, EngineStopped."""
-        with self._lengths():
-            return self._prompts.text(prompt, most_tokens=self._most_tokenised)
+        with self._lengths.named():
+            return self._prompts.text(prompt, most_tokens=self._lengths.most_tokenised)
 
-    @property
-    def _most_tokenised(self) -> int:
-        """Of a prompt that is too long by little the API's errors say how many tokens it has, and clients shorten it
-        by that. Beyond this many, what is too long is not tokenised to its end."""
-        return TOKENISED_BEYOND * min(self.most_tokens, self.context_length or self.most_tokens)
-
-    @contextlib.contextmanager
-    def _lengths(self) -> Iterator[None]:
-        """Says what the longest prompt is, and not where tokenising ended."""
-        try:
-            yield
-        except TooLong as error:
-            self._check_length(error.tokens, "about ")
-            raise
-
-    def _check_length(self, tokens: int, about: str = "") -> None:
-        """Raises TooLong, with the smaller of the two limits."""
-        made_for = self.context_length
-        if tokens > self.most_tokens and (made_for is None or self.most_tokens < made_for):
-            raise too_long(tokens, self.most_tokens, self.cache, about)
-        if made_for is not None and tokens > made_for:
-            message = f"this prompt has {about}{tokens} tokens, and the model was made for {made_for}; shorten it"
-            raise TooLong(message, tokens=tokens, most=made_for)
-
-    def _going_on(self) -> None:
+    def _check_running(self) -> None:
         if self._ended:
             raise EngineStopped("the engine has stopped")
         wanted.check()
@@ -203,8 +164,8 @@ class Engine:
         """Queue a request; the number names it for `cancel`. Raises Busy, TooLong, PromptError or EngineStopped."""
         if len(request.prompt) == 0:
             raise PromptError("the prompt is empty; it needs at least one token")
-        self._check_length(len(request.prompt))
-        request = self._within_context(request)
+        self._lengths.check(len(request.prompt))
+        request = self._lengths.within_context(request)
         for token in request.sampling.logit_bias:
             if not 0 <= token < self.vocab:
                 raise PromptError(f"logit_bias names token {token}; ids are from 0 to {self.vocab - 1}")
@@ -212,28 +173,21 @@ class Engine:
         with self._posting:
             if self._ended:
                 raise EngineStopped("the engine has stopped")
-            queued = len(self._scheduler.waiting) + self._posted
+            queued = len(self._scheduler.jobs.waiting) + self._posted
             if queued >= self.max_queue:
-                wait = self._scheduler.expected_wait_seconds()
+                wait = self._scheduler.jobs.expected_wait_seconds()
                 raise Busy(f"{queued} requests are waiting already; come again in {wait} s", retry_after=wait)
             self._posted += 1
             self._mailbox.put(lambda scheduler: self._add(scheduler, job))
         return job.number
 
-    def _within_context(self, request: Request) -> Request:
-        """The same with an answer that ends where the model's context does; one token it may always have."""
-        if self.context_length is None:
-            return request
-        room = max(1, self.context_length - len(request.prompt))
-        return replace(request, max_tokens=room if request.max_tokens is None else min(room, request.max_tokens))
-
     def _add(self, scheduler: Scheduler, job: Job) -> None:
         self._posted -= 1
-        scheduler.add(job)
+        scheduler.jobs.waiting.append(job)
 
     def cancel(self, number: int) -> None:
         """Free its row at the next step; what was computed is kept. Harmless if it is over."""
-        self._mailbox.put(lambda scheduler: scheduler.cancel(number))
+        self._mailbox.put(lambda scheduler: scheduler.jobs.cancel(number))
 
     def ask(self, request: Request) -> Generator[Event, None, None]:
         """The events of one request, one by one, for a thread that can wait. Leaving the loop cancels it."""
@@ -251,11 +205,14 @@ class Engine:
     # -- looking -------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        s = self._scheduler
-        counts = {name: s.counts[name] for name in COUNTED}
-        queued = len(s.waiting) + self._posted
+        jobs = self._scheduler.jobs
+        counts = {name: jobs.counts[name] for name in COUNTED}
         return EngineStats(
-            queued=queued, prefilling=len(s.prefilling), decoding=len(s.decoding), cache=self.cache.stats(), **counts
+            queued=len(jobs.waiting) + self._posted,
+            prefilling=len(jobs.prefilling),
+            decoding=len(jobs.decoding),
+            cache=self.cache.stats(),
+            **counts,
         )
 
     @property
@@ -332,18 +289,18 @@ class Engine:
             self._ended = True
         if hasattr(self, "_scheduler"):
             self._drain(self._scheduler)
-            self._scheduler.drop_all(EngineStopped("the engine has stopped"))
+            self._scheduler.jobs.fail_all(EngineStopped("the engine has stopped"))
             self.cache.close()
 
     def _take_in(self, scheduler: Scheduler) -> bool:
         """What came in since the last turn; waits if there is nothing to do. False: it is time to end."""
-        wait = not scheduler.busy
+        wait = not scheduler.jobs.busy
         while wait or not self._mailbox.empty():
             letter = self._mailbox.get()
             if letter is None:
                 return False
             letter(scheduler)
-            wait = not scheduler.busy and self._mailbox.empty()
+            wait = not scheduler.jobs.busy and self._mailbox.empty()
         return True
 
     def _drain(self, scheduler: Scheduler) -> None:

@@ -33,6 +33,10 @@ class Entry:
     """Of what is kept whole."""
 
     @property
+    def is_trimmable(self) -> bool:
+        return self.whole is None or all(layer.is_trimmable() for layer in self.whole)
+
+    @property
     def tokens(self) -> Tokens:
         parts = [n.tokens for n in self.node.path()]
         return np.concatenate(parts) if parts else np.empty(0, np.int32)
@@ -53,6 +57,11 @@ class Entries:
         self._trees: dict[Hashable, Tree] = {}
         self._at: dict[Node, Entry] = {}
         self._orders: dict[str, dict[Entry, None]] = {t: {} for t in TYPES}
+
+    def clear(self) -> None:
+        self._trees.clear()
+        self._at.clear()
+        self._orders = {t: {} for t in TYPES}
 
     def __len__(self) -> int:
         return len(self._at)

@@ -2,7 +2,7 @@
 
 A prompt cache is only told keys and tokens. The model is learnt in one of four ways, the surest first:
 
-1. the caller says it (`told`, `told_for_all`);
+1. the caller says it (`assign`, `assign_default`);
 2. layers are put in that mlx-lm was seen to make for a model (`stock.models_of`), on whatever thread;
 3. a batch takes on a row whose tokens were asked for and not found, on whatever thread;
 4. caches are made for a model on the thread that has just asked for a key's tokens and not found them.
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import mlx.nn as nn
 
 from onefold.cache.memory.tree import Tokens
+from onefold.errors import ConfigError
 
 OPEN_MISSES = 64
 """Fetches that found nothing and whose row has not come yet; older ones are forgotten."""
@@ -29,8 +30,11 @@ MODELS = 2
 Refs = list[weakref.ref[nn.Module]]
 
 
-class Hearer(Protocol):
-    models: Models
+class Observed(Protocol):
+    """What `ModelObserver` passes on what it observes to."""
+
+    @property
+    def models(self) -> Models: ...
 
     def serve_row(self, model: nn.Module, tokens: list[int]) -> list[Any] | None: ...
     def take_on(self) -> None: ...
@@ -49,7 +53,7 @@ class Models:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Refs] = {}
-        self._told: set[Hashable] = set()
+        self._assigned: set[Hashable] = set()
         self._for_all: Refs = []
         self._misses: list[Miss] = []
         self._asking: dict[int, Hashable] = {}
@@ -58,18 +62,26 @@ class Models:
 
     # -- what the caller says ------------------------------------------------------------------
 
-    def told(self, key: Hashable, models: list[nn.Module]) -> None:
+    def assign(self, key: Hashable, models: list[nn.Module]) -> None:
         """The caller says which models the key stands for: nothing that is heard later changes that."""
         self._known[key] = [weakref.ref(m) for m in models]
-        self._told.add(key)
+        self._assigned.add(key)
 
-    def told_for_all(self, models: list[nn.Module]) -> None:
+    def assign_default(self, models: list[nn.Module]) -> None:
         """The caller says which models every other key stands for."""
         self._for_all = [weakref.ref(m) for m in models]
 
-    def is_told(self, key: Hashable) -> bool:
+    def key_of(self, key: Hashable | nn.Module) -> Hashable:
+        """Returns a key that can be hashed. Some callers give the model itself as its key: it is its own model then."""
+        if not isinstance(key, nn.Module):
+            return key
+        name = ("model", id(key))
+        self.assign(name, [key])
+        return name
+
+    def is_assigned(self, key: Hashable) -> bool:
         """Whether the caller said which models the key stands for, and these are still there."""
-        return (key in self._told or (bool(self._for_all) and key not in self._known)) and bool(self.of(key))
+        return (key in self._assigned or (bool(self._for_all) and key not in self._known)) and bool(self.of(key))
 
     # -- what is heard --------------------------------------------------------------------------
 
@@ -78,9 +90,9 @@ class Models:
         here = threading.get_ident()
         self._asking[here] = key
         self._misses = [*self._misses[1 - OPEN_MISSES :], Miss(here, key, _hash(tokens))]
-        if not self.is_told(key):
+        if not self.is_assigned(key):
             self._known.pop(key, None)
-            self._told.discard(key)
+            self._assigned.discard(key)
 
     def found(self) -> None:
         """Caches that are made on this thread from here on are for something else than the last miss."""
@@ -90,14 +102,14 @@ class Models:
         here = threading.get_ident()
         self._latest[here] = weakref.ref(model)
         key = self._asking.get(here)
-        if here in self._asking and not self.is_told(key):
+        if here in self._asking and not self.is_assigned(key):
             known = self._known.setdefault(key, [])
             if len(known) < MODELS and not any(ref() is model for ref in known):
                 known.append(weakref.ref(model))
 
     def filled(self, key: Hashable, models: list[nn.Module]) -> None:
         """Layers of these models were put in under the key."""
-        if models and not self.is_told(key):
+        if models and not self.is_assigned(key):
             self._known[key] = [weakref.ref(m) for m in models[:MODELS]]
 
     def row(self, model: nn.Module, tokens: Tokens) -> tuple[Hashable] | None:
@@ -117,7 +129,7 @@ class Models:
 
     def _may_be(self, key: Hashable, model: nn.Module) -> bool:
         models = self.of(key)
-        return not models or models[0] is model or not self.is_told(key)
+        return not models or models[0] is model or not self.is_assigned(key)
 
     # -- what is known ---------------------------------------------------------------------------
 
@@ -130,7 +142,7 @@ class Models:
         """The model that this thread saw last, if it may be the key's by now: one that was loaded again."""
         ref = self._latest.get(threading.get_ident())
         model = ref() if ref is not None else None
-        if model is None or self.is_told(key):
+        if model is None or self.is_assigned(key):
             return None
         known = list(self._known.items())  # other threads make caches meanwhile
         others = (ref for k, refs in known if k != key for ref in refs)
@@ -140,7 +152,7 @@ class Models:
 class ModelObserver:
     """Listens for a cache without keeping it alive."""
 
-    def __init__(self, cache: Hearer) -> None:
+    def __init__(self, cache: Observed) -> None:
         self._cache = weakref.ref(cache)
 
     def made(self, model: nn.Module) -> None:
@@ -160,6 +172,16 @@ class ModelObserver:
     def is_short(self) -> bool:
         cache = self._cache()
         return cache is not None and cache.is_short()
+
+
+def checked_models(model: nn.Module, draft_model: nn.Module | None) -> list[nn.Module]:
+    """Returns the target, and the draft if there is one. Raises ConfigError if one is no model."""
+    models = [m for m in (model, draft_model) if m is not None]
+    for m in models:
+        if not isinstance(m, nn.Module):
+            name = type(m).__name__
+            raise ConfigError(f"a model is an mlx module (load() returns it with a tokenizer), not {name}")
+    return models
 
 
 def _hash(tokens: Tokens) -> int:

@@ -1,0 +1,164 @@
+"""Gives waiting requests memory, oldest first, and reads what they have on disk.
+
+- The head of the queue that does not fit is not overtaken. It is tried again when a request leaves, or after a while.
+- A prompt that another request is prefilling at this moment waits for it, and borrows.
+- What a request has on disk is read before it is admitted, a record or so between two steps of the others.
+"""
+
+from __future__ import annotations
+
+import time
+
+from onefold.cache.memory.tree import common_length
+from onefold.cache.prefix_cache import PrefixCache
+from onefold.engine.job import Job
+from onefold.engine.jobs import Jobs, request_failed
+from onefold.engine.limits import Limits
+from onefold.engine.recovery import Recovery
+from onefold.errors import BudgetError, Busy
+from onefold.faults import UNEXPECTED
+
+WORTH_WAITING_FOR = 64
+"""Tokens of another request's prefill."""
+TRY_AGAIN_SECONDS = 0.25
+"""After which a request that waits for memory is tried again though no request has left."""
+READ_SECONDS = 0.01
+"""Of reading from disk between two steps, beyond which no other record is begun."""
+READ_SECONDS_ALONE = 0.1
+"""The same if no request holds memory: only new requests wait for it."""
+
+
+class Admission:
+    def __init__(self, cache: PrefixCache, jobs: Jobs, recovery: Recovery, limits: Limits, most_tokens: int) -> None:
+        self._cache = cache
+        self._jobs = jobs
+        self._recovery = recovery
+        self._limits = limits
+        self._most_tokens = most_tokens
+        self._no_room_until = 0.0
+        """The head of the queue did not fit: it is not tried before this time, unless a request leaves."""
+        self._departures = 0
+        """Requests that had left when it did not fit."""
+
+    def expire(self) -> None:
+        """Fails the requests that have waited too long for their turn."""
+        patience = self._limits.queue_timeout_seconds
+        now = time.monotonic()
+        for job in [j for j in self._jobs.waiting if j.hit is None and now - j.arrived_at > patience]:
+            message = f"this request waited {patience:.0f} s for its turn, and others are still running; try again"
+            self._jobs.fail(job, Busy(message, retry_after=self._jobs.expected_wait_seconds()))
+
+    def admit(self) -> None:
+        """Opens leases for waiting requests, oldest first, until rows or memory run out."""
+        jobs = self._jobs
+        if jobs.live and (jobs.memory_short or self._waits_for_room):
+            return
+        for job in list(jobs.waiting):
+            if len(jobs.live) >= self._limits.rows:
+                return
+            if self._follows(job):
+                continue
+            try:
+                if self._restoring(job):
+                    continue
+            except BudgetError:
+                if jobs.live:
+                    self._note_no_room()
+                    return
+            if not self._open(job):
+                return
+            jobs.waiting.remove(job)
+            jobs.prefilling.append(job)
+            job.tell()
+
+    def read_records(self) -> None:
+        """Reads some of what waiting requests have on disk: one record, and more while there is time."""
+        until = time.monotonic() + (READ_SECONDS if self._jobs.live else READ_SECONDS_ALONE)
+        for job in list(self._jobs.waiting):
+            restore = job.restore
+            while restore is not None and not restore.done and job in self._jobs.waiting:
+                self._recovery.run([job], restore.step)
+                if time.monotonic() > until:
+                    return
+
+    # -- waiting for memory ----------------------------------------------------------------------
+
+    @property
+    def _waits_for_room(self) -> bool:
+        return self._departures == self._jobs.departures and time.monotonic() < self._no_room_until
+
+    def _note_no_room(self) -> None:
+        self._no_room_until = time.monotonic() + TRY_AGAIN_SECONDS
+        self._departures = self._jobs.departures
+
+    # -- waiting for another request, or for the disk ----------------------------------------------
+
+    def _follows(self, job: Job) -> bool:
+        """Whether this request waits for one that is being prefilled and will soon have much of its prompt. What the
+        other request has already, it lends."""
+        prompt = job.request.prompt.tokens
+        best, leader = 0, None
+        for other in self._jobs.live:
+            if other.request.namespace == job.request.namespace:
+                common = min(common_length(other.request.prompt.tokens, prompt), len(prompt) - 1)
+                best, leader = max((best, leader), (common, other), key=lambda pair: pair[0])
+        if leader is None or best < WORTH_WAITING_FOR:
+            return False
+        if best - self._cache.matched(prompt, namespace=job.request.namespace) < WORTH_WAITING_FOR:
+            return False
+        reach = min(best, len(leader.request.prompt) - 1)
+        if leader in self._jobs.prefilling and leader.position < reach:
+            if leader.lease is not None:
+                leader.lease.stop_at(reach)
+            return True
+        self._recovery.run([leader], leader.publish)
+        return False
+
+    def _restoring(self, job: Job) -> bool:
+        """Whether this request waits for the disk: for its own records, or for those of another request that shares a
+        prefix with it. Raises BudgetError."""
+        prompt, namespace, waiting = job.request.prompt.tokens, job.request.namespace, self._jobs.waiting
+        others = [j for j in waiting[: waiting.index(job)] if j.restore is not None and not j.restore.done]
+        common = [common_length(j.request.prompt.tokens, prompt) for j in others if j.request.namespace == namespace]
+        if common and max(common) - self._cache.in_memory(prompt, namespace=namespace) >= WORTH_WAITING_FOR:
+            return True
+        try:
+            return job.look_on_disk(self._cache, self._room(job))
+        except UNEXPECTED as error:  # broad on purpose: see there
+            self._jobs.faults.caught("a request could not be looked up on disk; it fails", error)
+            self._jobs.fail(job, request_failed(error))
+            return True
+
+    # -- leases ------------------------------------------------------------------------------------
+
+    def _room(self, job: Job) -> int:
+        """Tokens of the answer to reserve room for."""
+        return min(self._limits.reserve_tokens, max(0, self._most_tokens - len(job.tokens)))
+
+    def _open(self, job: Job) -> bool:
+        """Opens a request's lease. False if it waits for memory, or failed."""
+        room = self._room(job)
+        try:
+            if self._lease(job, room):
+                return True
+            return not self._jobs.live and (self._lease(job, 0) or self._lease_alone(job))
+        except UNEXPECTED as error:  # broad on purpose: see there
+            self._jobs.faults.caught("a request could not be admitted; it fails", error)
+            self._jobs.fail(job, request_failed(error))
+            return False
+
+    def _lease(self, job: Job, reserve_tokens: int) -> bool:
+        try:
+            job.open(self._cache, reserve_tokens)
+        except BudgetError:
+            self._note_no_room()
+            return False
+        return True
+
+    def _lease_alone(self, job: Job) -> bool:
+        """Frees all stored KV for a request that needs so much that even the KV it shares cannot stay in place."""
+        self._cache.clear(disk=False)
+        if self._lease(job, 0):
+            return True
+        self._recovery.out_of_room(job, len(job.tokens) - 1)
+        return False

@@ -1,0 +1,88 @@
+"""The settings of an engine: every keyword of `Engine`, checked."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
+
+import mlx.nn as nn
+
+from onefold.cache.prefix_cache import PrefixCache
+from onefold.cache.tiers.disk.tier import DiskSettings
+from onefold.engine.limits import Limits
+from onefold.engine.prefill import SHORT_REST
+from onefold.engine.request import Sampling
+from onefold.engine.tokenising import tokenizer_digest
+
+
+class EngineOptions(TypedDict, total=False):
+    """The keywords of `Engine`, which `EngineConfig` explains."""
+
+    model_id: str
+    budget: int | float | str | None
+    kv: str | int
+    max_kv_size: int | None
+    keep: int
+    defaults: Sampling | None
+    max_queue: int
+    limits: Limits | None
+    disk: DiskSettings | None
+    ignore_context_length: bool
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    model_id: str = "local"
+    """The model's name, for clients and for people who look at the cache folder."""
+    budget: int | float | str | None = None
+    """Memory for KV and forwards, as a size or a share of what the weights leave; None is a share."""
+    kv: str | int = "16"
+    """How KV is stored: "16" (as the model makes it), "8" or "4" bits."""
+    max_kv_size: int | None = None
+    """The most tokens of a conversation that stay, in every cache that grows; 0 or None is no bound."""
+    keep: int = 4
+    """Of those, the first tokens, which always stay."""
+    defaults: Sampling | None = None
+    """How tokens are chosen if a request does not say."""
+    max_queue: int = 128
+    """Requests that may wait; one more is refused with Busy."""
+    limits: Limits | None = None
+    """The limits of the scheduler; None is `Limits()`."""
+    disk: DiskSettings | None = None
+    """The folder where conversations survive a restart. Without it nothing is ever written."""
+    ignore_context_length: bool = False
+    """Prompts and answers may be longer than the model was made for."""
+
+    @classmethod
+    def of(cls, options: EngineOptions) -> EngineConfig:
+        """Checks the keywords that `Engine` was given. Raises TypeError for one that it does not have."""
+        unknown = sorted(options.keys() - {f.name for f in fields(cls)})
+        if unknown:
+            raise TypeError(f"Engine() got an unexpected keyword argument {unknown[0]!r}")
+        return cls(**options)
+
+    @classmethod
+    def signature(cls) -> inspect.Signature:
+        """Returns the signature of `Engine`, with every keyword and its default, for `help` and for editors."""
+        positional, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+        given = [
+            inspect.Parameter("model", positional, annotation="nn.Module"),
+            inspect.Parameter("tokenizer", positional, annotation="Any"),
+        ]
+        given += [inspect.Parameter(f.name, keyword, default=f.default, annotation=f.type) for f in fields(cls)]
+        return inspect.Signature(given)
+
+    def cache(self, model: nn.Module, tokenizer: Any) -> PrefixCache:
+        """Makes the engine's cache. Raises ConfigError."""
+        return PrefixCache(
+            model,
+            self.budget,
+            kv=self.kv,
+            max_kv_size=self.max_kv_size,
+            keep=self.keep,
+            logit_tokens=SHORT_REST,
+            disk=self.disk,
+            tokenizer="" if self.disk is None else tokenizer_digest(tokenizer),
+            label=self.model_id,
+        )

@@ -1,0 +1,72 @@
+"""Decodes: one forward for all rows a step.
+
+The next step is started before the tokens of the last one are read, so a row that ends has run one token too far: that
+token is its end, and is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import mlx.core as mx
+
+from onefold.cache.prefix_cache import PrefixCache
+from onefold.engine.job import Job
+from onefold.engine.jobs import Jobs
+from onefold.engine.recovery import Recovery
+from onefold.engine.sampling import Chooser
+
+
+class Decode:
+    def __init__(self, cache: PrefixCache, jobs: Jobs, recovery: Recovery, chooser: Chooser) -> None:
+        self._jobs = jobs
+        self._recovery = recovery
+        self._chooser = chooser
+        self._batch = cache.batch([])
+
+    def run(self) -> None:
+        """Starts the next step, reads the tokens of the last one, and finishes the requests that end with them."""
+        jobs, recovery = self._jobs, self._recovery
+        for job in list(jobs.decoding):
+            if job.chosen is not None and job.n_read == 0:  # its first token does not wait for the next step to begin
+                recovery.run([job], functools.partial(jobs.read, job, job.chosen, job.seat))
+                job.tell()
+        started = [(job, job.chosen, job.seat) for job in jobs.decoding if job.chosen is not None]
+        rows = [job for job in jobs.decoding if job.left > 0]
+        short = rows and not recovery.run(rows, lambda: self._step(rows), preempt=False)
+        for job, chosen, seat in started:
+            if not job.over:
+                recovery.run([job], functools.partial(jobs.read, job, chosen, seat))
+        for job in [j for j in jobs.decoding if j.left <= 0 and j.chosen is None]:
+            jobs.finish(job, "length")
+        if short:
+            recovery.preempt_youngest()
+        for job in jobs.decoding:
+            job.tell()
+
+    def _step(self, rows: list[Job]) -> None:
+        """Starts one forward for all rows, and the choice of their next tokens. Waits for neither."""
+        self._batch.seat([job.lease for job in rows if job.lease is not None])
+        logits = self._batch.step(_inputs(rows))
+        chosen = self._chooser.choose(logits, [job.turn() for job in rows])
+        chosen.start()
+        self._jobs.counts["steps"] += 1
+        for seat, job in enumerate(rows):
+            job.position += 1
+            job.seated(chosen, seat)
+
+
+def _inputs(rows: list[Job]) -> mx.array:
+    """The newest token of each row, whether it is known yet or not."""
+    first = rows[0].chosen
+    as_before = all(job.chosen is first and job.seat == i for i, job in enumerate(rows))
+    if first is not None and as_before and len(first.tokens) == len(rows):
+        return first.tokens
+    return mx.concatenate(
+        [
+            mx.array([job.tokens[-1]], mx.uint32)
+            if job.chosen is None
+            else job.chosen.tokens[job.seat : job.seat + 1].astype(mx.uint32)
+            for job in rows
+        ]
+    )

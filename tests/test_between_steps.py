@@ -150,7 +150,7 @@ class Copies:
 
     def __init__(self, cache: onefold.PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
         self.most = self.all = self._now = 0
-        for cls, name in ((Slab, "_rewritten"), (Track, "_copy")):
+        for cls, name in ((Slab, "_rewritten"), (Track, "copied")):
             monkeypatch.setattr(cls, name, self._counting(getattr(cls, name)))
         between = cache.state.lock.between
 

@@ -24,8 +24,9 @@ WRITERS = {
         "cache/prefix_cache.py": {"from_disk", "reason"},
         "cache/request/opening.py": {"cached", "checkpoint", "matched", "node", "reason", "unreserved"},
         "cache/request/forward.py": {"chunk", "rewound", "rotated_at", "unreserved"},
-        "cache/request/watcher.py": {"running", "unscheduled"},
-        "cache/request/lease.py": {"asked", "on_closed", "thread", "uncached", "unscheduled", "watchers"},
+        "cache/request/watcher.py": {"given_up", "running", "unscheduled"},
+        "cache/request/usage.py": {"thread", "unscheduled"},
+        "cache/request/lease.py": {"target"},
         "cache/request/closing.py": {"checkpoint", "closed", "node", "taken", "uncached"},
     },
     "CacheState": {

@@ -41,7 +41,7 @@ from onefold.cache.model.fingerprint import lasting_digest, model_digest, model_
 from onefold.cache.model.kinds.registry import bounded_caches
 from onefold.cache.model.models import Models
 from onefold.cache.model.survey import look_uncached, read_off, survey
-from onefold.cache.request import adopting, opening
+from onefold.cache.request import adopting, closing, opening, stock_caches
 from onefold.cache.request.arena import Arena
 from onefold.cache.request.batch import Batch
 from onefold.cache.request.lease import Lease
@@ -275,7 +275,7 @@ class PrefixCache:
             raise
         finally:
             if not opened:
-                lease.release()
+                closing.release(lease.hold)
         self.state.totals["requests"] += 1
         self.state.totals["tokens_requested"] += len(tokens)
         self.state.totals["hits"] += lease.cached > 0
@@ -296,11 +296,11 @@ class PrefixCache:
         until = time.monotonic() + FORWARD_MOST
         while (left := until - time.monotonic()) > 0 and not self.state.lock.is_held_here:
             with self.state.lock:
-                if self.state.closed or not any(x.in_forward_elsewhere for x in self.state.leases):
+                if self.state.closed or not any(x.usage.in_forward_elsewhere for x in self.state.leases):
                     return
                 path = self._tree(namespace).match(tokens).path
                 busy = next((x for n in path if (x := self.state.busy_writer(n)) is not None), None)
-            if busy is None or not busy.in_forward_elsewhere or not busy.await_turn(left):
+            if busy is None or not busy.usage.in_forward_elsewhere or not busy.usage.await_turn(left):
                 return
 
     def batch(self, leases: list[Lease], *, pooled: bool | None = None) -> Batch:
@@ -502,20 +502,20 @@ class PrefixCache:
         until = time.monotonic() + CLOSING_FORWARD_MOST
         while time.monotonic() < until:
             with self.state.lock:
-                leases = [x for x in self.state.leases if x.in_forward_elsewhere]
+                leases = [x for x in self.state.leases if x.usage.in_forward_elsewhere]
             if not leases:
                 return
             for lease in leases:
-                if not lease.end_now():
-                    lease.await_turn(max(0.0, until - time.monotonic()))
+                if not lease.usage.discard_now():
+                    lease.usage.await_turn(max(0.0, until - time.monotonic()))
 
     def _settle_all(self) -> None:
         for lease in [*self.state.leases, *self.state.dropped]:
             with contextlib.suppress(DeviceError, WrongThread):
-                if not lease.end_now():  # its thread settles it
+                if not lease.usage.discard_now():  # its thread settles it
                     continue
             if not lease.closed:  # only a thread that is still there could compute what it holds
-                lease.release()
+                closing.release(lease.hold)
         self.state.dropped.clear()
         for restore in list(self.state.restores):
             restore.finish()
@@ -621,7 +621,7 @@ class PrefixCache:
         lease.hold.reason = "unknown cache"
         models = [m for ref in self._refs if (m := ref()) is not None]
         made = [bounded_caches(stock.make_prompt_cache(m), self._models.anatomies[0].bound) for m in models]
-        lease.run_uncached(list(zip(self._models.anatomies, made, strict=False)))
+        stock_caches.hand_out(lease.usage, list(zip(self._models.anatomies, made, strict=False)))
 
     # -- for a server's own notion of entries ------------------------------------------------
 
@@ -636,7 +636,7 @@ class PrefixCache:
         with self.state.lock:
             self.sweep()
             for lease in self.state.leases:
-                lease.recount()
+                lease.usage.recount()
             return self.state.ledger.held_bytes
 
     @property

@@ -44,7 +44,7 @@ class Stats:
 def count(state: CacheState, disk: DiskStats, disk_reasons: Counter[str]) -> Stats:
     """Returns the statistics of this moment. Called with the lock held."""
     for lease in state.leases:
-        lease.recount()
+        lease.usage.recount()
     nodes = list(state.nodes.nodes())
     t, counts = state.totals, state.nodes.counts
     return Stats(

@@ -109,7 +109,7 @@ class Admission:
         reach = min(best, len(leader.request.prompt) - 1)
         if leader in self._jobs.prefilling and leader.position < reach:
             if leader.lease is not None:
-                leader.lease.stop_at(reach)
+                leader.lease.hold.stop_at(reach)
             return True
         self._recovery.run([leader], leader.publish)
         return False

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache.prefix_cache import PrefixCache
+from onefold.cache.request import chunking
 from onefold.engine.ageing import next_of, note_turn
 from onefold.engine.job import Job
 from onefold.engine.jobs import Jobs
@@ -97,7 +98,7 @@ class Prefill:
             job.seated(chosen, 0)
             self._jobs.counts["prefilled_tokens"] += rest
             return
-        chunk = lease.next_chunk(job.position, chunk_tokens)
+        chunk = chunking.next_chunk(lease.hold, job.position, chunk_tokens)
         if len(chunk):
             self._forward(job, chunk.tolist())
             mx.eval([layer.state for layer in lease.layers])

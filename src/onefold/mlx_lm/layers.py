@@ -18,10 +18,10 @@ def lease_of(layers: list[Any]) -> tuple[Lease | None, bool]:
         same = all(isinstance(x, StandIn) and x.rows == [row] for x in layers)
         return (row.lease, row.seats == 0 and not first.is_copy) if whole and same else (None, False)
     watchers = first.watchers() if is_ours(first) else []
-    if not watchers or watchers[0].is_settled:
+    if not watchers or watchers[0].is_closed:
         return None, False
     lease = watchers[0].lease
-    return (lease, True) if lease.owns(layers) else (None, False)
+    return (lease, True) if lease.hold.handed.are(layers) else (None, False)
 
 
 def is_ours(layer: Any) -> bool:
@@ -32,7 +32,7 @@ def is_ours(layer: Any) -> bool:
 def is_settled(layer: Any) -> bool:
     """Whether a layer belongs to a lease that was put back already."""
     watchers = [] if isinstance(layer, StandIn) else layer.watchers()
-    return bool(watchers) and bool(watchers[0].is_settled)
+    return bool(watchers) and bool(watchers[0].is_closed)
 
 
 def copied(whole: list[Any], length: int, common: int, tokens: list[int]) -> tuple[list[Any], list[int]]:

@@ -18,7 +18,7 @@ def recount(state: CacheState) -> list[str]:
     state.sweep()
     leases = [lease for lease in known if lease in state.leases]
     for lease in leases:
-        lease.recount()
+        lease.usage.recount()
     found = _recounted(state.nodes, state.ledger)
     through: Counter[int] = Counter()
     for lease in leases:

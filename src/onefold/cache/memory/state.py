@@ -90,6 +90,19 @@ class Holder(Protocol):
         ...
 
     @property
+    def usage(self) -> Using:
+        """Which thread is using it."""
+        ...
+
+    def close_dropped(self) -> None:
+        """It was dropped without being closed. Raises WrongThread if only another thread can close it."""
+        ...
+
+
+class Using(Protocol):
+    """Which thread is using a lease, as memory sees it."""
+
+    @property
     def busy_elsewhere(self) -> bool:
         """Whether another thread is in a forward on it, or has left what only that thread can compute."""
         ...
@@ -101,10 +114,7 @@ class Holder(Protocol):
         ...
 
     def await_turn(self, seconds: float) -> bool: ...
-    def end_now(self) -> bool: ...
-    def settle_dropped(self) -> None:
-        """It was dropped without being closed. Raises WrongThread if only another thread can settle it."""
-        ...
+    def discard_now(self) -> bool: ...
 
 
 class Reader(Protocol):
@@ -161,6 +171,11 @@ class CacheState:
         """Settle this lease at the next call: for finalisers, which run on any thread and at any time."""
         self.dropped.append(lease)
 
+    def leave(self, hold: Any) -> None:
+        """The lease that has this hold is closed. Called with the lock held."""
+        for lease in [x for x in self.leases if x.hold is hold]:
+            self.leases.discard(lease)
+
     def drop_restore(self, restore: Reader) -> None:
         self.dropped_restores.append(restore)
 
@@ -175,7 +190,7 @@ class CacheState:
             for lease in list(self.dropped):
                 self.leases.add(lease)  # the cyclic collector may have taken it out
                 with contextlib.suppress(WrongThread):
-                    lease.settle_dropped()
+                    lease.close_dropped()
                     self.dropped.remove(lease)
 
     def thread_left(self, thread: int) -> None:
@@ -186,7 +201,7 @@ class CacheState:
     def busy_writer(self, node: Node) -> Holder | None:
         """The lease that another thread is using at this moment to write where this node lies."""
         writers = node.span.slab.writers if node.span is not None else ()
-        found = (x for x in self.leases if x.hold.track in writers and x.busy_elsewhere)
+        found = (x for x in self.leases if x.hold.track in writers and x.usage.busy_elsewhere)
         return next(found, None) if writers else None
 
     # -- memory --------------------------------------------------------------------------------

@@ -36,6 +36,10 @@ class Uncached:
         """Watched calls that are under way: a model's call may be made of that of a class it derives from."""
         self._token_bytes = anatomy.uncached_token_bytes or 0
 
+    def admit(self, n_tokens: int) -> None:
+        """Reserve a forward of `n_tokens`; see `__init__`. Raises BudgetError."""
+        self._admit(self, n_tokens)
+
     @property
     def position(self) -> int:
         """Tokens that the caches hold."""
@@ -59,7 +63,7 @@ class Uncached:
 
     def begun(self, model: Any, inputs: mx.array | None, row: int, *, n_layers: int, embedded: bool) -> None:
         if not self._depth:
-            self._admit(self, 1 if inputs is None else max(1, inputs.shape[1]))
+            self.admit(1 if inputs is None else max(1, inputs.shape[1]))
         self._depth += 1
 
     def ended(self, n_tokens: int, stepped: bool) -> list[mx.array]:
@@ -68,13 +72,13 @@ class Uncached:
         self._counted += n_tokens
         if self.anatomy.uncached_token_bytes is None:  # could not be seen beforehand
             self._token_bytes = max(self._token_bytes, self.nbytes // max(1, self.position))
-        self._admit(self, 0)
+        self.admit(0)
         return stock.arrays_of(self.caches)
 
     def failed(self) -> list[mx.array]:
         if self._depth > 1:
             return []
-        self._admit(self, 0)
+        self.admit(0)
         return stock.arrays_of(self.caches)
 
     def lost(self, error: RuntimeError) -> None:

@@ -18,7 +18,7 @@ from onefold.cache.memory.tree import as_tokens_or_none
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.fingerprint import model_name
 from onefold.cache.model.step_plan import StepPlan
-from onefold.cache.request import forward
+from onefold.cache.request import forward, stock_caches
 from onefold.cache.request.arena import Arena
 from onefold.cache.request.lease import Lease
 from onefold.errors import LeaseError
@@ -62,8 +62,8 @@ class Batch:
         """One more row: a lease of this cache that is prefilled up to its last token."""
         if not isinstance(lease, Lease):
             raise LeaseError(f"a row of a batch is a lease, not {type(lease).__name__}")
-        lease.require_usable()
-        if lease.state is not self._state or not lease.is_of(self.model):
+        lease.usage.require_usable()
+        if lease.state is not self._state or not lease.hold.is_of(self.model):
             raise LeaseError("a lease of another cache cannot be a row of this batch")
         if any(lease is known for known in self.leases):
             raise LeaseError("this lease is a row of the batch already")
@@ -96,7 +96,7 @@ class Batch:
     def step(self, tokens: Any) -> mx.array:
         """Logits `[rows, vocab]` for one more token per row, from one forward of the model."""
         for lease in self.leases:
-            lease.require_usable()
+            lease.usage.require_usable()
         if not isinstance(tokens, mx.array):
             tokens = mx.array(as_tokens_or_none(tokens))
         tokens = tokens.reshape(-1, 1)
@@ -116,8 +116,8 @@ class Batch:
                 return self.model(tokens, cache=self.layers)[:, -1, :]
             for hold, watcher in rows:  # all or none: a row that went ahead could not be taken back
                 forward.reserve_step(hold, watcher, 1)
-            for lease in self.leases:
-                lease.reserve_uncached(1)
+            for hold in holds:
+                stock_caches.reserve(hold, 1)
             logits = [
                 self.model(tokens[i : i + 1], cache=lease.layers[: self._n_layers])[:, -1, :]
                 for i, lease in enumerate(self.leases)

@@ -19,6 +19,7 @@ from onefold.cache.memory.reach import kv_reach
 from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tree import Node, Tokens
+from onefold.cache.request import committing
 from onefold.cache.request.hold import Hold
 from onefold.errors import BudgetError, DeviceError
 
@@ -47,6 +48,21 @@ def settle(hold: Hold, tokens: Tokens, *, close: bool) -> None:
     if close:
         hold.state.lock.run(_trimming(hold.state, slabs))
         _lower_water(hold.state, node)
+
+
+def cancel(hold: Hold) -> None:
+    """Close without generated tokens: the part of the prompt that was prefilled is kept."""
+    for watcher in hold.watchers:
+        watcher.undo()
+    sound = hold.uniform and not hold.handed.changed
+    keep = min(committing.agreement(hold, hold.tokens), hold.rewound) if sound else 0
+    settle(hold, hold.tokens[:keep], close=True)
+
+
+def discard(hold: Hold) -> None:
+    """Close, and keep nothing of what was done."""
+    evaluate(hold)
+    release(hold)
 
 
 def evaluate(hold: Hold) -> None:
@@ -224,7 +240,9 @@ def _release(hold: Hold) -> set[Slab]:
     if not hold.points.closed:
         hold.points.close()
     hold.closed = True
-    hold.on_closed()
+    if not hold.watchers:  # it ran on the model's own caches
+        hold.handed.forget()
+    hold.state.leave(hold)
     if node is not None and node.parent is not None:
         hold.state.nodes.tidy(tree, node)
     hold.state.thread_left(hold.thread)

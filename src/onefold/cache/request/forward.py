@@ -27,9 +27,9 @@ from onefold.errors import BudgetError, LeaseError
 def begin(hold: Hold, watcher: Watcher) -> None:
     """A forward begins: every layer of the model stands at one position. Raises LeaseError if they do not."""
     watcher.undo()
-    watcher.refuse_after_refused_rewind()
-    if not watcher.uniform:
-        offsets = sorted({leaf.offset for leaf in watcher.leaves})
+    watcher.rounds.check_refused(watcher.position)
+    offsets = sorted({leaf.offset for leaf in watcher.leaves})
+    if len(offsets) > 1:
         raise LeaseError(f"the layers disagree: they hold from {offsets[0]} to {offsets[-1]} tokens")
     if watcher.position < watcher.reached:
         _note_rewind(hold, watcher.position)
@@ -89,7 +89,7 @@ def _reserving_step(hold: Hold, watcher: Watcher, n_tokens: int) -> Work[None]:
             hold.track.shorten(end)
         yield from hold.track.ensuring(start, n_tokens, keep=max(offsets, default=0))
         hold.refuse_closed()
-    kept = sum(w.round_bytes() for w in hold.watchers)
+    kept = sum(w.rounds.bytes(w.leaves) for w in hold.watchers)
     hold.count_points(kept + sum(hold.point_bytes(w, n_tokens) for w in hold.watchers))
 
 
@@ -124,7 +124,7 @@ def _rotate(hold: Hold, watcher: Watcher) -> None:
                 for piece in hold.track.pieces:
                     piece.slab.layers[leaf.index] = None
     watcher.rotated = True
-    watcher.rotates()
+    watcher.rounds.rotated(watcher.leaves)
     hold.rotated_at = min(hold.rotated_at, start)
     hold.state.note_rotation(watcher.reached, bound.max_size)
     if hold.spanless:

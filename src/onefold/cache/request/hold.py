@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+import weakref
 from typing import Any, Protocol
+
+import mlx.nn as nn
 
 from onefold.cache.memory.checkpoints import Checkpoint
 from onefold.cache.memory.ledger import Account, Purpose
@@ -23,11 +25,9 @@ from onefold.cache.memory.tree import Node, Tokens
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.uncached import Uncached
 from onefold.cache.request.fed import Fed
+from onefold.cache.request.handed_out import HandedOut
+from onefold.cache.request.rounds import Rounds
 from onefold.errors import LeaseClosed
-
-
-def nothing() -> None:
-    """For a hold whose end nobody waits for."""
 
 
 class Watcher(Protocol):
@@ -35,6 +35,7 @@ class Watcher(Protocol):
 
     anatomy: Anatomy
     fed: Fed
+    rounds: Rounds
     rotated: bool
     reached: int
 
@@ -43,16 +44,13 @@ class Watcher(Protocol):
     @property
     def position(self) -> int: ...
     @property
-    def uniform(self) -> bool: ...
-    @property
     def is_watched(self) -> bool: ...
     def undo(self) -> None: ...
     def part(self) -> None: ...
-    def rotates(self) -> None: ...
-    def round_bytes(self) -> int: ...
     def scratch_bytes(self, n_tokens: int) -> int: ...
     def joins(self, n_tokens: int) -> bool: ...
-    def refuse_after_refused_rewind(self) -> None: ...
+    @property
+    def is_dropped(self) -> bool: ...
 
 
 class Hold:
@@ -99,8 +97,20 @@ class Hold:
         """The thread of a forward that was not watched: what it wrote may be computable there alone."""
         self.running: Any = None
         """The watcher whose forward was the last."""
-        self.on_closed: Callable[[], None] = nothing
-        """Called with the lock held, in the moment that it is closed."""
+        self.handed = HandedOut()
+        """The layers, as the caller has them."""
+        self.target: weakref.ref[nn.Module] | None = None
+        """The model, if it is known."""
+        self.given_up = False
+        """Nobody refers to the lease or to its layers any more: the cache closes it."""
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether this is the model that its layers are of, or that is not known."""
+        return self.target is None or self.target() is model
+
+    def stop_at(self, position: int) -> None:
+        """Another request will branch off here: a chunk ends at this position, with a checkpoint if one is needed."""
+        self.asked |= {position}
 
     def refuse_closed(self) -> None:
         """Raises LeaseClosed if it is closed: by another thread, where the lock was let go in between."""
@@ -132,7 +142,7 @@ class Hold:
     @property
     def uniform(self) -> bool:
         """Whether the layers of each model stand at one position."""
-        return all(w.uniform for w in self.watchers)
+        return all(len({leaf.offset for leaf in w.leaves}) <= 1 for w in self.watchers)
 
     @property
     def spanless(self) -> bool:
@@ -165,7 +175,7 @@ class Hold:
             for leaf in watcher.leaves:
                 if not leaf.in_track:
                     total += sum(a.nbytes for a in leaf.live_arrays() if id(a) not in shared)
-            total += watcher.round_bytes()
+            total += watcher.rounds.bytes(watcher.leaves)
         return total
 
     def count_points(self, at_least: int = 0) -> None:

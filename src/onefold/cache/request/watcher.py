@@ -2,9 +2,8 @@
 
 - A forward is noticed at its first layer, where every layer stands at one position. One that fails is undone.
 - The tokens of each forward are recorded (`fed`): a commit stores nothing else.
-- Layers whose state is good for one point alone cannot be rewound by cutting. Where a draft model runs beside the
-  target, their state at the beginning of each round is kept; a rewind puts it back and feeds the accepted tokens
-  again. A rewind that is refused all the same stops the next forward, since callers do not look.
+- A rewind cuts the layers, or puts them back to where a round began and feeds the accepted tokens again (`rounds`). A
+  rewind that is refused stops the next forward, since callers do not look.
 - A watcher's layers refer to it, and it refers to its lease weakly: a lease that is dropped goes by reference counting.
   Where only the layers are still held, they keep the lease alive (`keep`).
 """
@@ -22,39 +21,23 @@ import numpy as np
 
 from onefold.cache.memory.arrays import own_name
 from onefold.cache.memory.ledger import Account, Purpose
+from onefold.cache.memory.state import Holder
 from onefold.cache.memory.tree import NAMED, Tokens, common_length
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.request import forward
 from onefold.cache.request.fed import Fed
+from onefold.cache.request.held_leaves import HeldLeaves
 from onefold.cache.request.hold import Hold
+from onefold.cache.request.rounds import Marks, Rounds
+from onefold.cache.request.usage import Usage
 from onefold.errors import BudgetError, LeaseClosed, LeaseError
 
-Marks = list[tuple[Any, ...]]
 
-
-class Owner(Protocol):
+class Owner(Holder, Protocol):
     """The lease that a watcher's layers are of."""
 
     hold: Hold
-
-    @property
-    def closed(self) -> bool: ...
-    def begin(self, watcher: ForwardWatcher) -> None:
-        """A forward begins. Raises if this thread cannot use the lease now."""
-        ...
-
-    def require_usable(self) -> None:
-        """Raises if this thread cannot use the lease now."""
-        ...
-
-    def take_turn(self) -> None: ...
-    def end_turn(self) -> None: ...
-    def lost(self, error: RuntimeError) -> None: ...
-    def layers_of(self, watcher: ForwardWatcher) -> list[Any]:
-        """The layers that a model takes as its cache; none where they are not what was handed out any more."""
-        ...
-
-    def layers_dropped(self) -> None: ...
+    usage: Usage
 
 
 class ForwardWatcher:
@@ -63,14 +46,13 @@ class ForwardWatcher:
         self._model = None if model is None else weakref.ref(model)
         self.anatomy = anatomy
         self.fed = Fed()
+        self.rounds = Rounds()
+        self.held = HeldLeaves([])
         self.epoch = 0
         self.rotated = not anatomy.sliceable
         """Nothing of this model lies in the track: it has no sliceable layer, or they have become rings."""
         self.reached = 0
         """Where the last forward ended; a forward that begins before it comes after a rewind."""
-        self._leaves: list[Any] = []
-        self._weak: list[weakref.ref[Any]] | None = None
-        self._order: dict[int, int] = {}
         self._sized = True
         self._entered = 0
         self._depth = 0
@@ -78,14 +60,6 @@ class ForwardWatcher:
         self._inputs: tuple[mx.array | Tokens, int] | None = None
         self._start = 0
         self._marks: Marks | None = None
-        self._round: tuple[int, Marks] | None = None
-        """Where the last round began, and every leaf's state there."""
-        self._moved: dict[int, int] = {}
-        """Leaves that a rewind has moved already, by id, and that will still be asked for it: where they stood."""
-        self._finalized: set[int] = set()
-        """Leaves that were finalized before their lease was, by id: the collector has an order of its own."""
-        self._refused: int | None = None
-        """Where a rewind was to go that could not be done."""
 
     @property
     def lease(self) -> Owner:
@@ -99,52 +73,38 @@ class ForwardWatcher:
         return self.lease.hold
 
     @property
-    def is_settled(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether its lease is closed, or gone."""
         lease = self._lease()
-        return lease is None or lease.closed
+        return lease is None or lease.hold.closed
 
     @property
     def leaves(self) -> list[Any]:
         """The cache objects that hold this model's state."""
-        if self._weak is None:
-            return self._leaves
-        alive = [ref() for ref in self._weak]
-        return [leaf for leaf in alive if leaf is not None]
-
-    @leaves.setter
-    def leaves(self, leaves: list[Any]) -> None:
-        self._leaves = leaves
+        return self.held.all()
 
     def keep(self, lease: Owner) -> None:
         """The caller has dropped the lease: from here on its layers keep it alive, while somebody refers to them."""
-        leaves = self._leaves
-        self._weak = [weakref.ref(leaf) for leaf in leaves]
-        self._order = {id(leaf): i for i, leaf in enumerate(leaves) if id(leaf) not in self._finalized}
+        self.held.let_go()
         self._lease = lambda: lease
-        self._leaves = [leaf for leaf in leaves if id(leaf) in self._finalized]
 
     def dropped(self, layer: Any) -> None:
-        """A layer that nobody refers to comes back to its watcher, so that what it holds can be settled."""
-        if self._weak is None:
-            self._finalized.add(id(layer))
-        elif id(layer) in self._order:
-            self._weak[self._order.pop(id(layer))] = weakref.ref(layer)
-            self._leaves.append(layer)
-            if self.is_dropped:
-                self.lease.layers_dropped()
+        if self.held.finalized(layer):
+            give_up(self.lease)
 
     @property
     def is_dropped(self) -> bool:
         """Whether the caller has dropped the lease, and every layer too."""
-        return self._weak is not None and not self._order
+        return self.held.are_dropped
 
     def part(self) -> None:
-        """The lease is settled: refer to nothing any more, so that nothing waits for the cyclic collector."""
-        self._round = self._marks = self._inputs = None
-        self._leaves, self._order, self.fed = [], {}, Fed()
-        if self._weak is not None:
-            self._weak, self._lease = [], lambda: None
+        """The lease is closed: refer to nothing any more, so that nothing waits for the cyclic collector."""
+        self._marks = self._inputs = None
+        self.rounds.forget()
+        self.fed = Fed()
+        self.held.forget()
+        if self.held.are_weak:
+            self._lease = lambda: None
 
     @property
     def is_watched(self) -> bool:
@@ -160,7 +120,8 @@ class ForwardWatcher:
                 raise LeaseError(
                     "this model's layers do not count their tokens: call the model itself, and not a part of it"
                 )
-            self.lease.begin(self)
+            self.lease.usage.require_usable()
+            forward.begin(self.hold, self)
             self.epoch += 1
             self._entered, self._sized = 0, False
             self._mark_round()
@@ -188,10 +149,6 @@ class ForwardWatcher:
         return min((leaf.offset for leaf in self.leaves), default=0)
 
     @property
-    def uniform(self) -> bool:
-        return len({leaf.offset for leaf in self.leaves}) <= 1
-
-    @property
     def verifies(self) -> bool:
         return self.rolls_back and self.position >= len(self.hold.tokens) - 1
 
@@ -207,8 +164,8 @@ class ForwardWatcher:
         return n_tokens > 1 and not self.hold.track.whole
 
     def begun(self, model: Any, inputs: mx.array | None, row: int, *, n_layers: int, embedded: bool) -> None:
-        lease = self.lease
-        lease.take_turn()
+        usage = self.lease.usage
+        usage.take_turn()
         if self._depth:
             self._depth += 1
             return
@@ -220,37 +177,21 @@ class ForwardWatcher:
                     "of them. (mlx-lm's speculative_generate_step cuts prompt_cache at len(model.layers), which does "
                     "not fit a model whose layers share their KV.)"
                 )
-            self._admit(lease.hold, model, inputs, row, embedded)
+            self._start = self.position
+            self._inputs = None
+            self._refuse_other(model)
+            self._inputs = _checked(usage.hold, self._start, self.reached, inputs, row, embedded)
             accepted = True
         finally:
             if accepted:
                 self._depth = 1
             else:
-                lease.end_turn()
+                usage.end_turn()
 
-    def _admit(self, hold: Hold, model: Any, inputs: mx.array | None, row: int, embedded: bool) -> None:
-        """Refuses another model, and other tokens than the lease was opened with: both would be stored as this model's
-        KV of these tokens."""
+    def _refuse_other(self, model: Any) -> None:
+        """Raises LeaseError for another model than the lease's: its KV would be stored as this one's."""
         if self._model is not None and model is not self._model():
             raise LeaseError("this lease's layers belong to another model: pass the model that the cache was made for")
-        self._start = start = self.position
-        self._inputs = None
-        if embedded or inputs is None:
-            if inputs is not None and (hold.tokens >= NAMED).any():  # the caller names what its embeddings stand for
-                self._inputs = (_named(hold.tokens, start, np.array(inputs)[row]), 0)
-            return
-        end = min(len(hold.tokens), hold.rewound)
-        if not self.reached <= start < end:
-            self._inputs = (own_name(inputs), row)  # the caller may write into its own array
-            return
-        fed = np.array(inputs)[row].astype(np.int32)
-        same = common_length(fed, hold.tokens[start:end])
-        if same < min(len(fed), end - start):
-            raise LeaseError(
-                f"position {start + same} is fed token {int(fed[same])}, but the lease was opened with "
-                f"{int(hold.tokens[start + same])} there: feed lease.rest, or after a rewind lease.tokens[{start}:]"
-            )
-        self._inputs = (fed, 0)
 
     def ended(self, n_tokens: int, stepped: bool) -> list[mx.array]:
         if self._depth > 1:
@@ -272,13 +213,13 @@ class ForwardWatcher:
         return self._written()
 
     def lost(self, error: RuntimeError) -> None:
-        self.lease.lost(error)
+        self.lease.usage.lose(error)
 
     def left(self) -> None:
         self._depth -= 1
         if not self._depth:
             self._inputs = None
-        self.lease.end_turn()
+        self.lease.usage.end_turn()
 
     def _written(self, *, attended: bool = True) -> list[mx.array]:
         """The arrays that forwards write to, as they are now. Without `attended` those are left out that a forward's
@@ -289,7 +230,7 @@ class ForwardWatcher:
         return found + self.hold.track.written() if attended and not self.rotated else found
 
     def reserve_copy(self, n_bytes: int) -> Account:
-        self.lease.require_usable()
+        self.lease.usage.require_usable()
         return self.hold.state.ledger.open(Purpose.LIVE, n_bytes, "a copy of a layer")
 
     def undo(self) -> None:
@@ -309,36 +250,18 @@ class ForwardWatcher:
         """Whether a draft model runs beside the target, so that the beginning of each round is kept."""
         return self._model is not None and len(self.hold.watchers) > 1
 
-    def round_bytes(self) -> int:
-        """What the state at the beginning of the round occupies beside the live one."""
-        if self._round is None:
-            return 0
-        live = {id(a) for leaf in self.leaves for a in leaf.live_arrays()}
-        kept = {id(a): a for mark in self._round[1] for a in _arrays_in(mark)}
-        return sum(a.nbytes for i, a in kept.items() if i not in live)
-
     def _mark_round(self) -> None:
         """A round begins with the first forward after another model's, behind the prompt."""
         hold = self.hold
         another, hold.running = hold.running is not self, self
-        if not self.anatomy.pointwise and self.anatomy.bound is None:
-            return
-        if self.verifies and (another or self._round is None or self._round[0] > self.position):
-            self._round = (self.position, [leaf.mark() for leaf in self.leaves])
-
-    def rotates(self) -> None:
-        """The sliceable leaves have become rings, and stand in the round's beginning for what they were then: a ring
-        that has not wrapped can be cut to any earlier position."""
-        if self._round is not None:
-            at, marks = self._round
-            pairs = zip(self.leaves, marks, strict=True)
-            self._round = (at, [x.mark() if x.sliceable else m for x, m in pairs])
+        if (self.anatomy.pointwise or self.anatomy.bound is not None) and self.verifies:
+            self.rounds.mark(self.position, self.leaves, again=another)
 
     def trim(self, layer: Any, n: int) -> int:
-        if id(layer) in self._moved:
-            return int(self._moved.pop(id(layer)) - layer.offset)
+        moved = self.rounds.moved_already(layer)
+        if moved is not None:
+            return moved
         self.undo()
-        self._moved = {}
         n = min(layer.offset, n)
         if n <= 0:
             return 0
@@ -347,45 +270,56 @@ class ForwardWatcher:
             return n if layer.restore(None, to) else 0
         before = {id(leaf): leaf.offset for leaf in self.leaves if leaf is not layer}
         if not self._roll_back(to):
-            self._refused = to
+            self.rounds.refuse(to)
             return 0
-        self._moved = before
+        self.rounds.move(before)
         return n
-
-    def refuse_after_refused_rewind(self) -> None:
-        """Callers do not look whether a rewind was refused; feeding on would leave rejected tokens in the layers."""
-        if self._refused is not None and self.position > self._refused:
-            raise LeaseError(
-                f"the layers could not be rewound from position {self.position} to {self._refused}, and hold tokens "
-                "that were to be taken back: open another lease, or give the cache its draft_model="
-            )
-        self._refused = None
 
     def _roll_back(self, to: int) -> bool:
         """Put back the state at the beginning of the round, and feed what was accepted since again."""
         model = None if self._model is None else self._model()
-        layers = self.lease.layers_of(self)
-        if self._round is None or model is None or not layers:
+        layers = self.hold.handed.of_model(self.hold.watchers.index(self))
+        at = self.rounds.began_at
+        if at is None or model is None or not layers:
             return False
-        at, marks = self._round
         again = self.fed.tokens()[at:to]
-        if at < to and len(again) < to - at:
+        if (at < to and len(again) < to - at) or not self.rounds.put_back(self.leaves, to):
             return False
-        before = [leaf.mark() for leaf in self.leaves]
-        for leaf, mark in zip(self.leaves, marks, strict=True):
-            leaf.reset(mark)
-        if to < at and not all(leaf.can_restore(None, to) for leaf in self.leaves):
-            for leaf, mark in zip(self.leaves, before, strict=True):
-                leaf.reset(mark)
-            return False
-        for leaf in self.leaves:
-            if leaf.offset > min(at, to) or leaf.sliceable:
-                leaf.restore(None, min(at, to))
         self.reached = self.position
         self.fed.cut(self.position)
         if at < to:
             model(mx.array(again)[None], cache=layers)
         return True
+
+
+def give_up(lease: Owner) -> None:
+    """Have the cache close a lease that nobody refers to any more, nor to its layers. Once."""
+    hold = lease.hold
+    if not hold.given_up and all(watcher.is_dropped for watcher in hold.watchers):
+        hold.given_up = True
+        hold.state.drop(lease)
+
+
+def _checked(
+    hold: Hold, start: int, reached: int, inputs: mx.array | None, row: int, embedded: bool
+) -> tuple[mx.array | Tokens, int] | None:
+    """The tokens of a forward that begins at `start`, as they are recorded. Raises LeaseError for other tokens than the
+    lease was opened with: they would be stored as the KV of those."""
+    if embedded or inputs is None:
+        if inputs is not None and (hold.tokens >= NAMED).any():  # the caller names what its embeddings stand for
+            return _named(hold.tokens, start, np.array(inputs)[row]), 0
+        return None
+    end = min(len(hold.tokens), hold.rewound)
+    if not reached <= start < end:
+        return own_name(inputs), row  # the caller may write into its own array
+    fed = np.array(inputs)[row].astype(np.int32)
+    same = common_length(fed, hold.tokens[start:end])
+    if same < min(len(fed), end - start):
+        raise LeaseError(
+            f"position {start + same} is fed token {int(fed[same])}, but the lease was opened with "
+            f"{int(hold.tokens[start + same])} there: feed lease.rest, or after a rewind lease.tokens[{start}:]"
+        )
+    return fed, 0
 
 
 def _named(leased: Tokens, start: int, inputs: Any) -> Tokens:
@@ -394,11 +328,3 @@ def _named(leased: Tokens, start: int, inputs: Any) -> Tokens:
     own = leased[start : start + len(found)]
     found[: len(own)] = np.where(own >= NAMED, own, found[: len(own)])
     return found
-
-
-def _arrays_in(mark: Any) -> list[mx.array]:
-    if isinstance(mark, mx.array):
-        return [mark]
-    if isinstance(mark, dict):
-        return _arrays_in(list(mark.values()))
-    return [a for part in mark for a in _arrays_in(part)] if isinstance(mark, (list, tuple)) else []

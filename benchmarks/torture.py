@@ -53,7 +53,7 @@ from disk_caches import ordinary_folder
 from fake import FakeModel, Session, settled, text
 
 from onefold.cache.memory.tree import as_tokens
-from onefold.cache.tiers.records.catalog import BLOCK, on_disk
+from onefold.cache.tiers.records.entry import BLOCK, on_disk
 from onefold.cache.tiers.records.files import TEMPORARY
 from onefold.cache.tiers.records.record import content_of, parse_head, parse_name
 from onefold.errors import RecordError

@@ -25,7 +25,7 @@ from terminal import environment, on_terminal
 
 from onefold import PrefixCache
 from onefold.cache.tiers.records import census
-from onefold.cache.tiers.records.catalog import NO_TOKENS, on_disk
+from onefold.cache.tiers.records.entry import NO_TOKENS, on_disk
 from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.layout import Layout
 from onefold.cache.tiers.records.order import below

@@ -344,7 +344,7 @@ def test_a_daily_limit_pauses_writing(model: FakeModel, tmp_path: Path, caplog: 
         again = cache.stats().disk
         assert again.written_today_bytes == again.written_ever_bytes == stats.disk.written_today_bytes
         assert cache._disk is not None
-        cache._disk.catalog._clock = lambda: time.time() + 86_400
+        cache._disk.catalog.writes.clock = lambda: time.time() + 86_400
         turn(model, cache, text(90, 99))
         assert cache.flush()
         assert 0 < cache.stats().disk.written_today_bytes < cache.stats().disk.written_ever_bytes

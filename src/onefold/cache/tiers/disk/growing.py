@@ -6,7 +6,7 @@ import numpy as np
 
 from onefold.cache.memory.tree import Node, Tree
 from onefold.cache.tiers.disk.ondisk import disk_of, made_disk_of
-from onefold.cache.tiers.records.catalog import Loaded, Record
+from onefold.cache.tiers.records.entry import Loaded, Record
 from onefold.cache.tiers.records.record import What
 
 

@@ -15,7 +15,8 @@ from onefold.cache.memory.checkpoints import superfluous
 from onefold.cache.memory.nodes import NodeStore
 from onefold.cache.memory.tree import Node
 from onefold.cache.tiers.disk.ondisk import OnDisk, all_records_of, disk_of, made_disk_of, point_of, records_of
-from onefold.cache.tiers.records.catalog import Catalog, Record
+from onefold.cache.tiers.records.catalog import Catalog
+from onefold.cache.tiers.records.entry import Record
 from onefold.cache.tiers.records.order import below
 
 
@@ -48,7 +49,7 @@ class Links:
         nodes = {node for tail in tails for node in tail.nodes}
         for tail in tails:
             self.take_from_nodes(tail)
-        self.catalog.set_apart(record, tails, error)
+        self.catalog.apart.doubt(record, tails, error)
         return {n for n in nodes if n.parent is not None and (n.span is not None or n.checkpoint is not None)}
 
     def take_from_nodes(self, record: Record) -> None:

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Iterable
 
 from onefold.cache.memory.tree import Node, TierPayload
-from onefold.cache.tiers.records.catalog import Record
+from onefold.cache.tiers.records.entry import Record
 
 
 class OnDisk:

@@ -39,7 +39,8 @@ from onefold.cache.tiers.disk import host
 from onefold.cache.tiers.disk.linking import Links
 from onefold.cache.tiers.disk.ondisk import point_of, records_of
 from onefold.cache.tiers.disk.pace import Pace
-from onefold.cache.tiers.records.catalog import Record, is_passing, reason_of
+from onefold.cache.tiers.records.entry import Record
+from onefold.cache.tiers.records.faults import is_passing, reason_of
 from onefold.cache.tiers.records.files import read_all
 from onefold.cache.tiers.records.heads import read_content
 from onefold.cache.tiers.records.layout import Layout

@@ -33,7 +33,8 @@ from onefold.cache.tiers.disk.linking import Links
 from onefold.cache.tiers.disk.ondisk import OnDisk, all_records_of, disk_of, made_disk_of, point_of, records_of
 from onefold.cache.tiers.disk.staging import Staging
 from onefold.cache.tiers.disk.writing import LOOK_AGAIN, Job, Writer
-from onefold.cache.tiers.records.catalog import MISPLACED, NO_TOKENS, PASSING, Record
+from onefold.cache.tiers.records.entry import NO_TOKENS, Record
+from onefold.cache.tiers.records.faults import MISPLACED, PASSING
 from onefold.cache.tiers.records.layout import Layout
 from onefold.cache.tiers.records.order import below
 from onefold.cache.tiers.records.record import Content, Tensor, What
@@ -77,7 +78,7 @@ class Spiller:
         space_of: Callable[[Node], str | None],
     ) -> None:
         """`space_of` says to which folder a node's records belong, None if to none."""
-        self.catalog = vault = links.catalog
+        self.catalog = links.catalog
         self.through = through
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
@@ -106,7 +107,7 @@ class Spiller:
         self._account = ledger.open(Purpose.DISK, reserved, "records on their way to the disk")
         self._staging = Staging(ledger, buffer_bytes, n_buffers, ledger.budget_bytes // STAGED_SHARE)
         self._writer = Writer(
-            vault,
+            self.catalog,
             state.lock,
             self._staging,
             piece_bytes // 2,
@@ -416,10 +417,10 @@ class Spiller:
 
     def _expect(self, node: Node, content: Content, end: int, above: Record | None) -> Record | None:
         """Reserve a record's place on the disk; None if it has none, for a reason."""
-        vault = self.catalog
-        reason = vault.refuses(content.size, content.namespace)
+        catalog = self.catalog
+        reason = catalog.refuses(content.size, content.namespace)
         victims: list[Record] | None = []
-        there = vault.find(content.namespace, content.address)
+        there = catalog.find(content.namespace, content.address)
         if there is not None and there.unread and there.ready and there.size != content.size:
             self._links.forget([there])  # whatever that file is, it is not this record
             there = None
@@ -429,7 +430,7 @@ class Spiller:
             if above is not None:
                 above.pins += 1
             try:
-                victims = vault.make_room(content.size, node.last_use)
+                victims = catalog.make_room(content.size, node.last_use)
             finally:
                 if above is not None:
                     above.pins -= 1
@@ -442,32 +443,32 @@ class Spiller:
                 self._said_full = True
                 log.warning(
                     "the disk budget of %s has no room for what is to be written: what is there was used later",
-                    show_size(vault.budget_bytes),
+                    show_size(catalog.budget_bytes),
                 )
             return None
         hollow = content.what is What.RANGE and not content.tensors
         if there is not None:  # it could not be read, and memory has what it should hold
-            vault.learn(there, above, end)
+            there.link(above, end)
             there.hollow, there.used = hollow, node.last_use
-            vault.expect_again(there)
+            catalog.expect_again(there)
             return there
         record = Record(
             content.namespace, content.what, content.address, content.start, end, content.size, node.last_use
         )
         record.parent = above
         record.hollow = hollow
-        vault.expect(record)
+        catalog.expect(record)
         return record
 
     # -- what became of it, with the lock held -----------------------------------------------------------
 
     def _settle(self, job: Job, error: Exception | None, written: bool) -> None:
-        record, vault = job.record, self.catalog
+        record, catalog = job.record, self.catalog
         if job.checkpoint is not None:
             job.checkpoint.release()
         if error is None:
             if written:
-                vault.arrived(record)
+                catalog.arrived(record)
             if not record.nodes:  # no node needs it any more
                 self._settle_unneeded(record)
                 return
@@ -476,17 +477,17 @@ class Spiller:
             self.counts["spilled_tokens"] += record.end - record.start
             self._slow = False
             return
-        tails = below(vault.records(), [record])  # staged behind it, some of them
+        tails = below(catalog.records(), [record])  # staged behind it, some of them
         for tail in tails:
             for node in tail.nodes:
                 self._backlog.refuse(node)
         if record.unread:
             for tail in sorted(tails, key=lambda r: -r.start):
                 self._links.take_from_nodes(tail)
-            vault.set_back(record, tails)
+            catalog.set_back(record, tails)
         else:
             self._links.forget([record])
-            vault.drop(record)
+            catalog.drop(record)
         if not isinstance(error, OSError):
             self.reasons["not yet computed"] += 1
             log.debug("a record could not be copied out: %s", error)
@@ -497,14 +498,14 @@ class Spiller:
             self.reasons["something else in its place"] += 1
             log.warning("%s/%s cannot be written: %s", record.namespace, record.name, error)
         else:
-            vault.fail(error)
+            catalog.fail(error)
 
     def _settle_unneeded(self, record: Record) -> None:
         """A record that no node needs goes; unless it has descendants on disk, which are reached through it."""
         if record.unread:  # it was not written again
             self.catalog.set_back(record, ())
         elif record.ready and record.children:
-            self.catalog.keep_apart(record)
+            self.catalog.apart.keep(record)
         else:
             self.catalog.drop(record)
             if record.parent is not None:

@@ -221,7 +221,7 @@ class Disk:
 
     def touch(self, path: list[Node], used: float) -> None:
         for node in path:
-            self.catalog.touch(all_records_of(node), used)
+            self.catalog.uses.touch(all_records_of(node), used)
 
     def abandon(self) -> None:
         """The cache is gone, or Python ends, without `close`. What was to be written through is; the rest is said to be
@@ -246,30 +246,30 @@ class Disk:
         self.reader.shutdown()
         if not self.spiller.writes:  # else a record is still being written, and files are that thread's
             self.catalog.empty_bin()
-            self.catalog.note(self.catalog.take_touched(force=True), force=True)
+            self.catalog.note(self.catalog.uses.take(force=True), force=True)
             self.catalog.refresh_indexes()
         self.catalog.folder.unlock()
 
     def stats(self) -> DiskStats:
-        vault, spiller = self.catalog, self.spiller
+        catalog, spiller = self.catalog, self.spiller
         return DiskStats(
             mode=self.mode,
-            folder=str(vault.folder.path),
-            failed=vault.failed,
-            budget_bytes=vault.budget_bytes,
-            used_bytes=vault.total_bytes,
-            records=vault.n_records,
-            written_bytes=vault.counts["written_bytes"],
-            written_today_bytes=vault.written_today,
-            written_ever_bytes=vault.written_ever,
-            daily_limit_bytes=vault.daily_bytes or 0,
+            folder=str(catalog.folder.path),
+            failed=catalog.failed,
+            budget_bytes=catalog.budget_bytes,
+            used_bytes=catalog.total_bytes,
+            records=catalog.n_records,
+            written_bytes=catalog.counts["written_bytes"],
+            written_today_bytes=catalog.writes.today,
+            written_ever_bytes=catalog.writes.ever,
+            daily_limit_bytes=catalog.writes.daily_bytes or 0,
             pending=spiller.pending,
             spilled_tokens=spiller.counts["spilled_tokens"],
             restored_tokens=self.reading.counts["restored_tokens"],
             restored_bytes=self.reading.counts["restored_bytes"],
             skipped_tokens=self.reading.counts["skipped_tokens"],
-            rejected_records=vault.counts["rejected_records"],
-            evicted_records=vault.counts["evicted_records"],
+            rejected_records=catalog.counts["rejected_records"],
+            evicted_records=catalog.counts["evicted_records"],
             left_tokens=self.reading.counts["left_tokens"],
         )
 

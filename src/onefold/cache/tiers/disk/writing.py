@@ -31,7 +31,8 @@ from onefold.cache.memory.lock import CacheLock
 from onefold.cache.memory.segment import Slab
 from onefold.cache.tiers.disk import host
 from onefold.cache.tiers.disk.staging import Place, Staging
-from onefold.cache.tiers.records.catalog import Catalog, Record
+from onefold.cache.tiers.records.catalog import Catalog
+from onefold.cache.tiers.records.entry import Record
 from onefold.cache.tiers.records.record import Content
 from onefold.worker import Worker
 
@@ -69,7 +70,7 @@ class Staged(NamedTuple):
 class Writer:
     def __init__(
         self,
-        vault: Catalog,
+        catalog: Catalog,
         lock: CacheLock,
         staging: Staging,
         piece_bytes: int,
@@ -82,7 +83,7 @@ class Writer:
         somebody waits for a record, or nobody is held up by it; `impatient` whether there may be a job though none was
         given."""
         self.busy = False
-        self._catalog, self._lock = vault, lock
+        self._catalog, self._lock = catalog, lock
         self._staging, self._piece_bytes = staging, piece_bytes
         self._next_job, self._settle = next_job, settle
         self._hurries, self._impatient = hurries, impatient
@@ -100,7 +101,7 @@ class Writer:
 
     @property
     def idle(self) -> bool:
-        return not self.busy and not self._staged and not self._catalog.has_bin
+        return not self.busy and not self._staged and not self._catalog.cleanup.is_due
 
     @property
     def alive(self) -> bool:
@@ -166,7 +167,7 @@ class Writer:
             staged = self._current = self._staged.popleft() if self._staged else None
             if staged is not None:
                 self.staged_points -= staged.job.checkpoint is not None
-            touched = self._catalog.take_touched() if job is None else []
+            touched = self._catalog.uses.take() if job is None else []
         began, idle = time.thread_time(), job is None and staged is None
         if job is not None:  # at once: whoever wants to write there waits for it
             with self._given_up_if_not_copied(job):
@@ -189,7 +190,7 @@ class Writer:
 
     def _wait(self) -> tuple[Job | None, Place | None]:
         """Until there is something to do; a job, with a place for its bytes, if none is staged."""
-        while not self._staged and not self._catalog.has_bin and not self._catalog.has_touched:
+        while not self._staged and not self._catalog.cleanup.is_due and not self._catalog.uses.is_due:
             ready = not self._stop and self._staging.fits(self._staging.buffer_bytes)
             job = self._next_job() if ready else None
             if job is not None or self._stop:

@@ -17,7 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from onefold.cache.tiers.records.catalog import is_passing, on_disk
+from onefold.cache.tiers.records.entry import on_disk
+from onefold.cache.tiers.records.faults import is_passing
 from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.heads import Wanted, read_heads
 from onefold.cache.tiers.records.index import NO_STAMP, Index, Said, Stamp

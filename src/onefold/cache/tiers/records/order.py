@@ -1,6 +1,6 @@
 """In which order records go, so that none that stays goes on from one that went.
 
-For whatever has `used`, `start` and `parent`: the records of a vault, and those that a folder was found to have.
+For whatever has `used`, `start` and `parent`: the records of a catalog, and those that a folder was found to have.
 No MLX in this file.
 """
 

@@ -97,7 +97,7 @@ def opened(task: Task, memory: int = MEMORY) -> tuple[FakeModel, onefold.PrefixC
         disk_mode=task.mode,
     )
     if cache._disk is not None:
-        cache._disk.spiller.record_tokens = RECORD_TOKENS
+        cache._disk.spiller.jobs.record_tokens = RECORD_TOKENS
     return model, cache
 
 

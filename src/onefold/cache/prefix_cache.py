@@ -375,8 +375,7 @@ class PrefixCache:
         until = time.monotonic() + (timeout if timeout is not None else 1e9)
         self.state.lock.refuse_elsewhere()
         with self.state.lock.inner:  # requests go on meanwhile
-            written = self._disk.spiller.flush(everything=everything, until=until, tells=True)
-            return written and not self._disk.catalog.failed
+            return self._disk.flush(everything=everything, until=until, reports=True)
 
     def durable(self, tokens: Any, *, namespace: Hashable = "") -> int:
         """How many of these tokens, from the first on, would survive the end of this process. Touches nothing."""
@@ -409,7 +408,7 @@ class PrefixCache:
     def _flush_for_clearing(self, *, everything: bool) -> None:
         assert self._disk is not None
         with self.state.lock.inner:  # requests go on meanwhile
-            self._disk.spiller.flush(everything=everything, until=time.monotonic() + CLEARING_MOST)
+            self._disk.flush(everything=everything, until=time.monotonic() + CLEARING_MOST)
 
     def _clearing(self, *, disk: bool) -> Work[None]:
         """What was used last before now, and is not held."""
@@ -487,9 +486,9 @@ class PrefixCache:
         if self._disk is not None:
             if self._endings:
                 with self.state.lock.inner:
-                    self._disk.spiller.flush(everything=True, until=time.monotonic() + CLOSING_MOST)
-                    self._disk.reading.counts["left_tokens"] = self._disk.spiller.unsaved()
-            self._disk.spiller.stop()
+                    self._disk.flush(everything=True, until=time.monotonic() + CLOSING_MOST)
+                    self._disk.count_left()
+            self._disk.stop()
         with self.state.lock:
             while self._endings:  # whoever is interrupted here may close once more
                 self._endings[0]()
@@ -521,12 +520,12 @@ class PrefixCache:
     @property
     def written_bytes(self) -> int | None:
         """To disk so far, by this cache; None without a disk. Does not wait for whoever has the lock."""
-        return None if self._disk is None else self._disk.catalog.counts["written_bytes"]
+        return None if self._disk is None else self._disk.written_bytes
 
     def close_soon(self) -> None:
         """Closing, on whatever thread, waits no longer for what is not on disk yet: that is lost."""
         if self._disk is not None:
-            self._disk.spiller.give_up()
+            self._disk.give_up()
 
     def _leave_disk(self) -> None:
         if self._disk is not None:

@@ -112,7 +112,7 @@ class Links:
         node.below = None
         for record in reversed(records):
             record.nodes.discard(node)
-            self.let_go(record)
+            self.release(record)
 
     def thin(self, node: Node) -> None:
         """Keep the best few checkpoints of a path on disk, as in memory."""
@@ -121,9 +121,9 @@ class Links:
             record = point_of(n)
             if record is not None and not record.pins:  # else a restore reads it: the next checkpoint thins again
                 made_disk_of(n).lose(record)
-                self.let_go(record)
+                self.release(record)
 
-    def let_go(self, record: Record) -> None:
+    def release(self, record: Record) -> None:
         """A node does not rely on it any more: it goes, if nothing else does, and what only it went on from. One that
         is being written goes afterwards."""
         at: Record | None = record

@@ -207,3 +207,50 @@ def all_records_of(node: Node) -> list[Record]:
     """Returns the records of the node's tokens, and that of its checkpoint."""
     found = disk_of(node)
     return [] if found is None else found.all
+
+
+def covered_to(node: Node) -> int:
+    """Returns up to where what memory has of the node is on disk, or being written."""
+    found = disk_of(node)
+    return node.start if found is None else found.covered
+
+
+def is_covered(node: Node) -> bool:
+    """Whether all that memory has of the node's tokens is on disk, or being written."""
+    return covered_to(node) >= node.end
+
+
+def is_being_written(node: Node) -> bool:
+    """Whether a record of the node's path is being written."""
+    return any(not r.ready for n in node.path() for r in all_records_of(n))
+
+
+def is_clean(node: Node) -> bool:
+    """Whether all that the node has in memory is on disk too."""
+    found = disk_of(node)
+    if found is None or found.readable < node.end:
+        return False
+    return node.checkpoint is None or found.has_saved_point
+
+
+def check_node(node: Node) -> list[str]:
+    """Returns a sentence for each thing that is wrong with what a node has on disk."""
+    disk = disk_of(node)
+    if disk is None:
+        return []
+    where = f"node [{node.start}, {node.end})"
+    found = [f"{where} has a record that does not know it" for r in disk.all if node not in r.nodes]
+    if disk.node is not node:
+        found.append(f"{where} has what another node has on disk")
+    at = node.start
+    for record in disk.records:
+        if record.hollow and record.end <= at:  # one with KV overtook it while it was being written
+            continue
+        if not record.start <= at < record.end:
+            found.append(f"{where}: {record} does not follow at {at}")
+        at = record.end
+    above = None if node.parent is None else disk_of(node.parent)
+    inner = node.parent is not None and node.parent.parent is not None
+    if inner and disk.records and (above is None or above.reaches < above.node.end):
+        found.append(f"{where} is on disk, but its parent is not")
+    return found

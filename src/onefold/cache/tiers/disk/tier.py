@@ -26,8 +26,9 @@ from onefold.cache.memory.tree import Node, Tree
 from onefold.cache.tiers.disk.growing import grow
 from onefold.cache.tiers.disk.linking import Links
 from onefold.cache.tiers.disk.naming import name_of, salt_of
-from onefold.cache.tiers.disk.ondisk import all_records_of
-from onefold.cache.tiers.disk.restoring import AHEAD, Reading
+from onefold.cache.tiers.disk.ondisk import all_records_of, is_clean
+from onefold.cache.tiers.disk.reading import Reading
+from onefold.cache.tiers.disk.reading_ranges import AHEAD
 from onefold.cache.tiers.disk.spilling import Spiller
 from onefold.cache.tiers.records.catalog import Catalog
 from onefold.cache.tiers.records.folder import Folder
@@ -192,13 +193,13 @@ class Disk:
         self.spiller.committed(node)
 
     def is_clean(self, node: Node) -> bool:
-        return self.spiller.is_clean(node)
+        return is_clean(node)
 
     def saving(self, node: Node, until: float) -> Work[bool]:
         return self.spiller.saving(node, until)
 
     def count_lost(self, node: Node) -> None:
-        self.spiller.count_lost(node)
+        self.spiller.flusher.count_lost(node)
 
     def awaiting_copies(self, slabs: Iterable[Slab]) -> Work[None]:
         return self.spiller.awaiting_copies(slabs)
@@ -223,6 +224,29 @@ class Disk:
         for node in path:
             self.catalog.uses.touch(all_records_of(node), used)
 
+    def flush(self, *, everything: bool, until: float, reports: bool = False) -> bool:
+        """Write the dirty nodes that the mode has queued, or with `everything` all, and wait for that. Returns False
+        if it took too long, if a node could not be written, or if the disk failed."""
+        written = self.spiller.flusher.flush(everything=everything, until=until, reports=reports)
+        return written and not self.catalog.failed
+
+    def give_up(self) -> None:
+        """End all flushes now, and later ones at once. Does not need the lock."""
+        self.spiller.flusher.give_up()
+
+    def count_left(self) -> None:
+        """Count the tokens that are in memory and not on disk, for `DiskStats.left_tokens`."""
+        self.reading.counts["left_tokens"] = self.spiller.flusher.unsaved()
+
+    def stop(self) -> None:
+        """End the thread that writes. Without the lock, and before `close`."""
+        self.spiller.stop()
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of records that this process has written. Does not need the lock."""
+        return self.catalog.counts["written_bytes"]
+
     def abandon(self) -> None:
         """The cache is gone, or Python ends, without `close`. What was to be written through is; the rest is said to be
         lost. Without the lock."""
@@ -232,7 +256,7 @@ class Disk:
             threading.Thread(target=self.abandon, name="onefold-abandon").start()
             return
         with self._lock:
-            lost = self.spiller.left(time.monotonic() + ABANDONED_SECONDS)
+            lost = self.spiller.flusher.left(time.monotonic() + ABANDONED_SECONDS)
         if lost:
             log.warning("the cache was not closed: %d tokens are not on disk; use `with`, or close()", lost)
         self.spiller.stop()
@@ -242,7 +266,7 @@ class Disk:
     # -- the whole of it ------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """After `spiller.stop`, and not before."""
+        """Note what a restart should know, and release the folder. After `stop`."""
         self.reader.shutdown()
         if not self.spiller.writes:  # else a record is still being written, and files are that thread's
             self.catalog.empty_bin()
@@ -264,7 +288,7 @@ class Disk:
             written_ever_bytes=catalog.writes.ever,
             daily_limit_bytes=catalog.writes.daily_bytes or 0,
             pending=spiller.pending,
-            spilled_tokens=spiller.counts["spilled_tokens"],
+            spilled_tokens=spiller.spilled_tokens,
             restored_tokens=self.reading.counts["restored_tokens"],
             restored_bytes=self.reading.counts["restored_bytes"],
             skipped_tokens=self.reading.counts["skipped_tokens"],

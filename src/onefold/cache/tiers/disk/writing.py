@@ -104,6 +104,11 @@ class Writer:
         return not self.busy and not self._staged and not self._catalog.cleanup.is_due
 
     @property
+    def failed(self) -> bool:
+        """Whether the disk is switched off."""
+        return bool(self._catalog.failed)
+
+    @property
     def alive(self) -> bool:
         return self._thread.working and not self._stop and not self._died
 

@@ -48,6 +48,7 @@ NO_MLX = (
     "worker.py",
     "cache/tiers/records/census.py",
     "cache/tiers/records/directory.py",
+    "cache/tiers/identity.py",
     "cache/tiers/records/abouts.py",
     "cache/tiers/records/files.py",
     "cache/tiers/records/folder.py",

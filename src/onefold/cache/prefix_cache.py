@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import sys
 import threading
 import time
@@ -32,6 +31,7 @@ from onefold.cache.memory.lock import CacheLock, Work
 from onefold.cache.memory.reach import readable_length
 from onefold.cache.memory.segment import STEP, Slab, round_up
 from onefold.cache.memory.state import CacheState
+from onefold.cache.memory.tier import Fetch, Tier, TierStats
 from onefold.cache.memory.tree import Node, Tokens, Tree, as_tokens
 from onefold.cache.model import stock
 from onefold.cache.model.anatomy import Anatomy
@@ -45,10 +45,8 @@ from onefold.cache.request.batch import Batch
 from onefold.cache.request.lease import Lease
 from onefold.cache.states import points_of
 from onefold.cache.stats import Stats
-from onefold.cache.tiers.disk import restoring
-from onefold.cache.tiers.disk.restoring import Restore
-from onefold.cache.tiers.disk.tier import Disk, DiskSettings, DiskStats
-from onefold.cache.tiers.records.record import VERSION
+from onefold.cache.tiers.identity import Identity
+from onefold.cache.tiers.registry import open_tier
 from onefold.errors import (
     BudgetError,
     ConfigError,
@@ -134,7 +132,7 @@ class PrefixCache:
             about = {"adapter": config.adapter, "tokenizer": config.tokenizer, "kv": form.bits, "bound": bound}
             about["model"] = lasting_digest(digest, *models)
             try:
-                self._open_disk(disk, about, config.label)
+                self._open_tier(disk, about, config.label)
             except (OnefoldError, ValueError):
                 self.close()
                 raise
@@ -155,8 +153,8 @@ class PrefixCache:
         self._models = Models(anatomies)
         self.state = CacheState(self._models, ledger, lock)
         """For the engine, the drop-in and tests: what all parts of the cache share."""
-        self._no_disk = DiskStats()
-        self._disk: Disk | None = None
+        self._no_disk = TierStats()
+        self._disk: Tier | None = None
         self._seam = [name for m in models for name in stock.install(m, attention)]
         self._watched = [stock.watch(m) for m in models]
         stock.hook_saving()
@@ -225,7 +223,7 @@ class PrefixCache:
         namespace: Hashable = "",
         checkpoints: Iterable[int] = (),
         reserve_tokens: int = 0,
-        after: Restore | Sequence[Restore] | None = None,
+        after: Fetch | Sequence[Fetch] | None = None,
     ) -> Lease:
         """Hold what is cached of `tokens`, with room for the rest and `reserve_tokens` more.
 
@@ -238,7 +236,7 @@ class PrefixCache:
         asked = _positions(checkpoints, reserve_tokens, namespace)
         self._await_writers(found, namespace)
         self._open_for_use()
-        restores = [after] if isinstance(after, Restore) else list(after or ())
+        restores = list(after) if isinstance(after, Sequence) else [] if after is None else [after]
         if after is None and self._disk is not None:
             restores = self._read_disk(found, namespace, reserve_tokens)
         return self.state.lock.run(self._leasing(found, namespace, asked, reserve_tokens, restores))
@@ -249,7 +247,7 @@ class PrefixCache:
         namespace: Hashable,
         checkpoints: frozenset[int],
         reserve_tokens: int,
-        restores: list[Restore],
+        restores: list[Fetch],
     ) -> Work[Lease]:
         self._open_for_use()
         self.sweep()
@@ -327,7 +325,7 @@ class PrefixCache:
             self._pins.add(id(pin))
             return pin
 
-    def restore(self, tokens: Any, *, namespace: Hashable = "", reserve_tokens: int = 0) -> Restore | None:
+    def restore(self, tokens: Any, *, namespace: Hashable = "", reserve_tokens: int = 0) -> Fetch | None:
         """Begin to read what is on disk of `tokens`, for a caller that has other things to do in between: `step()` it
         until that returns False, then give it to `lease`. None if there is nothing that is worth reading. Raises
         BudgetError if there is no room for it now."""
@@ -338,19 +336,20 @@ class PrefixCache:
             if self._disk is None or self.state.uncached_reason:
                 return None
             tree = self._tree(namespace)
-        made = self.state.lock.run(restoring.planning(self.state, self._disk.reading, tree, found, reserve_tokens))
+        made = self.state.lock.run(self._disk.planning(tree, found, reserve_tokens))
         if made is not None:
             made.owner = self
         return made
 
-    def _read_disk(self, tokens: Tokens, namespace: Hashable, reserve_tokens: int) -> list[Restore]:
+    def _read_disk(self, tokens: Tokens, namespace: Hashable, reserve_tokens: int) -> list[Fetch]:
         """All that is on disk of these tokens; again, where a record turned out to be damaged."""
-        restores: list[Restore] = []
+        restores: list[Fetch] = []
         while not restores or restores[-1].rejected:
             try:
                 with self.state.lock:
                     tree = self._tree(namespace)
-                self.state.lock.run(restoring.awaiting_others(self.state, tree, tokens))
+                assert self._disk is not None
+                self.state.lock.run(self._disk.awaiting_others(tree, tokens))
                 found = self.restore(tokens, namespace=namespace, reserve_tokens=reserve_tokens)
             except BudgetError:
                 self.state.reasons["no room to restore"] += 1
@@ -484,11 +483,7 @@ class PrefixCache:
                 ]
                 self.state.closed = True
         if self._disk is not None:
-            if self._endings:
-                with self.state.lock.inner:
-                    self._disk.flush(everything=True, until=time.monotonic() + CLOSING_MOST)
-                    self._disk.count_left()
-            self._disk.stop()
+            self._disk.stop(time.monotonic() + CLOSING_MOST if self._endings else None)
         with self.state.lock:
             while self._endings:  # whoever is interrupted here may close once more
                 self._endings[0]()
@@ -569,7 +564,7 @@ class PrefixCache:
             self.sweep()
             if self._disk is None:
                 return stats.count(self.state, self._no_disk, Counter())
-            return stats.count(self.state, self._disk.stats(), self._disk.all_reasons())
+            return stats.count(self.state, self._disk.stats(), self._disk.reasons())
 
     def check(self) -> None:
         """Recount everything from nothing; raises IntegrityError with every finding."""
@@ -584,20 +579,14 @@ class PrefixCache:
             self._disk.attach(tree, namespace)
         return tree
 
-    def _open_disk(self, settings: DiskSettings, about: dict[str, Any], label: str) -> None:
-        """A folder that cannot be used is said, and the cache goes on without; one that another process writes to is
-        refused."""
-        layout = [[[a.heads, a.dim, str(a.dtype)] for a in s.arrays] for s in self.state.store.specs]
-        about |= {"format": VERSION, "layout": layout}
-        try:
-            self._disk = Disk(settings, self.state, about, points_of(self._models.anatomies), label=label)
-        except OSError as error:
-            why = error.strerror or str(error)
-            log.warning("the disk cache in %s cannot be used: %s. KV is kept in memory alone", settings.folder, why)
-            self._no_disk = DiskStats(failed=why, folder=os.fspath(settings.folder))
+    def _open_tier(self, settings: object, about: dict[str, Any], label: str) -> None:
+        """Open the tier below memory. If it cannot be used, the cache runs without. Raises ConfigError."""
+        opened = open_tier(settings, self.state, Identity(about, points_of(self._models.anatomies), label))
+        if isinstance(opened, TierStats):
+            self._no_disk = opened
             return
-        self.state.nodes.tier = self._disk
-        weakref.finalize(self, self._disk.abandon)
+        self._disk = self.state.nodes.tier = opened
+        weakref.finalize(self, opened.abandon)
         self._tree("")
 
     def _open_for_use(self) -> None:

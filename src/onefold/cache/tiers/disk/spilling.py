@@ -129,12 +129,13 @@ class Spiller:
     # -- asked by the cache, with its lock held ----------------------------------------------------
 
     def committed(self, node: Node) -> None:
+        """Queue a committed node in write-through mode, and notify the writer."""
         if self.through:
             self._backlog.want(node)
         self._lock.tell()
 
     def saving(self, node: Node, until: float) -> Work[bool]:
-        """Write a node that must make way, and wait for it until then. False if it is not on disk."""
+        """Write a node that is to be evicted, and wait for that until then. Returns False if it is not on disk."""
         asked = False
         self._refusals.retry(node)
         while not is_clean(node):
@@ -162,8 +163,8 @@ class Spiller:
             yield 0.05
 
     def making_way(self, path: list[Node], slabs: Iterable[Slab]) -> Work[bool]:
-        """A request wants to go on in these buffers. What has to be on disk is copied out first, if there is room for
-        all of it and that does not take long; False if the request had better go on elsewhere, and leave them to the
+        """Copy the path's dirty nodes out, because a request wants to write to these buffers. Returns False if there
+        is no room for all of them or it takes too long: the request then writes elsewhere, and leaves them to the
         writer."""
         if self.through and path and not self.catalog.failed and not (yield from self._copying_out(path)):
             return False
@@ -171,7 +172,7 @@ class Spiller:
         return True
 
     def _copying_out(self, path: list[Node]) -> Work[bool]:
-        """Stage what is owed to the disk; False if that cannot be all of it."""
+        """Stage the path's dirty nodes. Returns False if not all of them could be."""
         until = time.monotonic() + YIELD_SECONDS
         points = self._writer.staged_points < POINTS_MOST
         if not self._staging.fits(self._dirty_bytes(path, points=points)):
@@ -190,7 +191,7 @@ class Spiller:
         return True
 
     def _dirty_bytes(self, path: list[Node], *, points: bool) -> int:
-        """What of it should be on disk, and could be copied out."""
+        """Returns how many dirty bytes of the path could be copied out now."""
         dirty = [n for n in path if not is_covered(n) and n.span is not None]
         if not dirty or self._refusals.has(path[-1]) or not self.jobs.is_writable(path[-1], points=points):
             return 0
@@ -199,7 +200,7 @@ class Spiller:
 
     @property
     def extra_bytes(self) -> int:
-        """That records on their way take for a while, beyond what is always theirs."""
+        """Memory that records take for a while until they are written, beyond what is always reserved."""
         return self._staging.extra_bytes
 
     def draining(self, until: float) -> Work[None]:
@@ -223,11 +224,11 @@ class Spiller:
         return self._writer.is_this_thread
 
     def _hurries(self) -> bool:
-        """Somebody waits, nobody is held up, or records come faster than the thread would take them at its ease."""
+        """Whether to write at full speed: a caller waits, no request is running, or the buffers are not enough."""
         return self._backlog.is_urgent or self.flusher.is_waiting or self._staging.extra_bytes > 0 or not self._leases
 
     def stop(self) -> None:
-        """Without the lock."""
+        """End the thread that writes, and release its memory. Called without the lock."""
         self._writer.stop()
         with self._lock.inner:
             if not self._account.closed:
@@ -236,7 +237,8 @@ class Spiller:
     # -- choosing, with the lock held ------------------------------------------------------------------
 
     def _next(self) -> Job | None:
-        """The next record to write, its place in the books and on the disk reserved. None may mean: look again soon."""
+        """Returns the next record to write, with its room reserved; None if none was found. Then `Backlog.more` may be
+        set, which means: ask again soon."""
         for _ in range(TRIES):
             node = self._backlog.next(self._old())
             if node is None:
@@ -251,7 +253,7 @@ class Spiller:
         return None
 
     def _old(self) -> Callable[[], Iterable[Node]] | None:
-        """What is to be written ahead, if memory is nearly full, or the checkpoints' share of it."""
+        """Returns what lists the nodes to write ahead, if memory, or the checkpoints' share of it, is nearly full."""
         if self.catalog.failed:
             return None
         nearly_full = self._mark * self._ledger.budget_bytes
@@ -275,8 +277,8 @@ class Spiller:
         """Why nodes were not written, and how often."""
         return self._reasons + self.jobs.reasons + self._outcomes.reasons
 
-    def bequeath(self, node: Node) -> None:
-        """It is going from the tree: what goes before it, and was wanted as part of it, is wanted still."""
+    def queue_parent(self, node: Node) -> None:
+        """The node is being removed from its tree. Its ancestors were queued through it, so queue its parent."""
         above = node.parent
         if self.through and above is not None and self.jobs.is_dirty(above):
             self.committed(above)

@@ -36,7 +36,7 @@ def turn(model: FakeModel, cache: PrefixCache, prompt: list[int], new: int = 3, 
 
 def small_records(cache: PrefixCache, tokens: int = 50) -> None:
     assert cache._disk is not None
-    cache._disk.spiller.record_tokens = tokens
+    cache._disk.spiller.jobs.record_tokens = tokens
 
 
 def files(folder: Path) -> list[Path]:

@@ -88,7 +88,7 @@ class Walk:
     def flush(self) -> None:
         if self.cache._disk is not None and self.cache.flush(10) and self.cache._disk.mode == "through":
             with self.cache.state.lock:
-                assert self.cache._disk.spiller.left(time.monotonic() + 10) == 0
+                assert self.cache._disk.spiller.flusher.left(time.monotonic() + 10) == 0
 
     def restore(self) -> None:
         restore = self.cache.restore([*self.chance.choice(self.said), 1])

@@ -25,7 +25,7 @@ from terminal import environment, on_terminal
 
 from onefold import PrefixCache
 from onefold.cache.tiers.records import census
-from onefold.cache.tiers.records.catalog import NO_TOKENS, on_disk
+from onefold.cache.tiers.records.entry import NO_TOKENS, on_disk
 from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.layout import Layout
 from onefold.cache.tiers.records.order import below
@@ -41,7 +41,7 @@ def opened(model: FakeModel, folder: Path, label: str, bits: int = 16) -> Prefix
     options: dict[str, Any] = {"budget": 40_000_000, "min_checkpoint_tokens": 1, "disk_budget": "1GB"}
     cache = PrefixCache(model, disk=folder, label=label, kv=str(bits), **options)
     assert cache._disk is not None
-    cache._disk.spiller.record_tokens = 32  # so that a conversation is several records
+    cache._disk.spiller.jobs.record_tokens = 32  # so that a conversation is several records
     return cache
 
 
@@ -54,7 +54,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         said = Session(hybrid, cache, text(90)).prefill().decode(6).commit()
         with cache.state.lock:
             assert cache._disk is not None
-            assert cache._disk.spiller.flush(everything=True, until=time.monotonic() + 30)
+            assert cache._disk.flush(everything=True, until=time.monotonic() + 30)
         Session(hybrid, cache, [*said[:70], *text(50, 1)], checkpoints=[70]).prefill().commit()
         Session(hybrid, cache, text(60, 2), namespace=SALT).prefill().commit()
     plain = FakeModel(("full", "full"), dim=64, seed=1)

@@ -344,7 +344,7 @@ def test_a_daily_limit_pauses_writing(model: FakeModel, tmp_path: Path, caplog: 
         again = cache.stats().disk
         assert again.written_today_bytes == again.written_ever_bytes == stats.disk.written_today_bytes
         assert cache._disk is not None
-        cache._disk.catalog._clock = lambda: time.time() + 86_400
+        cache._disk.catalog.writes.clock = lambda: time.time() + 86_400
         turn(model, cache, text(90, 99))
         assert cache.flush()
         assert 0 < cache.stats().disk.written_today_bytes < cache.stats().disk.written_ever_bytes
@@ -539,7 +539,7 @@ def test_the_copies_of_what_leaves_for_the_disk_are_in_the_ledger(
     monkeypatch.setattr(arrays, "addressable", lambda: False)
     with opened(model, tmp_path / "composed", budget="128MB") as cache:
         assert cache._disk is not None
-        slot = cache._disk.spiller.record_tokens * cache.token_bytes
+        slot = cache._disk.spiller.jobs.record_tokens * cache.token_bytes
         assert cache.stats().bytes["disk_buffers"] == in_place + host.COPIED * slot
         turn(model, cache, text(1500))
         (slab,) = cache.state.store.slabs
@@ -547,7 +547,7 @@ def test_the_copies_of_what_leaves_for_the_disk_are_in_the_ledger(
         mx.clear_cache()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        host.copy_out(slab, 0, cache._disk.spiller.record_tokens, into, direct=False)
+        host.copy_out(slab, 0, cache._disk.spiller.jobs.record_tokens, into, direct=False)
         elsewhere = 1  # the last copy is in memory that is not MLX's
         assert mx.get_peak_memory() - before <= 1.05 * (host.COPIED - elsewhere) * slot
 

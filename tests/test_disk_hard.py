@@ -28,7 +28,7 @@ from fake import FakeModel, Session, settled, text
 
 from onefold import BudgetError, PrefixCache
 from onefold.cache.tiers.disk import host
-from onefold.cache.tiers.disk.restoring import Restore
+from onefold.cache.tiers.disk.reading_ranges import RangeReader
 from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.heads import read_content
 from onefold.cache.tiers.records.record import Content, parse_name
@@ -43,7 +43,7 @@ def model() -> FakeModel:
 def written(cache: PrefixCache) -> None:
     with cache.state.lock:
         assert cache._disk is not None
-        cache._disk.spiller.flush(everything=True, until=time.monotonic() + 30)
+        cache._disk.flush(everything=True, until=time.monotonic() + 30)
 
 
 # -- never another's tokens, never garbage -----------------------------------------------------------
@@ -113,7 +113,7 @@ def test_a_slab_is_not_copied_while_it_is_merged(model: FakeModel, tmp_path: Pat
         slab.rewriting = True
         with cache.state.lock:
             assert cache._disk is not None
-            assert not cache._disk.spiller._writable(next(iter(slab.spans)).node)
+            assert not cache._disk.spiller.jobs.is_writable(next(iter(slab.spans)).node)
         slab.rewriting = False
 
 
@@ -267,7 +267,7 @@ def test_a_restore_that_is_interrupted_lets_go(
             raise error
 
         with monkeypatch.context() as patched, pytest.raises(error):
-            patched.setattr(Restore, "_believe", interrupted)
+            patched.setattr(RangeReader, "_believe", interrupted)
             cache.lease([*tokens, 1])
         assert not cache.state.restores and cache.stats().bytes["live"] == 0
         settled(cache)

@@ -134,7 +134,7 @@ OPERATIONS: dict[str, Callable[[Folder], Any]] = {
     "heads": heads_of,
     "stat": lambda f: f.stat(SPACE, content().name),
     "leftover": lambda f: f.is_leftover(SPACE, content().name + ".tmp"),
-    "open a vault": lambda f: Catalog(f, 1),
+    "open a catalog": lambda f: Catalog(f, 1),
 }
 
 

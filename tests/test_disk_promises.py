@@ -65,13 +65,13 @@ def test_a_step_that_is_broken_off_believes_nothing_more(
     with opened(model, tmp_path) as cache:
         restore = cache.restore([*tokens, 1])
         assert restore is not None and restore.step()
-        believe = restore._believe
+        believe = restore._ranges._believe
 
         def once(*_: Any) -> None:
-            restore._believe = believe  # type: ignore[method-assign]
+            restore._ranges._believe = believe  # type: ignore[method-assign]
             raise error
 
-        restore._believe = once  # type: ignore[method-assign]
+        restore._ranges._believe = once  # type: ignore[method-assign]
         if error is KeyboardInterrupt:
             with pytest.raises(KeyboardInterrupt):
                 restore.step()

@@ -18,7 +18,7 @@ from onefold import BudgetError, PrefixCache
 from onefold.cache.memory import arrays
 from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.tree import as_tokens
-from onefold.cache.tiers.disk import host, spilling
+from onefold.cache.tiers.disk import host, jobs
 from onefold.cache.tiers.records.folder import Folder
 
 
@@ -91,7 +91,7 @@ def test_what_went_in_part_and_came_again_is_durable(how: str, new: int, model: 
 
 def record_lengths(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     small_records(cache, n)
-    monkeypatch.setattr(spilling, "HOLLOW_TOKENS", n)
+    monkeypatch.setattr(jobs, "HOLLOW_TOKENS", n)
 
 
 @pytest.fixture(params=[("full", "full"), ("full", "recurrent"), ("recurrent",)], ids="+".join)

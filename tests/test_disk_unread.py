@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import threading
@@ -18,7 +19,7 @@ from fake import FakeModel, Session, settled, text
 from test_disk import HYBRID
 
 from onefold import PrefixCache
-from onefold.cache.tiers.records import catalog, heads
+from onefold.cache.tiers.records import heads, unread
 from onefold.cli.cache import run
 
 KINDS = {"full": ("full", "full"), "hybrid": HYBRID}
@@ -95,7 +96,7 @@ def test_what_could_not_be_read_is_written_again_if_it_is_computed_again(
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EMFILE])
 def test_what_could_not_be_read_is_tried_again(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, said = filled(KINDS["hybrid"], tmp_path)
-    monkeypatch.setattr(catalog, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(unread, "RETRY_SECONDS", 0.0)
     with unreadable(monkeypatch, {files(tmp_path)[0].name}, code):
         cache = reopened(model, tmp_path, "back")
         assert cache.matched(said) == cache.matched(said) == 0
@@ -112,7 +113,7 @@ def test_what_goes_on_from_one_that_has_gone_meanwhile_is_no_part_of_it(
 ) -> None:
     """First one could not be read, then it is not there, and the one that goes on from it cannot be read."""
     model, said = filled(KINDS["full"], tmp_path)
-    monkeypatch.setattr(catalog, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(unread, "RETRY_SECONDS", 0.0)
     first, second = files(tmp_path)[:2]
     with unreadable(monkeypatch, {first.name}):
         cache = reopened(model, tmp_path, "back")
@@ -143,7 +144,7 @@ def test_what_is_read_later_meets_what_was_computed_meanwhile(
 ) -> None:
     """Half of the conversation is in memory by then, and another that branches off inside it."""
     model, said = filled(KINDS[kinds], tmp_path)
-    monkeypatch.setattr(catalog, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(unread, "RETRY_SECONDS", 0.0)
     with unreadable(monkeypatch, {p.name for p in files(tmp_path)[:2]}):
         cache = reopened(model, tmp_path, mode)
         half = turn(model, cache, said[:47])
@@ -204,7 +205,7 @@ def test_a_record_whose_content_could_not_be_read_is_used_when_all_of_it_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, said = filled(KINDS["full"], tmp_path)
-    monkeypatch.setattr(catalog, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(unread, "RETRY_SECONDS", 0.0)
     third = files(tmp_path)[2]
     inode = third.stat().st_ino
     with reopened(model, tmp_path, "back") as cache:
@@ -275,7 +276,7 @@ def test_a_record_that_was_cleared_while_it_was_read_is_not_kept_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, said = filled(KINDS["hybrid"], tmp_path)
-    monkeypatch.setattr(catalog, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(unread, "RETRY_SECONDS", 0.0)
     points = {p.stat().st_ino for p in files(tmp_path) if ".point." in p.name}
     real, reading, go = os.preadv, threading.Event(), threading.Event()
 
@@ -307,8 +308,8 @@ def test_a_record_that_fails_slowly_keeps_no_other_from_being_tried(
     model = FakeModel(KINDS["full"])
     with opened(model, tmp_path) as cache:
         said = [turn(model, cache, text(100, i)) for i in range(2)]
-    monkeypatch.setattr(catalog, "RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(catalog, "TRIAL_SECONDS", 0.0)  # one of them at a time
+    monkeypatch.setattr(unread, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(unread, "TRIAL_SECONDS", 0.0)  # one of them at a time
     with opened(model, tmp_path) as cache:
         with broken_content(monkeypatch, files(tmp_path)):
             for x in said:
@@ -384,7 +385,7 @@ def test_the_command_line_deletes_nothing_that_it_could_not_read(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
-    ("mode", "where"), [("back", "empty_bin"), ("through", "arrived"), ("through", "take_touched")]
+    ("mode", "where"), [("back", "empty_bin"), ("through", "arrived"), ("through", "uses.take")]
 )
 def test_a_writer_that_ends_is_done_without(
     mode: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -399,7 +400,8 @@ def test_a_writer_that_ends_is_done_without(
     with opened(model, tmp_path, budget="1MB", disk_mode=mode) as cache:
         assert cache._disk is not None
         with monkeypatch.context() as patched:
-            patched.setattr(cache._disk.catalog, where, dies)
+            *parts, name = where.split(".")
+            patched.setattr(functools.reduce(getattr, parts, cache._disk.catalog), name, dies)
             said = turn(model, cache, text(100))
             assert not cache.flush(10, everything=True)
         disk = cache.stats().disk

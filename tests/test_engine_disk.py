@@ -37,7 +37,7 @@ def always_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def engine(loaded: tuple[Any, Any], folder: Path, mode: str = "back", budget: str = "256MB") -> Engine:
     made = Engine(*loaded, budget=budget, disk=DiskSettings(folder, "1GB", mode))
     assert made.cache._disk is not None
-    made.cache._disk.spiller.record_tokens = min(40, made.cache._disk.spiller.record_tokens)
+    made.cache._disk.spiller.jobs.record_tokens = min(40, made.cache._disk.spiller.jobs.record_tokens)
     return made
 
 

@@ -58,10 +58,10 @@ def loaded(folder: Path) -> list[Any]:
     """What a cache that opens the folder learns of it, as far as it can be compared."""
     held = Folder.make(folder)
     try:
-        vault = Catalog(held, 1 << 40)
-        found = vault.load(namespace_of(folder).name)
-        vault.empty_bin()
-        assert not vault.failed and not vault.check()
+        catalog = Catalog(held, 1 << 40)
+        found = catalog.load(namespace_of(folder).name)
+        catalog.empty_bin()
+        assert not catalog.failed and not catalog.check()
         return sorted(
             (r.named[1:], r.what.value, r.end, r.hollow, b"" if r.parent is None else r.parent.address, tokens.tolist())
             for r, tokens in found

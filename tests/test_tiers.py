@@ -1,4 +1,4 @@
-"""Records, the folder and the vault by themselves: names, headers, budgets, and which record goes first. No model."""
+"""Records, the folder and the catalog by themselves: names, headers, budgets, and which record goes first. No model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from onefold.cache.tiers.records import record as form
-from onefold.cache.tiers.records.catalog import Catalog, Record, on_disk
+from onefold.cache.tiers.records.catalog import Catalog
+from onefold.cache.tiers.records.entry import Record, on_disk
 from onefold.cache.tiers.records.files import TEMPORARY, read_all, write_all
 from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.record import (
@@ -354,7 +355,7 @@ def test_a_namespace_comes_with_its_first_record(folder: Folder) -> None:
     assert folder.about(SPACE) == {"label": "a model"}
 
 
-# -- the vault -------------------------------------------------------------------------------------
+# -- the catalog -------------------------------------------------------------------------------------
 
 
 def chain(folder: Folder, n: int, *, seed: int = 0, used: float | None = None, space: str = SPACE) -> list[Content]:
@@ -387,30 +388,30 @@ def test_other_models_records_go_tails_first_too(folder: Folder) -> None:
     """Also while running, when nobody has used that namespace yet."""
     theirs = chain(folder, 4, used=time.time() - 100, space=OTHER)
     each = on_disk(theirs[0].size)
-    vault = Catalog(folder, 20 * each)
-    vault.budget_bytes = 4 * each
-    victims = vault.make_room(theirs[0].size, time.time())
+    catalog = Catalog(folder, 20 * each)
+    catalog.budget_bytes = 4 * each
+    victims = catalog.make_room(theirs[0].size, time.time())
     assert victims is not None
-    vault.empty_bin()
+    catalog.empty_bin()
     assert left(folder, OTHER) == {m.address for m in theirs[: 4 - len(victims)]}
 
 
 def test_a_record_makes_way_only_for_one_used_later(folder: Folder) -> None:
     made = chain(folder, 2, used=1000.0)
-    vault = Catalog(folder, 2 * on_disk(made[0].size))
-    assert vault.make_room(made[0].size, 999.0) is None and len(left(folder)) == 2
-    victims = vault.make_room(made[0].size, 1001.0)
+    catalog = Catalog(folder, 2 * on_disk(made[0].size))
+    assert catalog.make_room(made[0].size, 999.0) is None and len(left(folder)) == 2
+    victims = catalog.make_room(made[0].size, 1001.0)
     assert victims is not None and victims[0].address == made[1].address
 
 
 def test_orphans_go(folder: Folder) -> None:
     made = chain(folder, 4)
     (folder.path / SPACE / made[1].name).unlink()
-    vault = Catalog(folder, 10**9)
-    assert [x.record.address for x in vault.load(SPACE)] == [made[0].address]
-    vault.empty_bin()
-    assert left(folder) == {made[0].address} and vault.reasons["orphan"] == 2
-    assert vault.check() == []
+    catalog = Catalog(folder, 10**9)
+    assert [x.record.address for x in catalog.load(SPACE)] == [made[0].address]
+    catalog.empty_bin()
+    assert left(folder) == {made[0].address} and catalog.reasons["orphan"] == 2
+    assert catalog.check() == []
 
 
 def test_loading_keeps_tokens_and_no_headers(folder: Folder) -> None:
@@ -418,10 +419,10 @@ def test_loading_keeps_tokens_and_no_headers(folder: Folder) -> None:
     layers = tuple(Tensor(f"kv.{i}.{j}", "BF16", (1, 4, 1)) for i in range(64) for j in range(2))
     for i in range(100):
         put(folder, Content(What.RANGE, SPACE, b"", 0, np.full(4, i, np.int32), layers))
-    vault = Catalog(folder, 10**9)
-    vault.load(SPACE)
+    catalog = Catalog(folder, 10**9)
+    catalog.load(SPACE)
     tracemalloc.start()
-    loaded = vault.load(SPACE)
+    loaded = catalog.load(SPACE)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(loaded) == 100 and peak < 200_000, f"{peak // 100} bytes for each"
@@ -432,19 +433,19 @@ def test_what_another_version_wrote_is_left_to_it(folder: Folder) -> None:
     for m in made:
         path = folder.path / OTHER / m.name
         path.write_bytes(path.read_bytes().replace(b'"onefold":"1"', b'"onefold":"2"', 1))
-    vault = Catalog(folder, 3 * on_disk(made[0].size) + 5000)
-    assert len(left(folder, OTHER)) == 3 and vault.counts["rejected_records"] == 0
+    catalog = Catalog(folder, 3 * on_disk(made[0].size) + 5000)
+    assert len(left(folder, OTHER)) == 3 and catalog.counts["rejected_records"] == 0
 
 
 def test_a_namespace_goes_with_its_last_record_and_comes_again(folder: Folder) -> None:
     chain(folder, 2)
-    vault = Catalog(folder, 10**9)
-    first, second = sorted(vault.records(), key=lambda r: r.start)
-    vault.drop(second)
-    vault.empty_bin()
+    catalog = Catalog(folder, 10**9)
+    first, second = sorted(catalog.records(), key=lambda r: r.start)
+    catalog.drop(second)
+    catalog.empty_bin()
     assert folder.namespaces() == [SPACE]
-    vault.drop(first)
-    vault.empty_bin()
+    catalog.drop(first)
+    catalog.empty_bin()
     assert folder.namespaces() == []
     put(folder, content())
     assert folder.about(SPACE) == {"label": "a model"}
@@ -452,10 +453,10 @@ def test_a_namespace_goes_with_its_last_record_and_comes_again(folder: Folder) -
 
 def test_a_namespace_stays_for_a_record_that_is_on_its_way(folder: Folder) -> None:
     chain(folder, 1)
-    vault = Catalog(folder, 10**9)
-    vault.drop(vault.records()[0])
-    vault.expect(Record(SPACE, What.RANGE, b"a" * 20, 0, 20, 100, 0.0))
-    vault.empty_bin()
+    catalog = Catalog(folder, 10**9)
+    catalog.drop(catalog.records()[0])
+    catalog.expect(Record(SPACE, What.RANGE, b"a" * 20, 0, 20, 100, 0.0))
+    catalog.empty_bin()
     assert folder.namespaces() == [SPACE] and left(folder) == set()
 
 
@@ -474,15 +475,15 @@ NOON = time.mktime((2026, 5, 4, 12, 0, 0, 0, 0, -1))
 
 def test_the_daily_limit_is_for_a_day_however_the_clock_is_set(folder: Folder) -> None:
     now = NOON
-    vault = Catalog(folder, 10**9, daily_bytes=1000, clock=lambda: now)
-    vault.arrived(Record(SPACE, What.RANGE, b"a" * 20, 0, 20, 1000, 0.0))
-    assert vault.refuses(1) == "daily limit"
+    catalog = Catalog(folder, 10**9, daily_bytes=1000, clock=lambda: now)
+    catalog.arrived(Record(SPACE, What.RANGE, b"a" * 20, 0, 20, 1000, 0.0))
+    assert catalog.refuses(1) == "daily limit"
     now = NOON - DAY
-    assert vault.refuses(1) == "daily limit"
+    assert catalog.refuses(1) == "daily limit"
     now = NOON
-    assert vault.refuses(1) == "daily limit", "the clock was set back and forth"
+    assert catalog.refuses(1) == "daily limit", "the clock was set back and forth"
     now = NOON + DAY
-    assert vault.refuses(1) == "" and vault.written_today == 0
+    assert catalog.refuses(1) == "" and catalog.writes.today == 0
 
 
 @pytest.mark.parametrize("day", ["2062-05-04", "9999-99-99", "next week"])
@@ -490,26 +491,26 @@ def test_a_day_that_never_was_does_not_stop_writing_for_ever(day: str, folder: F
     """What was counted on it counts for today, as it may well have been written today."""
     folder.note_written(Written(day, 1000, 5000))
     now = NOON
-    vault = Catalog(folder, 10**9, daily_bytes=1000, clock=lambda: now)
-    assert vault.refuses(1) == "daily limit"
+    catalog = Catalog(folder, 10**9, daily_bytes=1000, clock=lambda: now)
+    assert catalog.refuses(1) == "daily limit"
     now = NOON + DAY
-    assert vault.refuses(1) == "" and vault.written_ever == 5000
+    assert catalog.refuses(1) == "" and catalog.writes.ever == 5000
 
 
 def test_uses_are_written_down_however_the_clock_is_set(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     chain(folder, 1)
     now, passed = NOON, time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: passed)
-    vault = Catalog(folder, 10**9, clock=lambda: now)
+    catalog = Catalog(folder, 10**9, clock=lambda: now)
     now -= 3600
-    vault.touch(vault.records(), now)
-    assert not vault.has_touched and vault.take_touched() == []
+    catalog.uses.touch(catalog.records(), now)
+    assert not catalog.uses.is_due and catalog.uses.take() == []
     passed += 61
-    assert vault.has_touched and vault.take_touched() == vault.records()
-    vault.touch(vault.records(), now)
-    assert not vault.has_touched
+    assert catalog.uses.is_due and catalog.uses.take() == catalog.records()
+    catalog.uses.touch(catalog.records(), now)
+    assert not catalog.uses.is_due
     now += 2 * 3600
-    assert not vault.has_touched
+    assert not catalog.uses.is_due
 
 
 FOREST = st.lists(st.tuples(st.integers(0, 30), st.floats(0, 1000), st.integers(1, 9000)), min_size=1, max_size=40)
@@ -532,21 +533,21 @@ def test_no_record_goes_before_one_that_goes_on_from_it(shape: list[tuple[int, f
         def remove(self, *_: Any) -> None:
             pass
 
-    vault = Catalog(NoFiles(), 10**9)  # type: ignore[arg-type]
+    catalog = Catalog(NoFiles(), 10**9)  # type: ignore[arg-type]
     made: list[Record] = []
     for i, (parent, used, size) in enumerate(shape):
         record = Record(SPACE, What.RANGE, i.to_bytes(20, "big"), i + 1, i + 2, size, used)
         record.parent = made[parent % len(made)] if made and parent else None
-        vault.expect(record)
-        vault.arrived(record)
+        catalog.expect(record)
+        catalog.arrived(record)
         made.append(record)
-    vault._linked.add(SPACE)
-    vault.budget_bytes = budget
-    victims = vault.make_room(0, float("inf"))
-    assert victims is not None and vault.total_bytes <= budget
-    kept = set(vault.records())
+    catalog.loader.linked.add(SPACE)
+    catalog.budget_bytes = budget
+    victims = catalog.make_room(0, float("inf"))
+    assert victims is not None and catalog.total_bytes <= budget
+    kept = set(catalog.records())
     assert all(r.parent is None or r.parent in kept for r in kept)
-    assert vault.check() == []
+    assert catalog.check() == []
     if victims and kept:
         leaves = [r for r in kept if not r.children]
         gone_last = victims[-1]

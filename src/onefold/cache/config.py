@@ -12,6 +12,7 @@ import mlx.nn as nn
 from onefold.cache.model.anatomy import KvFormat
 from onefold.cache.model.kinds.plain import Bound
 from onefold.cache.tiers.disk.tier import DiskSettings
+from onefold.cache.tiers.registry import is_known
 from onefold.errors import ConfigError
 
 
@@ -121,7 +122,8 @@ class CacheConfig:
             raise ConfigError(f"keep must be from 0 to below max_kv_size, got keep={keep}, max_kv_size={max_kv_size}")
         return Bound(max_kv_size, keep)
 
-    def disk_settings(self) -> DiskSettings | None:
-        if self.disk is None or isinstance(self.disk, DiskSettings):
+    def disk_settings(self) -> object | None:
+        """Returns the settings of the tier below memory, None if there is to be none. Raises ConfigError."""
+        if self.disk is None or isinstance(self.disk, DiskSettings) or is_known(self.disk):
             return self.disk
         return DiskSettings(self.disk, self.disk_budget, self.disk_mode, self.disk_daily_limit)

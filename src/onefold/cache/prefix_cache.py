@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import sys
 import threading
 import time
@@ -33,6 +32,7 @@ from onefold.cache.memory.reach import readable_length
 from onefold.cache.memory.recount import recount
 from onefold.cache.memory.segment import STEP, Slab, round_up
 from onefold.cache.memory.state import CacheState
+from onefold.cache.memory.tier import Fetch, Tier, TierStats
 from onefold.cache.memory.tree import Node, Tokens, Tree, as_tokens
 from onefold.cache.model import seam, stock
 from onefold.cache.model.anatomy import Anatomy
@@ -46,10 +46,8 @@ from onefold.cache.request.arena import Arena
 from onefold.cache.request.batch import Batch
 from onefold.cache.request.lease import Lease
 from onefold.cache.stats import Stats
-from onefold.cache.tiers.disk import restoring
-from onefold.cache.tiers.disk.restoring import Restore
-from onefold.cache.tiers.disk.tier import Disk, DiskSettings, DiskStats
-from onefold.cache.tiers.records.record import VERSION
+from onefold.cache.tiers.identity import Identity
+from onefold.cache.tiers.registry import open_tier
 from onefold.errors import (
     BudgetError,
     ConfigError,
@@ -135,7 +133,7 @@ class PrefixCache:
             about = {"adapter": config.adapter, "tokenizer": config.tokenizer, "kv": form.bits, "bound": bound}
             about["model"] = lasting_digest(digest, *models)
             try:
-                self._open_disk(disk, about, config.label)
+                self._open_tier(disk, about, config.label)
             except (OnefoldError, ValueError):
                 self.close()
                 raise
@@ -156,8 +154,8 @@ class PrefixCache:
         self._models = Models(anatomies)
         self.state = CacheState(self._models, ledger, lock)
         """For the engine, the drop-in and tests: what all parts of the cache share."""
-        self._no_disk = DiskStats()
-        self._disk: Disk | None = None
+        self._no_disk = TierStats()
+        self._disk: Tier | None = None
         self._seam = [name for m in models for name in seam.install(m, attention)]
         self._watched = [seam.watch(m) for m in models]
         stock.hook_saving()
@@ -226,7 +224,7 @@ class PrefixCache:
         namespace: Hashable = "",
         checkpoints: Iterable[int] = (),
         reserve_tokens: int = 0,
-        after: Restore | Sequence[Restore] | None = None,
+        after: Fetch | Sequence[Fetch] | None = None,
     ) -> Lease:
         """Hold what is cached of `tokens`, with room for the rest and `reserve_tokens` more.
 
@@ -239,7 +237,7 @@ class PrefixCache:
         asked = _positions(checkpoints, reserve_tokens, namespace)
         self._await_writers(found, namespace)
         self._open_for_use()
-        restores = [after] if isinstance(after, Restore) else list(after or ())
+        restores = list(after) if isinstance(after, Sequence) else [] if after is None else [after]
         if after is None and self._disk is not None:
             restores = self._read_disk(found, namespace, reserve_tokens)
         return self.state.lock.run(self._leasing(found, namespace, asked, reserve_tokens, restores))
@@ -250,7 +248,7 @@ class PrefixCache:
         namespace: Hashable,
         checkpoints: frozenset[int],
         reserve_tokens: int,
-        restores: list[Restore],
+        restores: list[Fetch],
     ) -> Work[Lease]:
         self._open_for_use()
         self.sweep()
@@ -329,7 +327,7 @@ class PrefixCache:
             self._pins.add(id(pin))
             return pin
 
-    def restore(self, tokens: Any, *, namespace: Hashable = "", reserve_tokens: int = 0) -> Restore | None:
+    def restore(self, tokens: Any, *, namespace: Hashable = "", reserve_tokens: int = 0) -> Fetch | None:
         """Begin to read what is on disk of `tokens`, for a caller that has other things to do in between: `step()` it
         until that returns False, then give it to `lease`. None if there is nothing that is worth reading. Raises
         BudgetError if there is no room for it now."""
@@ -340,19 +338,20 @@ class PrefixCache:
             if self._disk is None or self.state.uncached_reason:
                 return None
             tree = self._tree(namespace)
-        made = self.state.lock.run(restoring.planning(self.state, self._disk.reading, tree, found, reserve_tokens))
+        made = self.state.lock.run(self._disk.planning(tree, found, reserve_tokens))
         if made is not None:
             made.owner = self
         return made
 
-    def _read_disk(self, tokens: Tokens, namespace: Hashable, reserve_tokens: int) -> list[Restore]:
+    def _read_disk(self, tokens: Tokens, namespace: Hashable, reserve_tokens: int) -> list[Fetch]:
         """All that is on disk of these tokens; again, where a record turned out to be damaged."""
-        restores: list[Restore] = []
+        restores: list[Fetch] = []
         while not restores or restores[-1].rejected:
             try:
                 with self.state.lock:
                     tree = self._tree(namespace)
-                self.state.lock.run(restoring.awaiting_others(self.state, tree, tokens))
+                assert self._disk is not None
+                self.state.lock.run(self._disk.awaiting_others(tree, tokens))
                 found = self.restore(tokens, namespace=namespace, reserve_tokens=reserve_tokens)
             except BudgetError:
                 self.state.reasons["no room to restore"] += 1
@@ -377,8 +376,7 @@ class PrefixCache:
         until = time.monotonic() + (timeout if timeout is not None else 1e9)
         self.state.lock.refuse_elsewhere()
         with self.state.lock.inner:  # requests go on meanwhile
-            written = self._disk.spiller.flush(everything=everything, until=until, tells=True)
-            return written and not self._disk.catalog.failed
+            return self._disk.flush(everything=everything, until=until, reports=True)
 
     def durable(self, tokens: Any, *, namespace: Hashable = "") -> int:
         """How many of these tokens, from the first on, would survive the end of this process. Touches nothing."""
@@ -411,7 +409,7 @@ class PrefixCache:
     def _flush_for_clearing(self, *, everything: bool) -> None:
         assert self._disk is not None
         with self.state.lock.inner:  # requests go on meanwhile
-            self._disk.spiller.flush(everything=everything, until=time.monotonic() + CLEARING_MOST)
+            self._disk.flush(everything=everything, until=time.monotonic() + CLEARING_MOST)
 
     def _clearing(self, *, disk: bool) -> Work[None]:
         """What was used last before now, and is not held."""
@@ -487,11 +485,7 @@ class PrefixCache:
                 ]
                 self.state.closed = True
         if self._disk is not None:
-            if self._endings:
-                with self.state.lock.inner:
-                    self._disk.spiller.flush(everything=True, until=time.monotonic() + CLOSING_MOST)
-                    self._disk.reading.counts["left_tokens"] = self._disk.spiller.unsaved()
-            self._disk.spiller.stop()
+            self._disk.stop(time.monotonic() + CLOSING_MOST if self._endings else None)
         with self.state.lock:
             while self._endings:  # whoever is interrupted here may close once more
                 self._endings[0]()
@@ -523,12 +517,12 @@ class PrefixCache:
     @property
     def written_bytes(self) -> int | None:
         """To disk so far, by this cache; None without a disk. Does not wait for whoever has the lock."""
-        return None if self._disk is None else self._disk.catalog.counts["written_bytes"]
+        return None if self._disk is None else self._disk.written_bytes
 
     def close_soon(self) -> None:
         """Closing, on whatever thread, waits no longer for what is not on disk yet: that is lost."""
         if self._disk is not None:
-            self._disk.spiller.give_up()
+            self._disk.give_up()
 
     def _leave_disk(self) -> None:
         if self._disk is not None:
@@ -572,7 +566,7 @@ class PrefixCache:
             self.sweep()
             if self._disk is None:
                 return stats.count(self.state, self._no_disk, Counter())
-            return stats.count(self.state, self._disk.stats(), self._disk.all_reasons())
+            return stats.count(self.state, self._disk.stats(), self._disk.reasons())
 
     def check(self) -> None:
         """Recount everything from nothing; raises IntegrityError with every finding."""
@@ -587,20 +581,14 @@ class PrefixCache:
             self._disk.attach(tree, namespace)
         return tree
 
-    def _open_disk(self, settings: DiskSettings, about: dict[str, Any], label: str) -> None:
-        """A folder that cannot be used is said, and the cache goes on without; one that another process writes to is
-        refused."""
-        layout = [[[a.heads, a.dim, str(a.dtype)] for a in s.arrays] for s in self.state.store.specs]
-        about |= {"format": VERSION, "layout": layout}
-        try:
-            self._disk = Disk(settings, self.state, about, self._models.describe(), label=label)
-        except OSError as error:
-            why = error.strerror or str(error)
-            log.warning("the disk cache in %s cannot be used: %s. KV is kept in memory alone", settings.folder, why)
-            self._no_disk = DiskStats(failed=why, folder=os.fspath(settings.folder))
+    def _open_tier(self, settings: object, about: dict[str, Any], label: str) -> None:
+        """Open the tier below memory. If it cannot be used, the cache runs without. Raises ConfigError."""
+        opened = open_tier(settings, self.state, Identity(about, self._models.describe(), label))
+        if isinstance(opened, TierStats):
+            self._no_disk = opened
             return
-        self.state.nodes.tier = self._disk
-        weakref.finalize(self, self._disk.abandon)
+        self._disk = self.state.nodes.tier = opened
+        weakref.finalize(self, opened.abandon)
         self._tree("")
 
     def _open_for_use(self) -> None:

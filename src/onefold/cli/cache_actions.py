@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from onefold.cache.tiers.records import census, pruning
 from onefold.cache.tiers.records import verify as verifying
-from onefold.cache.tiers.records.catalog import is_passing
 from onefold.cache.tiers.records.census import Entry, Space
+from onefold.cache.tiers.records.faults import is_passing
 from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.layout import Layout
 from onefold.cache.tiers.records.order import below

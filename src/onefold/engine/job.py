@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from onefold.cache.memory.tier import Fetch
 from onefold.cache.memory.tree import Tokens
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.request.lease import Lease
-from onefold.cache.tiers.disk.restoring import Restore
 from onefold.engine.answer import Answer
 from onefold.engine.prompt import describe_divergence
 from onefold.engine.request import Done, Event, Failed, Finish, Generated, Hit, Logprob, Progress, Request, Started
@@ -44,11 +44,11 @@ class Job:
         self.arrived_at = time.monotonic()
         self.tokens: list[int] = request.prompt.tokens.tolist()
         self.lease: Lease | None = None
-        self.restore: Restore | None = None
+        self.restore: Fetch | None = None
         """What it has on disk, on its way into memory."""
         self.looked = False
         """On the disk."""
-        self._read: list[Restore] = []
+        self._read: list[Fetch] = []
         """What was read before that, and was damaged or did not last."""
         self.position = 0
         """Tokens that the layers hold."""

@@ -6,14 +6,14 @@ import numpy as np
 
 from onefold.cache.memory.tree import Node, Tree
 from onefold.cache.tiers.disk.ondisk import disk_of, made_disk_of
-from onefold.cache.tiers.records.catalog import Loaded, Record
+from onefold.cache.tiers.records.entry import Loaded, Record
 from onefold.cache.tiers.records.record import What
 
 
 def grow(tree: Tree, loaded: list[Loaded]) -> None:
-    """Give a tree the nodes that these records are of. Records may have tokens in common: what was forgotten in
-    part, and came again, has been written again. The nodes keep the first, and one with KV before a hollow one. Nodes
-    that are in memory alone get the records that they are on disk with."""
+    """Add the nodes of these records to a tree. Records may have tokens in common, when a conversation was removed in
+    part and written again: a node keeps the first, and one with KV before a hollow one. Nodes that are in memory get
+    the records that hold their tokens."""
     members = {found.record for found in loaded}
     following: dict[Record | None, list[Loaded]] = {}
     for found in loaded:
@@ -61,7 +61,7 @@ def grow(tree: Tree, loaded: list[Loaded]) -> None:
 
 
 def _claim(node: Node, records: list[Record]) -> None:
-    """Give these records, which go on from each other, to the nodes down to this one that lack them."""
+    """Give these records, each of which continues the one before, to the nodes down to this one that lack them."""
     nodes: list[Node] = []
     while node.parent is not None and node.end > records[0].start:
         nodes.append(node)
@@ -75,14 +75,14 @@ def _claim(node: Node, records: list[Record]) -> None:
 
 
 def _continues(record: Record, after: list[Loaded]) -> bool:
-    """Whether one range goes on from its end, and nothing else from anywhere in it."""
+    """Whether exactly one range continues the record, from its end, and nothing else continues it."""
     if len(after) != 1 or after[0].record.what is not What.RANGE:
         return False
     return after[0].record.start == record.end and after[0].record.hollow == record.hollow
 
 
 def _node_at(tree: Tree, ends: dict[Record, Node], record: Record) -> Node:
-    """The node that ends where this record begins."""
+    """Returns the node that ends where this record begins; splits one if need be."""
     if record.parent is None:
         return tree.root
     node = ends[record.parent]

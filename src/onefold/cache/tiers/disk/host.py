@@ -4,7 +4,7 @@
   where they lie: no copy of an array, no operation of MLX's, any thread.
 - Elsewhere (CUDA) they go through a slice on the way out, and a slice update on the way in. The same bytes, by MLX's
   portable operations.
-- Only evaluated arrays that nobody is writing may be given here.
+- Callers pass only evaluated arrays that no request is writing.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def copy_out(slab: Slab, lo: int, hi: int, into: Bytes, *, direct: bool) -> None
         into[at : at + found.size].reshape(found.shape)[:] = found
         at += found.size
     if at != into.size:
-        raise RuntimeError(f"{at} of {into.size} bytes were there to be copied")
+        raise RuntimeError(f"only {at} of {into.size} bytes were there to be copied")
 
 
 COPIED = 3
-"""Times the bytes of a record, that `copy_out` takes beside where they go, unless it is `direct`."""
+"""How many times the bytes of a record `copy_out` takes in addition to their place, unless it is `direct`."""
 
 
 def places(slab: Slab, lo: int, hi: int) -> list[Any]:
@@ -90,7 +90,7 @@ def clear(slab: Slab, lo: int, hi: int) -> None:
 
 
 TWICE_MORE = 2
-"""Times the bytes of a record, that `copy_in` takes beside them and their place."""
+"""How many times the bytes of a record `copy_in` takes in addition to them and their place."""
 
 
 def copy_in(slab: Slab, lo: int, hi: int, data: Bytes) -> None:
@@ -103,7 +103,7 @@ def copy_in(slab: Slab, lo: int, hi: int, data: Bytes) -> None:
         array[..., lo:hi, :] = mx.view(whole[at : at + n], array.dtype).reshape(1, heads, hi - lo, dim)
         at += n
     mx.eval(arrays)
-    mx.synchronize()  # or what a record took may be let go of later than the next one takes it
+    mx.synchronize()  # else the memory of one record may be freed later than that of the next is allocated
 
 
 def array_in(tensor: Tensor, fill: Callable[[Bytes], None], *, direct: bool) -> tuple[mx.array, Bytes]:
@@ -124,7 +124,7 @@ def array_in(tensor: Tensor, fill: Callable[[Bytes], None], *, direct: bool) -> 
 
 
 class _Untouched:
-    """A file of zeros that nobody reads: `mx.load` allocates for it, and is left with what the memory held."""
+    """A file of zeros that is never read: `mx.load` allocates for it, and is left with what the memory held."""
 
     closed = False
 

@@ -1,8 +1,8 @@
-"""Which records hold what of which node, as either of them goes.
+"""The links between nodes and the records that hold them, kept right when either is removed.
 
-- A record goes: its nodes lose it, fall back to another with the same tokens if there is one, and are removed from the
-  tree if nothing is left of them anywhere.
-- A node goes: its records lose it, and are given up if no node and no other record needs them.
+- A record is removed: its nodes lose it, fall back to another with the same tokens if there is one, and are removed
+  from the tree if nothing is left of them anywhere.
+- A node is removed: its records lose it, and are removed if no node and no other record needs them.
 
 Called with the cache's lock held.
 """
@@ -15,7 +15,8 @@ from onefold.cache.memory.checkpoints import superfluous
 from onefold.cache.memory.nodes import NodeStore
 from onefold.cache.memory.tree import Node
 from onefold.cache.tiers.disk.ondisk import OnDisk, all_records_of, disk_of, made_disk_of, point_of, records_of
-from onefold.cache.tiers.records.catalog import Catalog, Record
+from onefold.cache.tiers.records.catalog import Catalog
+from onefold.cache.tiers.records.entry import Record
 from onefold.cache.tiers.records.order import below
 
 
@@ -25,7 +26,7 @@ class Links:
         self.catalog = catalog
 
     def forget(self, records: Iterable[Record]) -> list[Record]:
-        """Give up these records, and all that go on from them; returns them all."""
+        """Remove these records and all their descendants. Returns all that were removed."""
         gone = sorted(below(self.catalog.records(), records), key=lambda r: -r.start)
         for record in gone:
             self.take_from_nodes(record)
@@ -34,7 +35,7 @@ class Links:
         return gone
 
     def reject(self, record: Record, reason: str) -> None:
-        """It is not what it should be; then what goes on from it is an orphan."""
+        """Remove a record that failed a check, with its descendants, and count it."""
         tails = [tail for tail in self.forget([record]) if tail is not record]
         self.catalog.count_rejected(record, reason, tails)
 
@@ -48,10 +49,11 @@ class Links:
         nodes = {node for tail in tails for node in tail.nodes}
         for tail in tails:
             self.take_from_nodes(tail)
-        self.catalog.set_apart(record, tails, error)
+        self.catalog.apart.doubt(record, tails, error)
         return {n for n in nodes if n.parent is not None and (n.span is not None or n.checkpoint is not None)}
 
     def take_from_nodes(self, record: Record) -> None:
+        """Take a record from its nodes, and remove the nodes that have nothing left."""
         nodes = sorted(record.nodes, key=lambda n: -n.start)
         for node in nodes:
             made_disk_of(node).lose(record)
@@ -62,8 +64,7 @@ class Links:
             self.prune(node)
 
     def _fall_back(self, node: Node, disk: OnDisk) -> None:
-        """A record has gone; others with the same tokens count instead, if its checkpoint or something below goes on
-        from them."""
+        """Give a node that lost a record others with the same tokens, if its checkpoint or a child continues them."""
         if disk.reaches >= node.end:
             return
         firsts = [r for n in node.children.values() for r in records_of(n)[:1]]
@@ -80,11 +81,11 @@ class Links:
                 at = at.parent
 
     def drop_below(self, node: Node) -> None:
-        """What is on disk below a node that leaves without being there itself: nothing leads to it any more."""
+        """Remove the records of the node's descendants: the node itself is not on disk, so nothing leads to them."""
         self.forget({r for n in node.walk() for r in all_records_of(n)})
 
     def prune(self, node: Node) -> None:
-        """A node that has nothing anywhere, and nothing below it, goes."""
+        """Remove a node from its tree if it has nothing in memory or on disk, and no children."""
         if (
             node.span is None
             and node.checkpoint is None
@@ -106,12 +107,12 @@ class Links:
                 self.prune(above)
 
     def leave(self, node: Node) -> None:
-        """The node is being removed from its tree: it relies on its records no more."""
+        """Take a node, which is being removed from its tree, from its records."""
         records = all_records_of(node)
         node.below = None
         for record in reversed(records):
             record.nodes.discard(node)
-            self.let_go(record)
+            self.release(record)
 
     def thin(self, node: Node) -> None:
         """Keep the best few checkpoints of a path on disk, as in memory."""
@@ -120,11 +121,11 @@ class Links:
             record = point_of(n)
             if record is not None and not record.pins:  # else a restore reads it: the next checkpoint thins again
                 made_disk_of(n).lose(record)
-                self.let_go(record)
+                self.release(record)
 
-    def let_go(self, record: Record) -> None:
-        """A node does not rely on it any more: it goes, if nothing else does, and what only it went on from. One that
-        is being written goes afterwards."""
+    def release(self, record: Record) -> None:
+        """Remove a record that no node and no other record needs, and its ancestors likewise. One that is being
+        written is removed afterwards."""
         at: Record | None = record
         while at is not None and at.ready and not at.nodes and not at.children:
             self.catalog.drop(at)

@@ -3,8 +3,8 @@
 - The records that hold a node's tokens, in order from its start; they may end before the node does, and the first and
   the last may reach beyond it. When a node is split or joined, its records go along; nothing is written again.
 - A point: the record of the checkpoint at the node's end.
-- A hollow record has tokens and no KV. If memory has their KV, such a record does not stand for it: those with KV are
-  written as well, and come before it.
+- A hollow record has tokens and no KV. It does not count as a copy of a node that has KV in memory: the node is still
+  written, and the record with KV comes first.
 
 No MLX in this file.
 """
@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Iterable
 
 from onefold.cache.memory.tree import Node, TierPayload
-from onefold.cache.tiers.records.catalog import Record
+from onefold.cache.tiers.records.entry import Record
 
 
 class OnDisk:
@@ -30,17 +30,17 @@ class OnDisk:
 
     @property
     def covered(self) -> int:
-        """Up to here what memory has of the node is on disk, or on its way."""
+        """Up to here what memory has of the node is on disk, or being written."""
         return self._reach(self._with_kv, ready=False) if self.hollow and self._in_memory else self.reaches
 
     @property
     def readable(self) -> int:
-        """Up to here what memory has of it is there."""
+        """Up to here what memory has of the node is on disk."""
         return self.kv if self._in_memory else self.known
 
     @property
     def kv(self) -> int:
-        """Up to here its KV is there."""
+        """Up to here the node's KV is on disk."""
         return self._reach(self._with_kv if self.hollow else self.records, ready=True)
 
     @property
@@ -55,12 +55,12 @@ class OnDisk:
 
     @property
     def known(self) -> int:
-        """Up to here its tokens are there, whether with KV or without."""
+        """Up to here the node's tokens are on disk, with KV or without."""
         return self._reach(self.records, ready=True)
 
     @property
     def reaches(self) -> int:
-        """Up to here they are there, or on their way."""
+        """Up to here the node's tokens are on disk, or being written."""
         if self.hollow:
             return self._reach(self.records, ready=False)
         return min(self.node.end, self.records[-1].end) if self.records else self.node.start
@@ -82,7 +82,7 @@ class OnDisk:
         return at
 
     def reaches_beyond(self, lower: Node) -> bool:
-        """Whether its last record goes on into something else than the node below."""
+        """Whether its last record continues into another node than `lower`."""
         if not self.records:
             return False
         last = max(self.records, key=lambda r: r.end) if self.hollow else self.records[-1]
@@ -92,7 +92,7 @@ class OnDisk:
 
     @property
     def has_point(self) -> bool:
-        """Whether the checkpoint at the node's end is on disk, or on its way."""
+        """Whether the checkpoint at the node's end is on disk, or being written."""
         return self.point is not None
 
     @property
@@ -105,7 +105,7 @@ class OnDisk:
         return self.records if self.point is None else [*self.records, self.point]
 
     def add(self, record: Record) -> list[Record]:
-        """Returns those that it makes superfluous."""
+        """Add a record of the node's tokens. Returns those that it makes superfluous."""
         gone: list[Record] = []
         if self.hollow and not record.hollow:
             first = len(self._with_kv)
@@ -125,7 +125,7 @@ class OnDisk:
         record.nodes.add(self.node)
 
     def lose(self, record: Record) -> None:
-        """It is gone, and what went on from it is of no use."""
+        """Take out a record that was removed, with its descendants among the node's records."""
         if record is self.point:
             self.point = None
             record.nodes.discard(self.node)
@@ -159,7 +159,7 @@ class OnDisk:
         return (above if above.records else None), (self if self.records or self.point else None)
 
     def join(self, upper: TierPayload | None) -> None:
-        """Its node has taken over the edge before it."""
+        """Take over the records of the node above, whose edge this node has taken over."""
         assert upper is None or isinstance(upper, OnDisk)
         above = [] if upper is None else upper.records
         for record in above:
@@ -170,7 +170,7 @@ class OnDisk:
         self.hollow = self.hollow or (upper is not None and upper.hollow)
 
     def moved(self, node: Node) -> OnDisk:
-        """The same, for the node that has taken over its own."""
+        """Returns the same for `node`, which has taken over this one's node."""
         found = OnDisk(node)
         found.join(self)
         return found
@@ -207,3 +207,50 @@ def all_records_of(node: Node) -> list[Record]:
     """Returns the records of the node's tokens, and that of its checkpoint."""
     found = disk_of(node)
     return [] if found is None else found.all
+
+
+def covered_to(node: Node) -> int:
+    """Returns up to where what memory has of the node is on disk, or being written."""
+    found = disk_of(node)
+    return node.start if found is None else found.covered
+
+
+def is_covered(node: Node) -> bool:
+    """Whether all that memory has of the node's tokens is on disk, or being written."""
+    return covered_to(node) >= node.end
+
+
+def is_being_written(node: Node) -> bool:
+    """Whether a record of the node's path is being written."""
+    return any(not r.ready for n in node.path() for r in all_records_of(n))
+
+
+def is_clean(node: Node) -> bool:
+    """Whether all that the node has in memory is on disk too."""
+    found = disk_of(node)
+    if found is None or found.readable < node.end:
+        return False
+    return node.checkpoint is None or found.has_saved_point
+
+
+def check_node(node: Node) -> list[str]:
+    """Returns a sentence for each thing that is wrong with what a node has on disk."""
+    disk = disk_of(node)
+    if disk is None:
+        return []
+    where = f"node [{node.start}, {node.end})"
+    found = [f"{where} has a record that does not know it" for r in disk.all if node not in r.nodes]
+    if disk.node is not node:
+        found.append(f"{where} has what another node has on disk")
+    at = node.start
+    for record in disk.records:
+        if record.hollow and record.end <= at:  # one with KV overtook it while it was being written
+            continue
+        if not record.start <= at < record.end:
+            found.append(f"{where}: {record} does not follow at {at}")
+        at = record.end
+    above = None if node.parent is None else disk_of(node.parent)
+    inner = node.parent is not None and node.parent.parent is not None
+    if inner and disk.records and (above is None or above.reaches < above.node.end):
+        found.append(f"{where} is on disk, but its parent is not")
+    return found

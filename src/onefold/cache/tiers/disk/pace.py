@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _WEIGHT = 0.3
 TRY_AGAIN = 16
-"""After so many times of being thought too slow it is tried once more: it may have become quicker."""
+"""How many times it is judged too slow before it is tried once more: it may have become quicker."""
 
 
 class Pace:
@@ -15,6 +15,7 @@ class Pace:
         self._passed_over = 0
 
     def took(self, seconds: float, units: int) -> None:
+        """So many units took so long."""
         if units > 0 and seconds > 0:
             new = seconds / units
             self._per_unit = new if self._per_unit is None else (1 - _WEIGHT) * self._per_unit + _WEIGHT * new
@@ -25,7 +26,7 @@ class Pace:
         return None if self._per_unit is None else self._per_unit * units
 
     def passed_over(self) -> bool:
-        """It is thought too slow this time. False if it should be tried all the same."""
+        """Count that it is judged too slow this time. Returns False if it should be tried all the same."""
         self._passed_over += 1
         if self._passed_over < TRY_AGAIN:
             return True

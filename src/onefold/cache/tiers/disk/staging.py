@@ -2,8 +2,8 @@
 
 - A buffer has room for the largest record. Several small ones share it: a conversation whose turns follow each other at
   once stages a small record with each, and all of them lie in a few buffers.
-- Some buffers are always there. While they are full, and the budget has bytes that nobody uses, more are made, up to a
-  limit; each goes when its last record was written. Nothing is evicted for them, and the ledger counts every one.
+- Some buffers are always there. While they are full, and the budget has free bytes, more are made, up to a limit;
+  each is freed when its last record was written. Nothing is evicted for them, and the ledger counts every one.
 
 All methods are called with the cache's lock held.
 """
@@ -56,7 +56,7 @@ class Staging:
         return missing <= 0 or (missing <= self._more and self._ledger.fits(missing * self.buffer_bytes))
 
     def take(self, n_bytes: int) -> Place | None:
-        """A place for a record of so many bytes, at most `buffer_bytes`; None if there is no room."""
+        """Returns a place for a record of so many bytes, at most `buffer_bytes`; None if there is no room."""
         buffer = self._filling
         if buffer is None or buffer.filled + n_bytes > self.buffer_bytes:
             buffer = self._free.pop() if self._free else self._another()
@@ -69,7 +69,7 @@ class Staging:
         return place
 
     def give(self, place: Place) -> None:
-        """The record was written, or given up. Once for each place."""
+        """Release the place of a record that was written or failed. Once for each place."""
         buffer = place.buffer
         buffer.records -= 1
         if buffer.records:
@@ -85,7 +85,7 @@ class Staging:
             self._more += 1
 
     def _another(self) -> Buffer | None:
-        """One for a while, of bytes that nobody uses."""
+        """Returns one more buffer, from the free bytes of the budget; None if there are none."""
         if self._more <= 0 or not self._ledger.fits(self.buffer_bytes):
             return None
         try:

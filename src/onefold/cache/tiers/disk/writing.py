@@ -1,12 +1,13 @@
 """The thread that writes records, and the few buffers through which their bytes leave memory.
 
-- A record is copied out of the cache's buffers into one of ours, and written from there: however slow the disk is, the
-  copy takes two milliseconds. When all buffers are full (`staging`) nothing more is copied: that is the whole queue.
+- A record is copied out of the cache's buffers into one of ours, and written from there: the copy takes two
+  milliseconds, however slow the disk is. When all buffers are full (`staging`) nothing more is copied: that is the
+  whole queue.
 - The thread asks for the next record when it has none. A caller that is about to write to a buffer can have some copied
   at once (`stage`): they are written first, in order.
-- While requests are computed the thread takes a fortieth of one processor, unless somebody waits or its own buffers are
-  not enough.
-- What becomes of a record is told to whoever asked for it, with the lock held.
+- While requests are computed the thread takes a fortieth of one processor, unless a caller waits or its own buffers
+  are not enough.
+- `settle` is called with the outcome of each record, with the lock held.
 
 Knows nothing of nodes, or of why a record is written.
 """
@@ -31,14 +32,15 @@ from onefold.cache.memory.lock import CacheLock
 from onefold.cache.memory.segment import Slab
 from onefold.cache.tiers.disk import host
 from onefold.cache.tiers.disk.staging import Place, Staging
-from onefold.cache.tiers.records.catalog import Catalog, Record
+from onefold.cache.tiers.records.catalog import Catalog
+from onefold.cache.tiers.records.entry import Record
 from onefold.cache.tiers.records.record import Content
 from onefold.worker import Worker
 
 log = logging.getLogger("onefold")
 
 LOOK_AGAIN = 0.5
-"""Seconds: something may have changed that nobody told of."""
+"""Seconds after which a waiting thread looks again without being notified."""
 
 
 _COPY_ERRORS = (RuntimeError, ValueError, MemoryError)
@@ -69,7 +71,7 @@ class Staged(NamedTuple):
 class Writer:
     def __init__(
         self,
-        vault: Catalog,
+        catalog: Catalog,
         lock: CacheLock,
         staging: Staging,
         piece_bytes: int,
@@ -78,11 +80,10 @@ class Writer:
         hurries: Callable[[], bool],
         impatient: Callable[[], bool],
     ) -> None:
-        """A checkpoint is read in pieces of `piece_bytes` where it cannot be read as it lies. `hurries` says whether
-        somebody waits for a record, or nobody is held up by it; `impatient` whether there may be a job though none was
-        given."""
+        """A checkpoint is read in pieces of `piece_bytes` where it cannot be read as it lies. `hurries()`: write at
+        full speed. `impatient()`: ask for a job again soon, the last search was cut short."""
         self.busy = False
-        self._catalog, self._lock = vault, lock
+        self._catalog, self._lock = catalog, lock
         self._staging, self._piece_bytes = staging, piece_bytes
         self._next_job, self._settle = next_job, settle
         self._hurries, self._impatient = hurries, impatient
@@ -100,14 +101,19 @@ class Writer:
 
     @property
     def idle(self) -> bool:
-        return not self.busy and not self._staged and not self._catalog.has_bin
+        return not self.busy and not self._staged and not self._catalog.cleanup.is_due
+
+    @property
+    def failed(self) -> bool:
+        """Whether the disk is switched off."""
+        return bool(self._catalog.failed)
 
     @property
     def alive(self) -> bool:
         return self._thread.working and not self._stop and not self._died
 
     def stage(self, job: Job) -> None:
-        """Copy a record out now, on this thread and with the lock held; there must be room."""
+        """Copy a record out now, on this thread and with the lock held. The caller has checked that there is room."""
         with self._given_up_if_not_copied(job):
             self._staged.append(self._copied(job, self._place(job)))
             self.staged_points += job.checkpoint is not None
@@ -118,11 +124,11 @@ class Writer:
             self._stop = True
             self._lock.tell()
         if self._thread.working and not self.is_this_thread and not self._thread.wait(STOPPING_MOST):
-            log.warning("a record is still being written after %.0f s, and is left to itself", STOPPING_MOST)
+            log.warning("a record is still being written after %.0f s; not waiting for it any longer", STOPPING_MOST)
 
     @property
     def working(self) -> bool:
-        """Whether the thread has not ended, though it may have been told to."""
+        """Whether the thread has not ended yet, though it may be ending."""
         return self._thread.working
 
     @property
@@ -136,7 +142,7 @@ class Writer:
             while self._turn():
                 pass
         finally:
-            if not self._stop:  # never, but for a bug: then nobody must wait for this thread
+            if not self._stop:  # only after a bug: then no caller may wait for this thread
                 with self._lock.inner:
                     why = type(sys.exc_info()[1]).__name__
                     self._catalog.fail(OSError(0, f"the thread that writes has ended ({why})"))
@@ -146,7 +152,7 @@ class Writer:
             host.leave_thread()
 
     def _give_back(self) -> None:
-        """The places of records that will not be written, and their checkpoints."""
+        """Release the places of records that will not be written, and their checkpoints."""
         waiting = [*self._staged, *([] if self._current is None else [self._current])]
         self._staged.clear()
         self._current = None
@@ -158,7 +164,7 @@ class Writer:
                 staged.job.checkpoint.release()
 
     def _turn(self) -> bool:
-        """One record; False when it is time to end."""
+        """Write one record. Returns False when it is time to end."""
         with self._lock.inner:
             job, place = self._wait()
             if self._stop and job is None and not self._staged:
@@ -166,9 +172,9 @@ class Writer:
             staged = self._current = self._staged.popleft() if self._staged else None
             if staged is not None:
                 self.staged_points -= staged.job.checkpoint is not None
-            touched = self._catalog.take_touched() if job is None else []
+            touched = self._catalog.uses.take() if job is None else []
         began, idle = time.thread_time(), job is None and staged is None
-        if job is not None:  # at once: whoever wants to write there waits for it
+        if job is not None:  # at once: a request that wants to write there waits for it
             with self._given_up_if_not_copied(job):
                 staged = self._current = self._copied(job, place)
         self._catalog.empty_bin()
@@ -180,16 +186,16 @@ class Writer:
         return True
 
     def _rest(self, worked: float) -> None:
-        """Leave the processor to the requests: a core that is taken from a matrix product holds up all the others, and
-        the interpreter is what feeds a GPU."""
+        """Leave the processor to the requests: taking a core from a matrix product delays all its other cores, and the
+        interpreter has to feed a GPU."""
         until = time.monotonic() + REST * worked
         with self._lock.inner:
             while (left := until - time.monotonic()) > 0 and not self._stop and not self._hurries():
                 self._lock.wait(min(left, LOOK_AGAIN))
 
     def _wait(self) -> tuple[Job | None, Place | None]:
-        """Until there is something to do; a job, with a place for its bytes, if none is staged."""
-        while not self._staged and not self._catalog.has_bin and not self._catalog.has_touched:
+        """Wait until there is something to do. Returns a job, with a place for its bytes, if none is staged."""
+        while not self._staged and not self._catalog.cleanup.is_due and not self._catalog.uses.is_due:
             ready = not self._stop and self._staging.fits(self._staging.buffer_bytes)
             job = self._next_job() if ready else None
             if job is not None or self._stop:
@@ -205,7 +211,7 @@ class Writer:
 
     @contextlib.contextmanager
     def _given_up_if_not_copied(self, job: Job) -> Iterator[None]:
-        """Whoever is interrupted in between must not leave a record that is waited for and never comes."""
+        """Settles the job as failed if its copy fails or is interrupted: else callers would wait for it for ever."""
         error: Exception | None = RuntimeError("interrupted")
         try:
             yield
@@ -219,13 +225,14 @@ class Writer:
                 self._lock.tell()
 
     def _place(self, job: Job) -> Place | None:
-        """Where its bytes are copied to; None if they are read when it is written."""
+        """Returns the place that its bytes are copied to; None if they are read when it is written."""
         if job.slab is None:
             return None
         return self._staging.take(len(job.content.tokens) * job.slab.store.token_bytes)
 
     def _copied(self, job: Job, place: Place | None) -> Staged:
-        """Raises RuntimeError, among others, if the arrays are not computed yet; then the place is free again."""
+        """Copy a record out. Raises RuntimeError, among others, if the arrays are not computed yet; then the place is
+        free again."""
         if job.slab is None:
             arrays = {} if job.checkpoint is None else job.checkpoint.arrays()
             return Staged(job, Payload(arrays.values(), self._piece_bytes, direct=self._direct), None)
@@ -233,7 +240,7 @@ class Writer:
         copied = False
         try:
             if place is None:
-                raise MemoryError("no room among the records on their way")
+                raise MemoryError("the buffers for records are full")
             host.copy_out(job.slab, job.lo, job.lo + n, place.bytes, direct=self._direct)
             copied = True
         finally:
@@ -248,7 +255,7 @@ class Writer:
     def _write(self, staged: Staged) -> None:
         record, content = staged.job.record, staged.job.content
         with self._lock.inner:
-            if not record.nodes:  # nobody relies on it any more, or on what it goes on from
+            if not record.nodes:  # no node needs it, or its descendants, any more
                 self._end(staged, None, written=False)
                 return
         error: Exception | None = None

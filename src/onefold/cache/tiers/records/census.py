@@ -1,10 +1,10 @@
-"""The census: what lies in a folder, for whoever looks after it. Reads names and heads, and changes nothing.
+"""The census: what lies in a folder, for its administrator. Reads names and heads, and changes nothing.
 
-- A record is told from what is none by its name; its head says how many tokens it has and what it goes on from.
-- A folder may be looked at while its server writes: what vanishes meanwhile is not there, and what came meanwhile is
-  looked for before a record is said to go on from nothing.
-- The records of another format are not understood, and nothing is said against them. Which goes on from which is not
-  known there: each is taken to go on from the one that begins before it, so that the last goes first.
+- A record is recognised by its name; its head says how many tokens it has and which record it continues.
+- A folder may be looked at while its server writes: a file that vanishes meanwhile does not count, and
+  the folder is listed again before a record is called an orphan.
+- Records of another format version are not understood, and not called broken. Their parents are unknown: each is taken
+  to continue the one that begins before it, so that the last is removed first.
 
 No MLX in this file.
 """
@@ -17,7 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from onefold.cache.tiers.records.catalog import is_passing, on_disk
+from onefold.cache.tiers.records.entry import on_disk
+from onefold.cache.tiers.records.faults import is_passing
 from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.heads import Wanted, read_heads
 from onefold.cache.tiers.records.index import NO_STAMP, Index, Said, Stamp
@@ -37,7 +38,7 @@ MISPLACED = "begins outside of the record that it goes on from"
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A record, as its name and its head tell of it."""
+    """A record, as its name and its head describe it."""
 
     namespace: str
     named: Named
@@ -50,12 +51,12 @@ class Entry:
     problem: str = ""
     """Why it cannot be used, as far as heads tell."""
     unread: bool = False
-    """The problem is that it, or what it goes on from, cannot be read now: that says nothing of what it holds."""
+    """The problem is that it, or its parent, cannot be read now: its content may be sound."""
     parent: Entry | None = None
     parent_address: bytes = b""
     start: int = field(init=False)
     order: tuple[int, bool, bytes] = field(init=False)
-    """By where it begins: so it comes after what it goes on from."""
+    """Sorts by where it begins: so it comes after its parent."""
 
     def __post_init__(self) -> None:
         what, self.start, address = self.named
@@ -81,11 +82,11 @@ class Space:
     id: str
     about: dict[str, Any]
     entries: list[Entry]
-    """By where they begin: each after the one that it goes on from."""
+    """By where they begin: each after its parent."""
     leftovers: list[str] = field(default_factory=list)
-    """What writing left behind when it was cut off."""
+    """Files that an interrupted write left behind."""
     strangers: list[str] = field(default_factory=list)
-    """Whatever else was put there; never touched."""
+    """Files that no cache wrote; never touched."""
 
     @property
     def foreign(self) -> bool:
@@ -102,7 +103,7 @@ class Space:
 
 
 def take(folder: Folder, namespaces: Iterable[str] | None = None, *, heads: bool = True) -> list[Space]:
-    """What there is of these namespaces, or of all; without `heads` by names alone. Raises OSError if the folder
+    """Returns the content of these namespaces, or of all; without `heads` by names alone. Raises OSError if the folder
     itself cannot be read."""
     found = []
     for namespace in folder.namespaces() if namespaces is None else namespaces:
@@ -151,7 +152,7 @@ def _with_heads(folder: Folder, namespace: str, listed: list[Entry]) -> list[Ent
 
 
 def _learn(entry: Entry, head: Said | OSError | RecordError) -> bool:
-    """What its head says; False if it has gone."""
+    """Fill in what the entry's head says. Returns False if the file is gone."""
     if isinstance(head, FileNotFoundError):
         return False
     if isinstance(head, OSError | RecordError):
@@ -164,7 +165,7 @@ def _learn(entry: Entry, head: Said | OSError | RecordError) -> bool:
 
 
 def _link(entries: list[Entry], ranges: dict[bytes, Entry]) -> None:
-    """By where they begin: so whether one can be used is known before those that go on from it."""
+    """Link entries, sorted by where they begin, to their parents: a parent is judged before its children."""
     for entry in entries:
         if entry.problem:
             continue
@@ -186,7 +187,7 @@ def _link(entries: list[Entry], ranges: dict[bytes, Entry]) -> None:
 
 
 def top_level(folder: Folder) -> tuple[list[str], list[str]]:
-    """Beside the namespaces: what writing left behind, and what is not ours."""
+    """Returns the files outside of the namespaces: those that an interrupted write left behind, and those not ours."""
     leftovers, strangers = list[str](), list[str]()
     for name in folder.top_level():
         if name not in (MARKER, LOCK, WRITTEN):
@@ -195,7 +196,7 @@ def top_level(folder: Folder) -> tuple[list[str], list[str]]:
 
 
 def size_of(folder: Folder, namespace: str, name: str) -> int:
-    """Of a leftover; of one at the top the namespace is empty."""
+    """Returns the size of a leftover. At the top of the folder the namespace is empty."""
     with contextlib.suppress(OSError):
         return folder.stat(namespace, name).st_size
     return 0

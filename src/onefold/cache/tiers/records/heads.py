@@ -70,9 +70,9 @@ class Wanted(NamedTuple):
 def read_said(file: int, namespace: str, named: Named, size: int) -> Said:
     """The same as `read_head`, of which only that is kept which a tree needs. Raises RecordError and OSError."""
     begin = os.pread(file, _BEGIN, 0)
-    said = _plain(begin, namespace, named)
-    if said is not None:
-        return said
+    plain = _plain(begin, namespace, named)
+    if plain is not None:
+        return plain
     head = read_head(file, namespace, named, size)
     return Said(head.parent, head.tokens, head.hollow)
 

@@ -1,6 +1,6 @@
 """The index of a namespace: what the heads of its records say, in one file, so that they need not all be read.
 
-- It is never believed over the records. An entry counts if the file that it is of has the name, the size, the
+- The records override it. An entry counts if the file that it is of has the name, the size, the
   modification time and the inode that it had; and what it says of tokens and parent must make the address in that name.
   Whatever does not agree, the record's own head is read. Before a record is restored, all of it is checked as ever.
 - A file that is damaged, cut off, of another namespace or not understood is as good as none, and is made anew.
@@ -151,6 +151,6 @@ def pack(namespace: str, entries: Iterable[Indexed]) -> bytes:
             continue
         fixed.append(_ENTRY.pack(address, parent, len(parent), hollow, start, len(own), *stamp))
         tokens.append(own)
-    said = np.concatenate(tokens).astype("<i4", copy=False).tobytes()
-    body = b"".join([_HEADER.pack(namespace.encode(), len(fixed)), *fixed, said])
+    all_tokens = np.concatenate(tokens).astype("<i4", copy=False).tobytes()
+    body = b"".join([_HEADER.pack(namespace.encode(), len(fixed)), *fixed, all_tokens])
     return MAGIC + xxhash.xxh3_128_digest(body) + body

@@ -1,10 +1,10 @@
 """The layout: what the records of a namespace are made of, and whether one is made of that.
 
 - A range has the arrays of every layer whose KV can be cut at any token. A point has the state of every leaf: see
-  `docs/disk-format.md` for how that is told.
-- It is told in values that JSON has: a cache tells that of its model, and `about.json` of its namespace. So whoever has
-  no model compares the same.
-- What is not told is not compared: `describes` says of which records it is.
+  `docs/disk-format.md` for how that is described.
+- A layout is described in values that JSON has: a cache describes its model's, and `about.json` its namespace's. So
+  records can be compared without the model.
+- A record whose kind the layout does not describe is not compared: see `describes`.
 
 No MLX in this file.
 """
@@ -26,7 +26,7 @@ _NONSENSE = (ValueError, KeyError, TypeError, AttributeError, IndexError, Overfl
 
 class Layout:
     def __init__(self, ranges: Any, points: Any) -> None:
-        """As `about.json` has them: `layout` and `points`; None where that is not told."""
+        """As `about.json` has them: `layout` and `points`; None where one is missing."""
         self._ranges, self._points = ranges, points
 
     @classmethod
@@ -34,7 +34,7 @@ class Layout:
         return cls(about.get("layout"), about.get("points"))
 
     def describes(self, what: What) -> bool:
-        """Whether it is told what such a record is made of."""
+        """Whether the layout says what such a record is made of."""
         if what is What.POINT:
             return isinstance(self._points, list)
         return _range_tensors(self._ranges, 1) is not None
@@ -55,8 +55,8 @@ class Layout:
 
     def _require_point(self, content: Content) -> None:
         try:
-            said = json.loads(content.state)
-            position, leaves = int(said["position"]), list(said["leaves"])
+            state = json.loads(content.state)
+            position, leaves = int(state["position"]), list(state["leaves"])
             named = [name for i, leaf in enumerate(leaves) if leaf is not None for name in _slots(i, leaf)]
         except _NONSENSE as error:
             raise RecordError(NONSENSE) from error
@@ -69,8 +69,8 @@ class Layout:
         tensors = {t.name: t for t in content.tensors}
         try:
             fit = len(leaves) == len(self._points) and all(
-                _leaf_fits(i, leaf, told, tensors)
-                for i, (leaf, told) in enumerate(zip(leaves, self._points, strict=True))
+                _leaf_fits(i, leaf, described, tensors)
+                for i, (leaf, described) in enumerate(zip(leaves, self._points, strict=True))
             )
         except _NONSENSE as error:
             raise RecordError(MISFIT) from error
@@ -83,21 +83,21 @@ def _slots(i: int, leaf: dict[str, Any]) -> list[str]:
 
 
 def _range_tensors(layout: Any, n_tokens: int) -> tuple[Tensor, ...] | None:
-    """What a range of so many tokens is made of; None if that is not told."""
+    """Returns the tensors of a range of so many tokens; None if the layout does not say."""
     try:
-        told = [[(int(h), int(d), str(t).rpartition(".")[2]) for h, d, t in arrays] for arrays in layout]
-        return range_tensors(told, n_tokens)
+        described = [[(int(h), int(d), str(t).rpartition(".")[2]) for h, d, t in arrays] for arrays in layout]
+        return range_tensors(described, n_tokens)
     except (TypeError, ValueError, KeyError):
         return None
 
 
-def _leaf_fits(i: int, leaf: Any, told: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+def _leaf_fits(i: int, leaf: Any, described: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
     if leaf is None:
-        return bool(told["in_ranges"])
-    entries = _entries(leaf, told)
+        return bool(described["in_ranges"])
+    entries = _entries(leaf, described)
     if entries is None:
         return False
-    slots = told["slots"]
+    slots = described["slots"]
     if isinstance(slots, dict):  # by the names of attributes, those that are arrays
         slots = [slots[name] for name in leaf["names"]]
     if len(slots) != len(leaf["slots"]):
@@ -106,15 +106,15 @@ def _leaf_fits(i: int, leaf: Any, told: dict[str, Any], tensors: dict[str, Tenso
     return all(_is_one_of(tensor, forms, entries) for tensor, forms in zip(found, slots, strict=True))
 
 
-def _entries(leaf: dict[str, Any], told: dict[str, Any]) -> int | None:
+def _entries(leaf: dict[str, Any], described: dict[str, Any]) -> int | None:
     """How many entries the leaf's arrays have; None if it is not such a leaf."""
     extra, end = [int(x) for x in leaf["extra"]], int(leaf["end"])
-    if "window" in told:
-        keep, size = told["window"]
+    if "window" in described:
+        keep, size = described["window"]
         return min(end, size) if extra == [keep, size] and end > 0 else None
-    if "chunk" in told:
+    if "chunk" in described:
         size, begin = extra
-        return end - begin if size == told["chunk"] and 0 < end - begin <= size and begin >= 0 else None
+        return end - begin if size == described["chunk"] and 0 < end - begin <= size and begin >= 0 else None
     return 0 if not extra else None
 
 

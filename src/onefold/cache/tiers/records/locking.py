@@ -1,8 +1,8 @@
 """The lock of a cache folder: one process writes there at a time.
 
 - The lock is an flock on the file `lock`; it ends with the process, however that ends. The file names its holder.
-- What is written or removed goes through `changing`, which refuses a folder that is not the one that was locked: it may
-  have been deleted, and made anew by another process.
+- Every write and removal uses `changing`, which refuses a folder that is not the one that was locked: it may have been
+  deleted, and made anew by another process.
 - A child process does not inherit the lock, which would otherwise outlive the parent.
 
 No MLX in this file.

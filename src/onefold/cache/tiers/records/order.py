@@ -1,6 +1,6 @@
-"""In which order records go, so that none that stays goes on from one that went.
+"""The order in which records are removed, so that no record is left whose parent was removed.
 
-For whatever has `used`, `start` and `parent`: the records of a vault, and those that a folder was found to have.
+For objects with `used`, `start` and `parent`: the records of a catalog, and the entries of a census.
 No MLX in this file.
 """
 
@@ -19,7 +19,7 @@ class Chained(Protocol):
     def start(self) -> int: ...
     @property
     def parent(self) -> Any:
-        """What it goes on from, which begins before it; None at the start of a path."""
+        """The record that it continues, which begins before it; None at the start of a path."""
         ...
 
 
@@ -27,8 +27,8 @@ T = TypeVar("T", bound=Chained)
 
 
 def oldest_tails_first(items: Iterable[T], may: Callable[[T], bool] = lambda item: True) -> Iterator[T]:
-    """The least recently used of those that nothing goes on from, again and again; of equals the one that begins last.
-    What may not go stays, and all that it goes on from."""
+    """Yields, again and again, the least recently used item without children; of equals the one that begins last.
+    An item for which `may` is False is not yielded, nor are its ancestors."""
     held = list(items)
     following = Counter(item.parent for item in held if item.parent is not None)
     number = {item: i for i, item in enumerate(held)}
@@ -45,7 +45,7 @@ def oldest_tails_first(items: Iterable[T], may: Callable[[T], bool] = lambda ite
 
 
 def below(items: Iterable[T], gone: Iterable[T]) -> set[T]:
-    """These, and all that go on from them."""
+    """Returns these items and all their descendants."""
     found = set(gone)
     for item in sorted(items, key=lambda item: item.start):
         if item.parent in found:

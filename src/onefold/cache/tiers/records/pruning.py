@@ -1,7 +1,7 @@
-"""Pruning: which records a person wants gone from a folder, and how they are removed.
+"""Pruning: which records an administrator wants to remove from a folder, and how they are removed.
 
-A record is in use for as long as anything that goes on from it: the beginning of a conversation is as recent as its
-end. Decides, and removes nothing but what it is told to. No MLX in this file.
+A record is in use for as long as any of its descendants: the beginning of a conversation is as recent as its end.
+Removes only the records that the caller names. No MLX in this file.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from onefold.cache.tiers.records.order import oldest_tails_first
 
 
 def broken(entries: Iterable[Entry]) -> set[Entry]:
-    """Those that no cache would use, as far as heads tell; but for what cannot be read now, and may be sound."""
+    """Returns the records that no cache would use, as far as heads show. One that cannot be read now may be sound."""
     return {e for e in entries if e.problem and not e.unread}
 
 
 def last_used(entries: Iterable[Entry]) -> dict[Entry, float]:
-    """When each was used, or anything that goes on from it."""
+    """Returns when each record, or a descendant, was last used."""
     found = {e: e.used for e in entries}
     for entry in _tails_first(found):
         if entry.parent in found:
@@ -32,7 +32,7 @@ def older_than(entries: Iterable[Entry], moment: float) -> set[Entry]:
 
 
 def beyond(entries: Iterable[Entry], budget_bytes: int) -> set[Entry]:
-    """Those that make way for the others to be within the budget: the least recently used first, tails first."""
+    """Returns the records to remove so that the others meet the budget: the least recently used, children first."""
     held = list(entries)
     total = sum(e.disk_bytes for e in held)
     gone = set[Entry]()
@@ -45,13 +45,13 @@ def beyond(entries: Iterable[Entry], budget_bytes: int) -> set[Entry]:
 
 
 def remove(folder: Folder, entries: Iterable[Entry]) -> None:
-    """Tails first: whenever this is cut off, what is left can be used. Raises OSError."""
+    """Remove records, children first: whenever this is interrupted, the rest can be used. Raises OSError."""
     for entry in _tails_first(entries):
         folder.remove(entry.namespace, entry.name)
 
 
 def remove_leftovers(folder: Folder, spaces: Iterable[Space], top: Iterable[str] = ()) -> None:
-    """Raises OSError."""
+    """Remove the files that interrupted writes left behind. Raises OSError."""
     for space in spaces:
         for name in space.leftovers:
             folder.remove(space.id, name)

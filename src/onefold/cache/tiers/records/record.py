@@ -3,7 +3,7 @@
 - An address is a hash chain: over the namespace, the parent's address, where the record begins in its path, and its
   tokens. So a record's name says what it must hold, and two paths never meet by accident.
 - The header is a function of what the record holds and of one checksum, over the header itself (without it) and all
-  that follows. Whoever reads a record makes the header again from what it says, and compares: no byte goes unchecked.
+  that follows. A reader makes the header again from what it says, and compares: every byte is checked.
 - What the bytes mean is not known here: they are tensors with a name, a type and a shape.
 
 No MLX in this file, and no file is touched.
@@ -88,7 +88,7 @@ class Content:
     what: What
     namespace: str
     parent: bytes
-    """The address of the record that it goes on from; empty at the start of a path."""
+    """The address of the record that it continues; empty at the start of a path."""
     start: int
     """A range begins at this position, a point lies at it."""
     tokens: Tokens
@@ -156,7 +156,7 @@ class Content:
 
 
 class Head(NamedTuple):
-    """What the first bytes of a file say, before any of it is believed."""
+    """What the first bytes of a file say, before any of it was checked."""
 
     what: What
     parent: bytes
@@ -240,12 +240,12 @@ def parse_head(begin: bytes) -> Head | int:
         text = begin[8:data_at].decode()
         if not text.startswith(_OPENING):
             raise RecordError("no header of ours")
-        said, end = _DECODER.raw_decode(text, len(_OPENING))
-        if said["onefold"] != str(VERSION):
+        fields, end = _DECODER.raw_decode(text, len(_OPENING))
+        if fields["onefold"] != str(VERSION):
             raise RecordError(OTHER_FORMAT)
-        what, parent = _KINDS[said["what"]], bytes.fromhex(said["parent"])
-        start, n_tokens, n_tensors = int(said["start"]), int(said["tokens"]), int(said["tensors"])
-        found, state = str(said["checksum"]), str(said["state"])
+        what, parent = _KINDS[fields["what"]], bytes.fromhex(fields["parent"])
+        start, n_tokens, n_tensors = int(fields["start"]), int(fields["tokens"]), int(fields["tensors"])
+        found, state = str(fields["checksum"]), str(fields["state"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise RecordError("no header of ours") from error
     if not 0 <= start <= FURTHEST or not 0 <= n_tokens <= FURTHEST or len(parent) not in (0, ADDRESS_BYTES):

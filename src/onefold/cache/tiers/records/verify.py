@@ -1,8 +1,8 @@
 """Verifying: a record's file is read whole, and everything that a cache would ask of it is asked.
 
 - Its name, its header byte by byte, its size, its checksum, and that its tensors are what the namespace's layout says.
-- A piece at a time: memory does not depend on the record. The file cache of the operating system lets go of it.
-- What it goes on from is the census's to say.
+- The file is read a piece at a time, so memory does not depend on its size, and then dropped from the file cache.
+- Whether the record's parent is there is the census's business.
 
 No MLX in this file.
 """
@@ -23,7 +23,8 @@ PIECE = 4 << 20
 
 
 def verify(folder: Folder, entry: Entry, layout: Layout, read: Callable[[int], None]) -> None:
-    """Raises RecordError if the record cannot be used, and OSError. `read` is told of bytes as they are read."""
+    """Read a record whole and check it. Calls `read` with the number of bytes as they are read. Raises RecordError if
+    the record cannot be used, and OSError."""
     with folder.reading(entry.namespace, entry.name) as file:
         size = os.fstat(file).st_size
         head, content = read_content(file, entry.namespace, entry.named, size)

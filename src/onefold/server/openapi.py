@@ -46,14 +46,14 @@ EVENT = {
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
 }
 STATUSES = {
-    400: "The request is not one that can be run; the message says which field is wrong.",
-    401: "An API key is needed.",
-    403: "Web pages of this origin may not ask, or the server was asked by a name that is not its own.",
-    404: "There is no such model here.",
-    408: "The body did not come.",
+    400: "The request is invalid; the message names the field that is wrong.",
+    401: "An API key is required.",
+    403: "The origin or the host is not allowed.",
+    404: "The model is not served here.",
+    408: "The body did not arrive in time.",
     413: "The body is too large.",
     500: "The server failed.",
-    503: "The engine is busy, or has stopped; Retry-After says when to come again.",
+    503: "The engine is busy or has stopped; Retry-After says when to try again.",
 }
 
 

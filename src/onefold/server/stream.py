@@ -77,7 +77,7 @@ class Stream:
 
     def _deliver(self, choice: int, events: list[Event]) -> None:
         """On the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is listening any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no request waits any more
             self._loop.call_soon_threadsafe(self._take, choice, events)
 
     def _take(self, choice: int, events: list[Event]) -> None:

@@ -68,7 +68,7 @@ class ChatWriter:
         functions: bool = False,
     ) -> None:
         """`custom`: tools that take text. `functions`: the client offered functions, as before there were tools, and
-        is told of one call as `function_call`."""
+        gets one call as `function_call`."""
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._head["system_fingerprint"] = chunks.FINGERPRINT
         self._include_usage = include_usage

@@ -37,7 +37,7 @@ class Source(Protocol):
     name: str
 
     def ask(self, messages: Messages) -> Generator[Event, None, None]:
-        """Raises OnefoldError."""
+        """Yields the events of the answer. Raises OnefoldError."""
 
     def stats(self) -> Mapping[str, Any] | None: ...
 

@@ -141,7 +141,7 @@ def _do(given: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 
 def _tell(given: argparse.Namespace, told: dict[str, Any]) -> None:
-    """Raises OSError."""
+    """Prints the report. Raises OSError."""
     from onefold.cli import cache_report
 
     if given.json:

@@ -42,7 +42,7 @@ def namespace_of(folder: Folder, given: str) -> str:
 
 @contextmanager
 def _locked(folder: Folder, needed: bool = True) -> Iterator[None]:
-    """Raises FolderInUse."""
+    """Locks the folder for the block. Raises FolderInUse."""
     if needed:
         folder.lock()
     try:
@@ -274,7 +274,7 @@ def prune(
 
 
 def clear(folder: Folder, namespace: str | None, agreed: Callable[[str], bool]) -> dict[str, Any]:
-    """Raises what `agreed` raises."""
+    """Deletes all records if `agreed` returns True. Raises what `agreed` raises."""
     with _locked(folder):
         spaces = census.take(folder, _chosen(folder, namespace), heads=False)
         entries = {e for s in spaces for e in s.entries}

@@ -22,7 +22,7 @@ from onefold.cli.screen import CONTROL
 from onefold.sizes import show_size
 
 PLAIN_WIDTH = 1_000_000
-"""Of what is no terminal: as wide as it takes."""
+"""The width where the output is no terminal: as wide as needed."""
 GAP = 2
 FOLDED, LEAST = 24, 8
 """The width that a folding column gets if others can go for it, and if none can."""
@@ -40,7 +40,7 @@ MOST_NAMES = 10
 
 
 class Bar:
-    """Of bytes; one that is not shown does nothing."""
+    """A progress bar of bytes. Does nothing if it is not shown."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress

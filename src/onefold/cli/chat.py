@@ -25,7 +25,7 @@ HELP = "chat with a model in the terminal"
 NAME = "onefold chat"
 
 OF_SERVE = {flag.name: flag for flag in serve.FLAGS}
-"""The same names, kinds and variables here as there."""
+"""The flags of `onefold serve`, which this command shares."""
 
 ENGINE = tuple(OF_SERVE[name] for name in ("budget", "kv", "max-kv-size", "keep", "ignore-context-length"))
 ANSWER = (

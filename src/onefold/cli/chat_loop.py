@@ -48,7 +48,7 @@ class Chat:
         }
 
     def run(self) -> int:
-        """0 if every question was answered."""
+        """Runs the chat to its end. Returns the exit code: 0 if every question was answered."""
         if self._lines.typed:
             self._screen.note(f"{self._source.name}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
         while not self._left:

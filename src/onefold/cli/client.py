@@ -60,7 +60,7 @@ class Client:
         return found
 
     def chat(self, body: Mapping[str, Any]) -> Generator[Event, None, None]:
-        """Started, pieces and Done; an answer that does not get there raises ServerError."""
+        """Yields Started, pieces and Done. Raises ServerError if the answer does not end."""
         asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
         with self._send("POST", CHAT, json.dumps(asked).encode()) as response:
             hit = _hit(response.headers)
@@ -106,7 +106,7 @@ class Client:
 
 
 def _chunks(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The JSON of a stream of events; comments, which keep it alive, are passed over."""
+    """Yields the JSON objects of a stream of events. Skips comments, which keep the stream alive."""
     for line in response:
         if not line.startswith(b"data:"):
             continue
@@ -133,7 +133,7 @@ def _pieces(delta: Mapping[str, Any]) -> Iterator[Event]:
 
 
 def _hit(headers: http.client.HTTPMessage) -> Hit | None:
-    """None if the server is not one of ours."""
+    """Returns the hit from the headers; None if the server is not Onefold."""
     numbers = [headers.get(f"x-onefold-{name}-tokens", "") for name in ("prompt", "matched", "cached")]
     if not all(number.isdigit() for number in numbers):
         return None

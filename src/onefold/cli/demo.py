@@ -72,7 +72,7 @@ def _told_to_end() -> Iterator[None]:
 
 
 def _show(given: argparse.Namespace) -> int:
-    """Raises ConfigError."""
+    """Starts the server, runs the demo and stops the server. Raises ConfigError."""
     from onefold.cli import demo_report
     from onefold.cli.server_process import ServerProcess
     from onefold.engine import demo_model
@@ -98,7 +98,7 @@ def _show(given: argparse.Namespace) -> int:
 
 
 def _with(server: ServerProcess, given: argparse.Namespace, screen: Console) -> None:
-    """Raises ServerError."""
+    """Runs the agents against the server and prints the report. Raises ServerError."""
     from onefold.cli import demo_agents, demo_report
     from onefold.cli.client import Client
     from onefold.cli.demo_script import role
@@ -125,7 +125,7 @@ def _plan(given: argparse.Namespace) -> str:
 
 
 def _keep(server: ServerProcess, screen: Console) -> None:
-    """Until Ctrl-C. Raises ServerError if the server ends by itself."""
+    """Keeps the server running until Ctrl-C. Raises ServerError if the server ends by itself."""
     question = '\'{"messages": [{"role": "user", "content": "What is a bicycle?"}], "max_tokens": 32}\''
     screen.print(f"\nThe server keeps running at {server.url}. Press Ctrl-C here to stop it.\n", soft_wrap=True)
     for line in (

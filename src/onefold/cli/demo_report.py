@@ -24,7 +24,7 @@ from onefold.cli.screen import CONTROL
 from onefold.sizes import show_size
 
 PLAIN_WIDTH = 110
-"""Of what is no terminal."""
+"""The width where the output is no terminal."""
 SHOWN_ANSWERS = 4
 
 

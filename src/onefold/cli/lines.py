@@ -22,7 +22,7 @@ class Lines:
             sys.stdin.reconfigure(errors="replace")
 
     def next(self) -> str | None:
-        """None at the end."""
+        """Returns the next message; None at the end of the input."""
         parts: list[str] = []
         while (line := self._line(MORE if parts else PROMPT)) is not None:
             parts.append(line.removesuffix("\\"))

@@ -245,7 +245,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _serve(given: argparse.Namespace) -> int:
-    """Raises ConfigError."""
+    """Runs the server to its end and returns the exit code. Raises ConfigError."""
     logging.basicConfig(level=given.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("uvicorn.error", "httpx", "asyncio"):
         logging.getLogger(chatty).setLevel(max(logging.getLogger().level, logging.WARNING))
@@ -295,7 +295,7 @@ def _farewell(after: Stats, before: int, seconds: float, why: str) -> str:
 
 
 def _settings(given: argparse.Namespace) -> Settings:
-    """Raises ConfigError."""
+    """Returns the server's settings. Raises ConfigError."""
     from onefold.server.settings import SAMPLING, Settings
     from onefold.sizes import parse_size
 

@@ -33,7 +33,7 @@ from onefold.errors import DeviceError, OnefoldError
 
 Deliver = Callable[[list[Event]], None]
 READS = 4
-"""Of the same from disk, if it is evicted each time before there is a row for the request."""
+"""How often the same records are read, if they are evicted each time before there is a row for the request."""
 
 
 class Job:
@@ -47,7 +47,7 @@ class Job:
         self.restore: Restore | None = None
         """What it has on disk, on its way into memory."""
         self.looked = False
-        """On the disk."""
+        """The disk was searched for this request."""
         self._read: list[Restore] = []
         """What was read before that, and was damaged or did not last."""
         self.position = 0

@@ -182,7 +182,7 @@ def _asks(row: Row) -> bool:
 
 
 def _logprobs(logits: mx.array, token: mx.array, row: Row) -> tuple[mx.array, mx.array | None, mx.array | None]:
-    """Of the model's own distribution: temperature and filters change what is drawn, not what is likely."""
+    """Returns log probabilities of the model's own distribution, before temperature and filters."""
     logits = logits.astype(mx.float32)
     found = logits - mx.logsumexp(logits)
     n = min(row.top_logprobs or 0, row.vocab)

@@ -34,7 +34,7 @@ DEBT_MOST = 20.0
 WEIGHT = 0.2
 """Of the newest figure in a mean."""
 WEIGHT_WARNING = 0.6
-"""Of one that makes chunks shorter: a chunk that takes too long holds up every stream, one that is too short costs
+"""Of one that makes chunks shorter: a chunk that takes too long delays every stream, one that is too short costs
 little."""
 
 

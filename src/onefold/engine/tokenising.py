@@ -73,7 +73,7 @@ class Tokeniser:
         return self.encode_marked(text, most_tokens=most_tokens).tokens
 
     def encode_marked(self, text: str, *, most_tokens: int | None = None) -> Encoded:
-        """The same without special tokens, and with marks."""
+        """Encodes a text as `encode` does, without special tokens, and returns where the marks lie in the tokens."""
         if len(text) < LEAST:
             return Encoded(_array(self._tokenizer.encode(text, add_special_tokens=False)), ((0, 0),))
         with self._knowing:

@@ -69,7 +69,7 @@ Schema = TypeVar("Schema", bound=Fields)
 
 
 def parse(body: bytes, schema: type[Schema]) -> Schema:
-    """Raises BadRequest."""
+    """Parses it. Raises BadRequest."""
     given = parse_json(body)
     if not isinstance(given, dict):
         raise BadRequest(f"The body must be a JSON object, not {_kind(given)}.")
@@ -85,7 +85,7 @@ def parse(body: bytes, schema: type[Schema]) -> Schema:
 
 
 def _bound(given: Any) -> None:
-    """Raises BadRequest if there are more values than can be checked in a moment."""
+    """Limits the number of values, so that checking them takes a moment only. Raises BadRequest."""
     left: list[tuple[tuple[str, ...], Any]] = [((), given)]
     seen = 0
     while left:
@@ -129,7 +129,7 @@ def _objects(found: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ..
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Raises BadRequest."""
+    """Parses it. Raises BadRequest."""
     if _brackets(text) > MOST_BRACKETS:
         raise BadRequest(f"The body has more than {MOST_BRACKETS} lists, objects and fields; send fewer.")
     try:

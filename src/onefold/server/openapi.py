@@ -58,7 +58,7 @@ STATUSES = {
 
 
 def described(schema: type[BaseModel], *, streams: bool) -> dict[str, Any]:
-    """What a route says of itself, for FastAPI's `openapi_extra`."""
+    """Returns the description of a route, for FastAPI's `openapi_extra`."""
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if streams:
         content["text/event-stream"] = {"schema": EVENT}
@@ -67,14 +67,14 @@ def described(schema: type[BaseModel], *, streams: bool) -> dict[str, Any]:
 
 
 def errors(shape: dict[str, Any], *statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For FastAPI's `responses`."""
+    """Returns the error responses of a route, for FastAPI's `responses`."""
     content = {"application/json": {"schema": shape}}
     always = (401, 403, 408, 413, 500)
     return {status: {"description": STATUSES[status], "content": content} for status in sorted({*always, *statuses})}
 
 
 def document(app: FastAPI, schemas: Sequence[type[BaseModel]]) -> Callable[[], dict[str, Any]]:
-    """For `app.openapi`."""
+    """Returns the OpenAPI document, for `app.openapi`."""
     made: dict[str, Any] = {}
 
     def openapi() -> dict[str, Any]:

@@ -19,7 +19,7 @@ def _empty(value: Any) -> bool:
 
 
 class Block(Fields):
-    """Of a message's content. Which fields are needed depends on the type. redacted_thinking cannot be
+    """A block of a message's content. Which fields are needed depends on the type. redacted_thinking cannot be
     read here, and fallback only says that another model continued."""
 
     kinds = Kinds(

@@ -73,7 +73,7 @@ def _assistant(blocks: Sequence[Block], where: str, names: dict[str, str]) -> di
 
 
 def _user(message: Message, where: str, names: dict[str, str]) -> list[dict[str, Any]]:
-    """Of the user, or a system message."""
+    """Translates a message of the user, or a system message."""
     made: list[dict[str, Any]] = []
     lines: list[str] = []
     for i, block in enumerate(message.content or ()):
@@ -111,7 +111,7 @@ def _needed(value: str | None, where: str) -> str:
 
 
 def tools(asked: Conversation) -> list[dict[str, Any]] | None:
-    """As OpenAI writes them; None without tools, and with a tool_choice of "none"."""
+    """Returns the tools in OpenAI's format; None without tools, and with a tool_choice of "none"."""
     if not asked.tools or (asked.tool_choice and asked.tool_choice.type == "none"):
         return None
     offered = [tool.name for tool in asked.tools]

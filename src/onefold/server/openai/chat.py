@@ -47,7 +47,7 @@ def plan(service: Service, body: bytes, namespace: str) -> Plan:
 
 
 def choices(request: Request, n: int) -> tuple[Request, ...]:
-    """The same request several times; with a seed, each has its own, or all would say the same."""
+    """Returns the request once for each choice. With a seed, each gets its own, or all answers would be equal."""
     seed = request.sampling.seed
     if seed is None:
         return (request,) * n

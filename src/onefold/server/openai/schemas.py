@@ -17,7 +17,7 @@ Token = Annotated[int, Field(ge=0, le=LARGEST_TOKEN)]
 
 
 class Part(Fields):
-    """Of a message's content. Only text is taken."""
+    """A part of a message's content. Only text is accepted."""
 
     kinds = Kinds(frozenset({"text", "refusal"}), TEXT_ONLY.format("content of the type {}"))
     ignored = frozenset({"prompt_cache_breakpoint", "cache_control"})
@@ -38,7 +38,7 @@ class CalledCustom(Fields):
 
 
 class Call(Fields):
-    """Of a function, or of a custom tool."""
+    """A call of a function or of a custom tool."""
 
     id: str | None = None
     type: Literal["function", "custom"] | None = None
@@ -106,7 +106,7 @@ class AllowedTools(Fields):
 
 
 class Choice(Fields):
-    """Of a tool; or of several, one of which is to be used."""
+    """The choice of a tool, or of several tools, one of which is to be used."""
 
     type: Literal["function", "custom", "allowed_tools"]
     function: Named | None = None

@@ -45,20 +45,20 @@ HEAD = """\
 Every model module of mlx-lm {mlx_lm}, on MLX {mlx}, {where}. {summary}
 
 Each is a tiny model with random fp32 weights and every kind of layer that the architecture has (`tests/zoo.py`):
-windows of 16 tokens, both kinds of layer in a hybrid, a few experts. It stands the trial of `tests/trial.py`: cold,
+windows of 16 tokens, both kinds of layer in a hybrid, a few experts. It runs the trial of `tests/trial.py`: cold,
 continue, branch, rewind, exact repeat, two concurrent readers, eviction and return, retry after a cancel. In each of
-these the logits are those of a cold run on the same calls (1e-4 of their scale, greedy tokens too), the reuse is all
-that the layers allow, all layers stand at one offset, the ledger equals MLX's active memory less the weights (1 % or
-1 KiB), and closing the cache returns memory to the weights. Then what a layer has in the cache is disturbed, layer by
+these the logits are those of a cold run on the same calls (1e-4 of their scale, greedy tokens too), all tokens that
+the layers allow are reused, all layers stand at one offset, the ledger equals MLX's active memory less the weights
+(1 % or 1 KiB), and closing the cache returns memory to the weights. Then what a layer has in the cache is disturbed, layer by
 layer: the trial must notice, or it would prove nothing.
 
 How it is reused:
 
-- **shared in place**: requests on one prefix read its KV where it lies; a lone one appends to it.
-- **moved**: a lone request appends to the buffers that are there. The model reads its KV in its own way, so a second
+- **shared in place**: requests on one prefix read its KV in place; a single request appends to it.
+- **moved**: a single request appends to the existing buffers. The model reads its KV in its own way, so a second
   request on a prefix that another one holds gets a copy, within the budget.
-- **checkpointed**: windows and recurrent states are put back where a checkpoint is: at the end of a prompt and of a
-  turn, and at places that were asked for.
+- **checkpointed**: windows and recurrent states are restored at checkpoints: at the end of a prompt and of a
+  turn, and at requested positions.
 - **uncached**: the model runs on mlx-lm's own caches and nothing is kept.
 
 | architecture | caches, by layer | reused | trial | remarks |

@@ -278,7 +278,7 @@ def test_stat_sums_up(run, told, folder) -> None:
     assert len(found["leftovers"]) == 2 and found["leftover_bytes"] == 101
     assert [s.rpartition("/")[2] for s in found["strangers"]] == ["notes.txt"]
     code, out, err = run("stat")
-    assert (code, err) == (0, "") and "nobody" in out and "2 files, 101 B" in out and "notes.txt" in out
+    assert (code, err) == (0, "") and "no process" in out and "2 files, 101 B" in out and "notes.txt" in out
 
 
 def test_stat_does_not_take_yesterday_for_today(told, folder) -> None:
@@ -448,7 +448,7 @@ def test_every_reason_has_words() -> None:
 
 def test_exit_codes_are_in_the_help(run) -> None:
     said = " ".join(run("verify", "--help")[1].split())
-    assert "Exit codes: 0 all records are good; 1 a bad one was found, removed or not; 2" in said
+    assert "Exit codes: 0 all records are good; 1 a bad record was found, removed or not; 2" in said
 
 
 def test_an_orphan_is_bad(told, folder) -> None:
@@ -622,7 +622,7 @@ def test_every_unit_of_an_age_is_named_and_works(run, told, folder) -> None:
         assert told("prune", "--dry-run", "--older-than", more)["records"] == 0
         assert told("prune", "--dry-run", "--older-than", less)["records"] == len(space.entries)
     said = " ".join(run("prune", "--help")[1].split())
-    assert "s, m, h, d or w: 30m, 1.5h, 7d, 2w" in said and "Looks at the heads of records only" in said
+    assert "s, m, h, d or w: 30m, 1.5h, 7d, 2w" in said and "Reads only the headers of records" in said
     assert "a number of s, m, h, d or w: 30m, 1.5h, 7d or 2w, not '7y'" in refused(run, "prune", "--older-than", "7y")
 
 
@@ -775,7 +775,7 @@ def test_folders_that_are_none(action: str, run, tmp_path, capsys) -> None:
     (mine / "onefold.json").unlink()
     assert [p.name for p in mine.iterdir()] == ["thesis.tex"]
     assert main(["cache", action, *yes]) == 2
-    assert "which folder?" in capsys.readouterr().err
+    assert "no folder given" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -816,7 +816,7 @@ def test_the_environment_names_the_folder(folder, monkeypatch, capsys) -> None:
     ("flag", "given", "said"),
     [
         ("disk-daily-limit", "x", "cannot read 'x' as a size; write it like '8GB' or '24GiB'"),
-        ("disk-daily-limit", "10%", "'10%' is a share, and there is nothing here to take a share of"),
+        ("disk-daily-limit", "10%", "'10%' is a share, and a share is not allowed here"),
         ("disk-budget", "x", "cannot read 'x' as a size; write it like '8GB', '24GiB' or '60%'"),
         ("disk", "", "a folder is needed, not ''"),
         ("disk", " ", "a folder is needed, not ' '"),

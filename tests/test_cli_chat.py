@@ -126,7 +126,7 @@ def test_a_turn_that_is_taken_back_is_branched_off_from(
     assert second[1] == first[0] + 8
     assert third[1] == second[0] - len("leaf?]\n[assistant\n"), "up to the word that is another one"
     assert again == (first[0], first[0] - 1), "all but the token that an answer begins with"
-    assert said.told[0] == "there is nothing to take back" and "taken back: And a leaf?" in said.told
+    assert said.told[0] == "nothing to undo" and "undone: And a leaf?" in said.told
     assert "a new conversation" in said.told
     (branched,) = [line for line in said.told if "new from" in line]
     assert f"{third[1]} reused: new from token {third[1]}, in messages[2] (user) · " in branched
@@ -149,11 +149,11 @@ def test_commands(chat: Chatting, model: Path) -> None:
     told = "\n".join(said.told)
     for name in ("new", "undo", "system", "stats", "help", "quit"):
         assert f"/{name}: " in told
-    assert "there is no /nope; /help lists" in told and "there is no system prompt" in told
+    assert "unknown command /nope; /help lists" in told and "no system prompt is set" in told
     assert told.count("system prompt: You are a cat.") == 2
     (prompt, _), *_ = said.reused()
     assert prompt == len("[system\nYou are a cat.]\n[user\nhi]\n[assistant\n")  # a bracket is one token
-    assert "generated tokens: 9" in told and f"prompt tokens: {prompt}, of which 0 were reused" in told
+    assert "generated tokens: 9" in told and f"prompt tokens: {prompt}, 0 of them reused" in told
 
 
 def test_a_backslash_goes_on_and_a_path_is_no_command(chat: Chatting, model: Path) -> None:
@@ -202,7 +202,7 @@ def test_the_variables_of_serve(chat: Chatting, model: Path, monkeypatch: pytest
         (["demo", "--budget", "much"], 2, "argument --budget"),
         (["--temperature", "3"], 2, "at most 2"),
         (["--url", "nonsense"], 2, "http://127.0.0.1:8080"),
-        (["--url", "http://127.0.0.1:99999"], 2, "no address"),
+        (["--url", "http://127.0.0.1:99999"], 2, "not a valid server URL"),
         (["--url", "http://127.0.0.1:1", "--budget=1GB", "--kv", "8"], 2, "--budget and --kv"),
         (["--url", "http://127.0.0.1:1"], 1, "nothing listens at http://127.0.0.1:1"),
     ],
@@ -416,9 +416,9 @@ def test_a_server_of_another_kind(stub: tuple[type[Stub], Client]) -> None:
 @pytest.mark.parametrize(
     "status, body, told",
     [
-        (200, sse(delta(content="a")), "hung up in mid-answer"),
+        (200, sse(delta(content="a")), "closed the connection during the answer"),
         (200, sse(delta(content="a"), {"error": {"message": "no memory"}}), "no memory"),
-        (200, b"data: {nonsense\n\n", "no JSON"),
+        (200, b"data: {nonsense\n\n", "not JSON"),
         (503, b'{"error": {"message": "come again"}}', r"\(503\): come again"),
         (500, b"<html>", r"\(500\): <html>"),
         (500, b"", "does not say why"),
@@ -435,7 +435,7 @@ def test_a_server_that_fails(stub: tuple[type[Stub], Client], status: int, body:
 
 def test_a_server_that_says_nothing_or_something_else() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        with pytest.raises(ServerError, match="says nothing"):
+        with pytest.raises(ServerError, match="does not respond"):
             Client(f"http://127.0.0.1:{silent.getsockname()[1]}", silence_seconds=0.1).get("/health")
 
         def greet() -> None:
@@ -446,7 +446,7 @@ def test_a_server_that_says_nothing_or_something_else() -> None:
 
         thread = threading.Thread(target=greet)
         thread.start()
-        with pytest.raises(ServerError, match="does not speak HTTP"):
+        with pytest.raises(ServerError, match="invalid HTTP response"):
             Client(f"http://127.0.0.1:{silent.getsockname()[1]}", silence_seconds=10).get("/health")
         thread.join()
 

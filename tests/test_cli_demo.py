@@ -192,14 +192,14 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--model", "/nowhere/at/all"]) == 1
     said = capsys.readouterr().err
-    assert "ended before it was up (exit code 2)" in said and 'there is no folder "/nowhere/at/all"' in said
+    assert "ended before it was ready (exit code 2)" in said and 'there is no folder "/nowhere/at/all"' in said
 
 
 @pytest.mark.parametrize(
     "how, told",
     [
-        ({"begin": "print('last words'); sys.exit(3)"}, r"ended before it was up \(exit code 3\)(.|\n)*last words"),
-        ({"begin": "print('soon', flush=True); time.sleep(600)"}, "is not up after 1 seconds"),
+        ({"begin": "print('last words'); sys.exit(3)"}, r"ended before it was ready \(exit code 3\)(.|\n)*last words"),
+        ({"begin": "print('soon', flush=True); time.sleep(600)"}, "did not start within 1 seconds"),
         ({"post": "print('a bug', flush=True); os._exit(4)"}, "a bug"),
         ({"post": "self.send_error(500)"}, r"\(500\)"),
     ],

@@ -262,7 +262,7 @@ def test_the_disk_is_full_in_the_middle(index: Index, models: Path) -> None:
         said = refused()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert f'cannot be kept in "{models}"' in said
+    assert f'cannot be stored in "{models}"' in said
     assert "File too large" in said
     assert left(models) == set()
 

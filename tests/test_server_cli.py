@@ -110,15 +110,17 @@ def test_keys_in_a_file(tmp_path, monkeypatch, caplog):
         assert "chmod 600" in caplog.text and "two" not in caplog.text
 
 
-@pytest.mark.parametrize("content, said", [(None, "No such file"), (b"\n# none\n", "no API key"), (b"\xff", "no text")])
+@pytest.mark.parametrize(
+    "content, said", [(None, "No such file"), (b"\n# none\n", "no API key"), (b"\xff", "it is not text")]
+)
 def test_a_file_without_keys_is_one_line(tmp_path, capsys, content, said):
     file = tmp_path / "keys"
     if content is not None:
         file.write_bytes(content)
     told = wrong(capsys, "m", "--api-key-file", str(file))
     assert said in told and str(file) in told
-    assert "cannot be read: Is a directory" in wrong(capsys, "m", "--api-key-file", str(tmp_path))
-    assert "cannot be read: No such file" in wrong(capsys, "m", "--api-key-file", "~nobody-of-this-name/keys")
+    assert "Is a directory" in wrong(capsys, "m", "--api-key-file", str(tmp_path))
+    assert "No such file" in wrong(capsys, "m", "--api-key-file", "~nobody-of-this-name/keys")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_a_model_that_takes_no_bound_is_served_without_the_default_one(monkeypat
     monkeypatch.setattr("onefold.load", lambda model: (own, tokenizer))
     engine = serve._engine(given("m", "--budget", "64MB"))
     try:
-        assert "conversations have no bound: max_kv_size=131072 cannot bound this model" in caplog.text
+        assert "running without --max-kv-size: max_kv_size=131072 cannot bound this model" in caplog.text
     finally:
         engine.stop()
     with pytest.raises(onefold.ConfigError, match="cache class LayerCache"):
@@ -161,7 +163,7 @@ def test_a_model_that_takes_no_bound_is_served_without_the_default_one(monkeypat
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        ([], "which model?"),
+        ([], "no model given"),
         (["m", "--port", "x"], "--port"),
         (["m", "--port", "70000"], "at most 65535"),
         (["m", "--budget", "much"], "cannot read 'much' as a size"),
@@ -174,8 +176,8 @@ def test_a_model_that_takes_no_bound_is_served_without_the_default_one(monkeypat
         (["m", "--nonsense"], "--nonsense"),
         (["m", "another"], "another"),
         (["m", "--api-key", "ü"], "ASCII"),
-        (["m", "--api-key", ""], "it is empty: give a key"),
-        (["m", "--api-key-file", ""], "it is empty: give a file"),
+        (["m", "--api-key", ""], "the value is empty: give a key"),
+        (["m", "--api-key-file", ""], "the value is empty: give a file"),
         (["m", "--allowed-host", "http://box:80/"], "a name such as box.local"),
         (["m", "--allowed-host", "*.example"], "a name such as box.local"),
         (["m", "--prefill-share", "1"], "a number from 0.01 to 0.99 is needed, not '1'"),

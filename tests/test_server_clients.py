@@ -348,7 +348,7 @@ def test_anthropics_tool_runner_goes_on_with_the_whole_conversation(talker, stre
 
 
 def test_anthropic_a_thread_is_refused_with_the_code_that_its_client_looks_for(talker):
-    with pytest.raises(anthropic.BadRequestError, match="all of its messages") as refused:
+    with pytest.raises(anthropic.BadRequestError, match="send all messages") as refused:
         talker.anthropic.beta.messages.create(
             model=talker.name,
             max_tokens=5,

@@ -135,7 +135,7 @@ def test_the_prompt_of_a_client_that_hung_up_is_not_tokenised_to_the_end(engine:
 )
 def test_more_values_than_can_be_checked_in_a_moment(content: Any) -> None:
     given = json.dumps(content).encode()
-    with pytest.raises(onefold.errors.BadRequest, match="is the most"):
+    with pytest.raises(onefold.errors.BadRequest, match=r"at most|send fewer"):
         parse(given, ChatRequest)
 
 
@@ -154,12 +154,12 @@ def test_what_is_wrong_with_many_values_is_found_in_a_moment() -> None:
 )
 def test_so_many_lists_or_fields_are_not_even_parsed(given: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "from_json", None)
-    with pytest.raises(onefold.errors.BadRequest, match="is the most"):
+    with pytest.raises(onefold.errors.BadRequest, match=r"at most|send fewer"):
         parse(given, ChatRequest)
     assert body.parse_arguments(given.decode()) == given.decode()
 
 
 def test_a_prompt_of_many_tokens_is_no_list_of_many_values() -> None:
     assert parse(json.dumps({"prompt": [1] * 60_000}).encode(), CompletionRequest).prompt == [1] * 60_000
-    with pytest.raises(onefold.errors.BadRequest, match="is the most"):
+    with pytest.raises(onefold.errors.BadRequest, match=r"at most|send fewer"):
         parse(json.dumps({"prompt": [1] * (body.MOST_NUMBERS + 1)}).encode(), CompletionRequest)

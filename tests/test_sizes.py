@@ -42,7 +42,7 @@ def test_a_share_is_of_a_total() -> None:
     assert parse_size("60%", total_bytes=1000) == 600
     assert parse_size("100%", total_bytes=16 << 30) == 16 << 30
     assert parse_size("12.5 %", total_bytes=800) == 100
-    with pytest.raises(ConfigError, match="nothing here to take a share of"):
+    with pytest.raises(ConfigError, match="a share is not allowed here"):
         parse_size("60%")
     for size in ("0%", "101%", "1e2%", "-5%"):
         with pytest.raises(ConfigError):

@@ -295,8 +295,8 @@ OWN: dict[str, dict[str, Any]] = {
 """What an architecture's config has beyond `SMALL`; `text` is its `text_config`, for one that wraps another."""
 
 STANDS_IN = {
-    "bitnet": "Its ternary layers need Metal: tried with plain ones in their place.",
-    "muse_spark": "Its fused kernels need Metal: tried with plain operations in their place, in fp32.",
+    "bitnet": "Its ternary layers need Metal: tested with plain ones in their place.",
+    "muse_spark": "Its fused kernels need Metal: tested with plain operations in their place, in fp32.",
 }
 """What is not quite the architecture in its tiny model, where there is no Metal. See `stand_ins.py`."""
 

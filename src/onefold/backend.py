@@ -55,7 +55,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def _is_installed(distribution: str) -> bool:
-    """As `version_of`, without reading what the distribution says of itself, which takes longer."""
+    """Whether a distribution is installed. Faster than `version_of`: its metadata is not read."""
     try:
         metadata.distribution(distribution)
     except metadata.PackageNotFoundError:

@@ -8,7 +8,7 @@ Invariants:
 1. Only Linux is touched, and only before ``mlx.core`` is imported: its calls are bound as it is loaded.
 2. At most one library is made global, and only one that has plain-named, 32-bit-integer ``cblas_*gemm``.
 3. ``ONEFOLD_BLAS`` is obeyed (``0`` or ``off``: none; else that library or none), never second-guessed.
-4. A library that is missing or unfit is no error: MLX's own BLAS serves, and `in_use` says so and why.
+4. A library that is missing or unfit is no error: MLX's own BLAS is used, and `in_use` returns the reason.
 5. The first call decides and later ones repeat its answer; the environment is left as it was found.
 """
 
@@ -42,7 +42,7 @@ _answer: str | None = None
 
 
 def preload() -> str:
-    """Load a fast BLAS for MLX to use, where there is cause to and one to be had; say which is in use."""
+    """Load a fast BLAS for MLX where it helps and one is installed; return which BLAS is in use."""
     global _answer
     if _answer is None:
         _answer, level = _choose()

@@ -1,4 +1,4 @@
-"""Pausing the cyclic collector, which would look at all objects again and again while very many are made that stay."""
+"""Pauses the cyclic collector, which would scan all objects again and again while very many new ones are made."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@
     ├── ConfigError (ValueError)     a size, option or model that cannot be used as given
     │   ├── FolderInUse              ... a cache folder that another process writes to
     │   └── Unbounded                ... max_kv_size for a model with a cache class that takes no bound
-    ├── NoBackend (ImportError)      MLX is installed without a backend; says what to install
+    ├── NoBackend (ImportError)      MLX is installed without a backend; names what to install
     ├── TokenError (ValueError)      tokens that are empty, not integers, or out of range
-    ├── BudgetError                  bytes were asked for that the budget (or the device) does not have
+    ├── BudgetError                  the budget (or the device) does not have the bytes that were requested
     ├── DeviceError                  the device failed in the middle of a copy that the budget had room for
     ├── LeaseError                   a lease used against its rules
     │   ├── LeaseClosed              ... after it was settled
@@ -17,10 +17,10 @@
     │   ├── UnknownModel             ... because it is for another model than the one that is served
     │   ├── PromptError (ValueError) ... because its messages cannot be made into a prompt
     │   ├── TooLong                  ... because its prompt can never fit; says how many tokens would
-    │   └── Busy                     ... now: the queue is full, or it waited too long; says when to come again
+    │   └── Busy                     ... now: the queue is full, or it waited too long; says when to try again
     ├── RecordError                  a record on disk that cannot be used; says why, and is a miss
     ├── EngineStopped                the engine has been stopped, or has failed
-    ├── ServerError                  a server that was asked is not there, or answers with an error
+    ├── ServerError                  a server cannot be reached, or answers with an error
     └── IntegrityError               check() found a broken invariant; always a bug
 
 A miss is a value, not an exception: see `Lease.reason` and `Stats.reasons`.
@@ -33,7 +33,7 @@ from typing import Any
 
 
 class OnefoldError(Exception):
-    """The root: `except OnefoldError` catches everything that is ours."""
+    """The root: `except OnefoldError` catches every exception of Onefold."""
 
 
 class ConfigError(OnefoldError, ValueError):
@@ -64,10 +64,10 @@ class BudgetError(OnefoldError):
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
         self.advice = advice
-        """What the caller can do about it."""
+        """What the caller can do."""
 
     def advised(self, advice: str) -> BudgetError:
-        """The same refusal, saying what to do about it. Advice that it has already stays."""
+        """Returns the same refusal with advice. Advice that it already has stays."""
         if self.advice:
             return self
         return BudgetError(
@@ -76,7 +76,7 @@ class BudgetError(OnefoldError):
 
 
 class DeviceError(OnefoldError):
-    """What was being copied is lost; the cache drops it, and it is a miss from then on."""
+    """The data that was being copied is lost; the cache drops it, and it is a miss from then on."""
 
 
 class LeaseError(OnefoldError):

@@ -286,7 +286,7 @@ def _prefill(request: _Request, lease: Lease) -> Iterator[None]:
 
 
 def _models(request: _Request, lease: Lease) -> list[tuple[nn.Module, list[Any]]]:
-    """Each model with its layers: the draft's stand behind the target's."""
+    """Returns each model with its layers: the draft's follow the target's."""
     if request.draft is None:
         return [(request.model, lease.layers)]
     n = len(request.model.layers)
@@ -313,7 +313,7 @@ def _decode(request: _Request, lease: Lease) -> Any:
 
 
 def _told(request: _Request, responses: Any) -> Iterator[Any]:
-    """The responses; the callback hears that the prompt is done when the first one is there."""
+    """Yields the responses; calls the progress callback when the prompt is done."""
     with contextlib.closing(responses):
         for n, response in enumerate(responses):
             if n == 0:

@@ -20,7 +20,7 @@ _SIZE = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*(%|[A-Za-z]*)\s*")
 
 
 def parse_size(size: int | float | str, *, total_bytes: int | None = None) -> int:
-    """Bytes of `size`; a percentage is taken of `total_bytes`. Nonsense is a ConfigError."""
+    """Returns the bytes of `size`; a percentage is a share of `total_bytes`. Raises ConfigError for anything else."""
     if isinstance(size, bool) or not isinstance(size, (int, float, str)):
         raise ConfigError(f"a size is a number or a string such as '8GB', not {size!r}")
     if isinstance(size, (int, float)):
@@ -32,7 +32,7 @@ def parse_size(size: int | float | str, *, total_bytes: int | None = None) -> in
     number, unit = float(found[1].replace("_", "")), found[2].upper()
     if unit == "%":
         if total_bytes is None:
-            raise ConfigError(f"{size!r} is a share, and there is nothing here to take a share of; {like}")
+            raise ConfigError(f"{size!r} is a share, and a share is not allowed here; {like}")
         if not 0 < number <= 100:
             raise ConfigError(f"{size!r} is not between 0% and 100%")
         return _whole(total_bytes * number / 100, size)
@@ -51,12 +51,12 @@ def _whole(n_bytes: int | float, size: int | float | str) -> int:
 
 
 def show_count(n: int, noun: str) -> str:
-    """A number of things, for messages: "1 token", "2 tokens"."""
+    """Returns a number of things as text for messages: "1 token", "2 tokens"."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def show_size(n_bytes: int | float) -> str:
-    """The other way round, for messages: 1536 is '1.5 kB'."""
+    """Returns bytes as text for messages: 1536 is '1.5 kB'."""
     value = float(n_bytes)
     for unit in ("B", "kB", "MB", "GB"):
         if abs(value) < 1000:

@@ -1,4 +1,4 @@
-"""A thread whose end can be waited for, also by somebody who was interrupted while waiting.
+"""A thread whose end can be waited for, also by a caller that was interrupted while waiting.
 
 `Thread.join` takes a thread for ended when the wait for it is interrupted (Python 3.11), and whoever leaves the process
 then leaves it with MLX at work, which aborts. And a child of this process has no such thread, whatever it remembers.
@@ -26,7 +26,7 @@ class Worker(threading.Thread):
             self._over.set()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Until it has ended, or so long; whether it has."""
+        """Waits until the thread has ended, or for so long. Returns whether it has ended."""
         return not self.working or self._over.wait(seconds)
 
     @property

@@ -22,7 +22,7 @@ Messages = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """How an answer is to be made; None is as the model, or the server, has it."""
+    """How an answer is made; None is the default of the model or the server."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -37,7 +37,7 @@ class Source(Protocol):
     name: str
 
     def ask(self, messages: Messages) -> Generator[Event, None, None]:
-        """Raises OnefoldError."""
+        """Yields the events of the answer. Raises OnefoldError."""
 
     def stats(self) -> Mapping[str, Any] | None: ...
 
@@ -70,7 +70,7 @@ class Here:
 
 class There:
     def __init__(self, client: Client, wishes: Wishes, model: str = "") -> None:
-        """Asks the server for its models, so that one that is not there is found out now. Raises ServerError."""
+        """Asks the server for its models, so that an unknown one fails now. Raises ServerError."""
         self._client = client
         models = client.get("/v1/models").get("data") or [{}]
         self.name = model or str(models[0].get("id", "default"))

@@ -1,6 +1,6 @@
-"""`onefold cache`: looks after the folder of a disk cache. What is there, whether it is whole, and less of it.
+"""`onefold cache`: lists, checks and deletes the records in the folder of a disk cache.
 
-What was given is made into one action here; what the actions do, and how it is shown, is next door. A folder that
+This file parses the command line. cache_actions.py does the work, cache_report.py prints the result. A folder that
 cannot be used is one line on stderr and exit code 2. Looking needs no lock; what deletes takes it.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from onefold.cli.command_line import INTERRUPTED, Parser, complain
 from onefold.cli.serve import Flag, size
 
-HELP = "look after the folder of a disk cache: ls, stat, verify, prune, clear"
+HELP = "manage the folder of a disk cache: ls, stat, verify, prune, clear"
 NAME = "onefold cache"
 
 DISK = Flag("disk", "the folder", metavar="DIR")
@@ -33,7 +33,7 @@ def _age(text: str) -> float:
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         prog=NAME,
-        description="Looks after the folder of a disk cache.",
+        description="Manages the folder of a disk cache.",
         allow_abbrev=False,
     )
     DISK.add_to(made)
@@ -41,33 +41,33 @@ def parser() -> argparse.ArgumentParser:
 
     def action(name: str, told: str, codes: str = "", more: str = "") -> argparse.ArgumentParser:
         described = told[0].upper() + told[1:] + "." + more
-        epilog = f"Exit codes: 0 {codes}; 2 it could not be done." if codes else None
+        epilog = f"Exit codes: 0 {codes}; 2 the command failed." if codes else None
         added = actions.add_parser(name, help=told, description=described, epilog=epilog, allow_abbrev=False)
         where = f"the folder; here or before {name} [{DISK.variable}]"
         added.add_argument("--disk", metavar="DIR", default=argparse.SUPPRESS, help=where)
-        added.add_argument("--json", action="store_true", help="one JSON object instead of words")
+        added.add_argument("--json", action="store_true", help="print one JSON object")
         return added
 
     def namespace(to: argparse.ArgumentParser) -> None:
-        to.add_argument("--namespace", metavar="ID", help="only this one; the beginning of its name will do")
+        to.add_argument("--namespace", metavar="ID", help="only this namespace; a unique beginning of its id is enough")
 
     ls = action("ls", "list the namespaces, or the records of one")
-    ls.add_argument("namespace", metavar="ID", nargs="?", help="a namespace; the beginning of its name will do")
-    ls.add_argument("--all", action="store_true", help="all records, however many")
-    action("stat", "sum up the folder: size, what was written, who uses it")
-    codes = "all records are good; 1 a bad one was found, removed or not"
+    ls.add_argument("namespace", metavar="ID", nargs="?", help="a namespace; a unique beginning of its id is enough")
+    ls.add_argument("--all", action="store_true", help="list all records")
+    action("stat", "summarise the folder: size, bytes written, and the process that uses it")
+    codes = "all records are good; 1 a bad record was found, removed or not"
     verify = action("verify", "read every record whole and check it", codes)
     namespace(verify)
-    verify.add_argument("--remove", action="store_true", help="delete bad records and all that go on from them")
-    more = " Looks at the heads of records only: what is damaged further on, verify finds, which reads all of them."
-    prune = action("prune", "delete what is not wanted any more, and always what no cache could use", more=more)
+    verify.add_argument("--remove", action="store_true", help="delete bad records and their descendants")
+    more = " Reads only the headers of records; use verify to find damage in their data."
+    prune = action("prune", "delete old records, and always records that no cache can use", more=more)
     namespace(prune)
-    told = "delete down to this size, the least recently used first: 20GB, 10%% of the file system"
+    told = "delete the least recently used records until this size is left: 20GB, 10%% of the file system"
     prune.add_argument("--budget", type=size, metavar="SIZE", help=told)
-    told = "delete what was not used for so long, in s, m, h, d or w: 30m, 1.5h, 7d, 2w"
+    told = "delete records that were not used for this long, in s, m, h, d or w: 30m, 1.5h, 7d, 2w"
     prune.add_argument("--older-than", type=_age, metavar="AGE", help=told)
-    prune.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
-    clear = action("clear", "delete all records", "they are deleted; 1 the answer was no")
+    prune.add_argument("--dry-run", action="store_true", help="show which records would be deleted, and delete none")
+    clear = action("clear", "delete all records", "the records are deleted; 1 you answered no")
     namespace(clear)
     clear.add_argument("--yes", action="store_true", help="do not ask")
     return made
@@ -77,7 +77,7 @@ def run(arguments: list[str]) -> int:
     given = parser().parse_args(arguments)
     name = f"{NAME} {given.action}"
     if not given.disk:
-        return complain(name, "which folder? Give --disk DIR, or set ONEFOLD_DISK")
+        return complain(name, "no folder given: give --disk DIR, or set ONEFOLD_DISK")
     from onefold.collecting import paused
     from onefold.errors import FolderInUse, OnefoldError
 
@@ -88,13 +88,13 @@ def run(arguments: list[str]) -> int:
         _tell(given, told)
         return code
     except FolderInUse as error:
-        ask = "" if given.action == "verify" else ", or ask a server: DELETE /v1/cache drops all that no request holds"
+        ask = "" if given.action == "verify" else ", or send the server DELETE /v1/cache to drop unused KV"
         return complain(name, f"{error}. Stop it first{ask}")
     except OnefoldError as error:
         return complain(name, str(error))
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # nobody listens any more
+    except BrokenPipeError:  # the reader closed the pipe
         _write_no_more()
         return 1
     except OSError as error:
@@ -106,12 +106,12 @@ def run(arguments: list[str]) -> int:
 
 
 def _write_no_more() -> None:
-    """What could not be written Python would try once again when it ends."""
+    """Discards what could not be written: Python would try again when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _do(given: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """The exit code, and what there is to tell. Raises OnefoldError and OSError."""
+    """Returns the exit code and the report. Raises OnefoldError and OSError."""
     from onefold.cache.tiers.records.folder import Folder
     from onefold.cli import cache_actions, cache_report
     from onefold.errors import ConfigError
@@ -141,7 +141,7 @@ def _do(given: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 
 def _tell(given: argparse.Namespace, told: dict[str, Any]) -> None:
-    """Raises OSError."""
+    """Prints the report. Raises OSError."""
     from onefold.cli import cache_report
 
     if given.json:
@@ -151,10 +151,10 @@ def _tell(given: argparse.Namespace, told: dict[str, Any]) -> None:
 
 
 def _agreed(question: str) -> bool:
-    """Raises ConfigError where there is nobody to ask."""
+    """Asks the user, and returns whether the answer was yes. Raises ConfigError without a terminal."""
     from onefold.errors import ConfigError
 
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise ConfigError("there is nobody to ask here: give --yes to delete without being asked")
+        raise ConfigError("no terminal to ask on: give --yes to delete without asking")
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -1,4 +1,4 @@
-"""What `onefold cache` does. Every action returns what there is to tell of it, in values that JSON has.
+"""The actions of `onefold cache`. Each returns its report in values that JSON has.
 
 Sizes are what files take on a disk, as the budget counts them. Moments are seconds since 1970.
 """
@@ -32,18 +32,18 @@ class Progress(Protocol):
 
 
 def namespace_of(folder: Folder, given: str) -> str:
-    """The one that begins so. Raises ConfigError."""
+    """Returns the one namespace that begins with `given`. Raises ConfigError."""
     found = [n for n in folder.namespaces() if given and n.startswith(given.lower())]
     if not found:
         raise ConfigError(f"there is no namespace {given!r} in {folder.path}")
     if len(found) > 1:
-        raise ConfigError(f"{len(found)} namespaces begin with {given!r}: {', '.join(found[:3])}; give more of it")
+        raise ConfigError(f"{len(found)} namespaces begin with {given!r}: {', '.join(found[:3])}; give more digits")
     return found[0]
 
 
 @contextmanager
 def _locked(folder: Folder, needed: bool = True) -> Iterator[None]:
-    """Raises FolderInUse."""
+    """Locks the folder for the block. Raises FolderInUse."""
     if needed:
         folder.lock()
     try:
@@ -158,16 +158,16 @@ def _record(entry: Entry, foreign: bool, level: int, begins: bool) -> dict[str, 
 
 
 def _by_conversation(entries: list[Entry]) -> list[tuple[Entry, int, bool]]:
-    """Each followed by what goes on from it, with its level and whether a conversation or a branch begins with it.
+    """Returns each record followed by its descendants, with its level and whether a conversation or branch begins.
 
-    The most recently used conversation is the first. Of all that goes on from a record, the part with the most records
+    The most recently used conversation is the first. Of a record's descendants, the part with the most records
     stays at its level and comes last; the others are branches, a level further in. So there are few levels, however
     long conversations are and however often they branch: with each there are at most half as many records."""
     used = pruning.last_used(entries)
     following: dict[Entry | None, list[Entry]] = {}
     for entry in sorted(entries, key=lambda e: (used[e], e.order)):
         following.setdefault(entry.parent, []).append(entry)
-    records = dict.fromkeys(entries, 1)  # each, and all that go on from it
+    records = dict.fromkeys(entries, 1)  # each, and all its descendants
     for entry in sorted(entries, key=lambda e: e.order, reverse=True):
         if entry.parent is not None:
             records[entry.parent] += records[entry]
@@ -220,13 +220,13 @@ def verify(folder: Folder, namespace: str | None, remove: bool, progress: Progre
 
 
 def _not_compared(space: Space) -> list[Entry]:
-    """Records that are sound by themselves, and of which nothing says what they should be made of."""
+    """Returns records that are sound by themselves, but whose namespace does not describe their layers."""
     layout = Layout.of(space.about)
     return [e for e in space.entries if not e.problem and not e.hollow and not layout.describes(e.named.what)]
 
 
 def _verified(folder: Folder, entry: Entry, layout: Layout, progress: Progress) -> bool:
-    """False if it is not there any more; what is wrong with it is its problem."""
+    """Checks one record and notes its fault. Returns False if the record is gone."""
     done = 0
 
     def read(n_bytes: int) -> None:
@@ -275,7 +275,7 @@ def prune(
 
 
 def clear(folder: Folder, namespace: str | None, agreed: Callable[[str], bool]) -> dict[str, Any]:
-    """Raises what `agreed` raises."""
+    """Deletes all records if `agreed` returns True. Raises what `agreed` raises."""
     with _locked(folder):
         spaces = census.take(folder, _chosen(folder, namespace), heads=False)
         entries = {e for s in spaces for e in s.entries}
@@ -293,7 +293,7 @@ def clear(folder: Folder, namespace: str | None, agreed: Callable[[str], bool]) 
 
 
 def _removal(folder: Folder, spaces: list[Space], gone: set[Entry], top: list[str]) -> dict[str, Any]:
-    """What goes, by namespace, and what stays."""
+    """Returns what is removed, by namespace, and what stays."""
     short = _short(folder.namespaces())
     namespaces = []
     for space in spaces:

@@ -1,4 +1,4 @@
-"""How `onefold cache` looks. Nothing is found out here; names that others chose cannot move a terminal's cursor.
+"""Prints what `onefold cache` found. Control characters in names of folders and models are removed.
 
 A table has fewer columns on a narrow terminal, and what is too long takes more lines: nothing is cut.
 """
@@ -22,7 +22,7 @@ from onefold.cli.screen import CONTROL
 from onefold.sizes import show_size
 
 PLAIN_WIDTH = 1_000_000
-"""Of what is no terminal: as wide as it takes."""
+"""The width where the output is no terminal: as wide as needed."""
 GAP = 2
 FOLDED, LEAST = 24, 8
 """The width that a folding column gets if others can go for it, and if none can."""
@@ -40,7 +40,7 @@ MOST_NAMES = 10
 
 
 class Bar:
-    """Of bytes; one that is not shown does nothing."""
+    """A progress bar of bytes. Does nothing if it is not shown."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
@@ -134,7 +134,7 @@ def _table(
     shown = list(columns)
 
     def room() -> int:
-        """Left beside those that do not fold."""
+        """Width that the other columns leave."""
         return console.width - sum(wide[name] + GAP for name in shown if name != folds)
 
     wanted = min(wide[folds], FOLDED) if folds else -GAP
@@ -178,7 +178,7 @@ def _namespaces(console: Console, told: dict[str, Any]) -> None:
     )
     bad = sum(space["unusable"] for space in told["namespaces"])
     if bad:
-        _say(console, f"{n_of(bad, 'record')} cannot be used: onefold cache verify says why, prune deletes them")
+        _say(console, f"{n_of(bad, 'record')} cannot be used: see `onefold cache verify`; `prune` deletes them")
 
 
 def _records(console: Console, told: dict[str, Any], every: bool) -> None:
@@ -208,11 +208,11 @@ def _records(console: Console, told: dict[str, Any], every: bool) -> None:
     if any(record["level"] for record in shown):
         _say(console, "+ begins a conversation or, further in, a branch off the last record above that is less far in")
     if len(shown) < len(records):
-        _say(console, f"and {len(records) - len(shown):,} more: --all shows them")
+        _say(console, f"and {len(records) - len(shown):,} more; --all lists them")
 
 
 def _branch(record: dict[str, Any]) -> str:
-    """What is before a record, for one to see what it goes on from: without a plus the one above at its level."""
+    """Returns the indent of a record, which shows its parent: without a plus the record above at its level."""
     if record["level"] is None:
         return ""
     return "  " * record["level"] + ("+ " if record["begins"] else "  ")
@@ -221,7 +221,7 @@ def _branch(record: dict[str, Any]) -> str:
 def _stat(console: Console, told: dict[str, Any]) -> None:
     rows = [
         ("folder", told["folder"]),
-        ("in use by", told["in_use_by"] or "nobody"),
+        ("in use by", told["in_use_by"] or "no process"),
         ("size", show_size(told["bytes"])),
         ("records", f"{told['records']:,} in {n_of(told['namespaces'], 'namespace')}"),
         ("last used", age(told["last_used"])),
@@ -241,15 +241,15 @@ def _verified(console: Console, told: dict[str, Any]) -> None:
     _names(console, told["of_another_format"], "of another format, not checked")
     _names(console, told["strangers"], "not ours")
     for namespace, n in told["not_compared"].items():
-        which = f"{n_of(n, 'record')} not compared with the model"
-        _say(console, f"{namespace}: {which}: its about.json does not say what they should hold")
+        which = f"{n_of(n, 'record')} could not be compared with the model"
+        _say(console, f"{namespace}: {which}: its about.json does not describe their layers")
     result = f"{n_of(len(told['bad']), 'bad one')}" if told["bad"] else "all good"
     if told["going_on_from_bad"]:
         result += f", and {n_of(told['going_on_from_bad'], 'record')} beyond those"
     _say(console, f"{n_of(told['records'], 'record')}, {show_size(told['bytes'])}: {result}")
     if told["unread"]:
         left = n_of(told["unread"], "record")
-        _say(console, f"{left} left there: see to the disk or the permissions, and verify again")
+        _say(console, f"{left} left there: check the disk and the permissions, and verify again")
     if told["removed_records"]:
         _say(console, f"deleted {n_of(told['removed_records'], 'record')}, {show_size(told['removed_bytes'])}")
     if told["removable_records"]:

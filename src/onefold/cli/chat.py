@@ -1,7 +1,7 @@
-"""`onefold chat`: talk with a model in the terminal, one that is started here or one behind a server.
+"""`onefold chat`: chat with a model in the terminal, one that is started here or one behind a server.
 
-What was given is made into a source of answers here, and the chat itself is next door. A model or an address that
-cannot be used is one line on stderr.
+This file parses the command line and makes a source of answers. chat_loop.py is the chat itself. A model or a URL that
+cannot be used gives one line on stderr.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from onefold.cli.key_file import read_keys
 if TYPE_CHECKING:
     from onefold.cli.answering import Source
 
-HELP = "talk with a model in the terminal"
+HELP = "chat with a model in the terminal"
 NAME = "onefold chat"
 
 OF_SERVE = {flag.name: flag for flag in serve.FLAGS}
-"""The same names, kinds and variables here as there."""
+"""The flags of `onefold serve`, which this command shares."""
 
 ENGINE = tuple(OF_SERVE[name] for name in ("budget", "kv", "max-kv-size", "keep", "ignore-context-length"))
 ANSWER = (
-    replace(OF_SERVE["max-tokens"], help="that an answer may have", default="4096"),
-    replace(OF_SERVE["temperature"], help="0 is always the likeliest token; by default as the model recommends"),
+    replace(OF_SERVE["max-tokens"], help="the most tokens of an answer", default="4096"),
+    replace(OF_SERVE["temperature"], help="0 always picks the likeliest token; by default what the model recommends"),
     OF_SERVE["top-p"],
 )
-API_KEY = serve.Flag("api-key", "for a server that wants one", metavar="KEY")
-API_KEY_FILE = serve.Flag("api-key-file", "the same in a file; its first line counts", metavar="FILE")
+API_KEY = serve.Flag("api-key", "the server's API key", metavar="KEY")
+API_KEY_FILE = serve.Flag("api-key-file", "a file with the API key in its first line", metavar="FILE")
 
 
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         prog=NAME,
-        description="Talks with a model: one that is started here, or one that a server has.",
-        epilog="What is in brackets is an environment variable that says the same; the flag wins.",
+        description="Chats with a model, either started here or behind a server.",
+        epilog="Each flag can also be set by the environment variable in brackets; the flag wins.",
         allow_abbrev=False,
     )
-    told = 'a folder, a Hugging Face id, or "demo", which is the default; with --url what that server calls it '
+    told = 'a folder, a Hugging Face id, or "demo" (default); with --url the name of the model there '
     made.add_argument("model", metavar="MODEL", nargs="?", help=told + "[ONEFOLD_MODEL, without --url]")
-    made.add_argument("--url", metavar="URL", help="talk with the server there, such as http://127.0.0.1:8080")
+    made.add_argument("--url", metavar="URL", help="chat with the server at this URL, such as http://127.0.0.1:8080")
     for flag in (API_KEY, API_KEY_FILE, *ENGINE, *ANSWER):
         flag.add_to(made)
-    made.add_argument("--seed", type=serve.count, metavar="N", help="with the same one, the same is answered again")
-    made.add_argument("--system", metavar="TEXT", default="", help="what the model is told before everything else")
+    made.add_argument("--seed", type=serve.count, metavar="N", help="the same seed gives the same answers")
+    made.add_argument("--system", metavar="TEXT", default="", help="the system prompt")
     return made
 
 
@@ -59,12 +59,12 @@ def run(arguments: list[str]) -> int:
     if given.url is not None:
         typed = {argument.split("=")[0] for argument in arguments}
         if wrong := [f"--{flag.name}" for flag in ENGINE if f"--{flag.name}" in typed]:
-            return complain(NAME, f"{' and '.join(wrong)} is for a model that is started here; a server has its own")
+            return complain(NAME, f"{' and '.join(wrong)} cannot be used with --url: the server has its own settings")
     try:
         return _talk(given)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # nobody listens any more; Python would say so once again when it ends
+    except BrokenPipeError:  # the reader closed the pipe; Python would report it again when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -88,7 +88,7 @@ def _talk(given: argparse.Namespace) -> int:
 
 
 def _source(given: argparse.Namespace, note: Callable[[str], None]) -> Source:
-    """Raises ConfigError for what makes no sense, and ServerError."""
+    """Returns the source of answers. Raises ConfigError and ServerError."""
     from onefold.cli.answering import Here, There, Wishes
     from onefold.cli.client import Client
 

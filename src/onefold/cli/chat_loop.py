@@ -1,4 +1,4 @@
-"""The chat itself: what is typed is a question or a command, and a question gets an answer and a line about it.
+"""The chat itself: runs commands, and shows an answer to each question with a line of figures.
 
 - A question that got no answer, not even the beginning of one, leaves the conversation as it was.
 - An answer that is stopped stays, as far as it came.
@@ -40,15 +40,15 @@ class Chat:
         self._left = False
         self._commands: dict[str, tuple[str, Callable[[str], None]]] = {
             "new": ("a new conversation; the system prompt stays", self._new),
-            "undo": ("take the last turn back: the next one branches off before it", self._undo),
-            "system": ("TEXT: what the model is told before all else; without a text, shows it", self._system),
+            "undo": ("undo the last turn; the next one continues before it", self._undo),
+            "system": ("TEXT: set the system prompt; without TEXT, show it", self._system),
             "stats": ("what the cache holds and has saved", self._stats),
             "help": ("this", self._help),
             "quit": ("leave, as Ctrl-D does", self._quit),
         }
 
     def run(self) -> int:
-        """0 if every question was answered."""
+        """Runs the chat to its end. Returns the exit code: 0 if every question was answered."""
         if self._lines.typed:
             self._screen.note(f"{self._source.name}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
         while not self._left:
@@ -76,7 +76,7 @@ class Chat:
         elif found[1] in self._commands:
             self._commands[found[1]][1]((found[2] or "").strip())
         else:
-            self._screen.complaint(f"there is no /{found[1]}; /help lists what there is")
+            self._screen.complaint(f"unknown command /{found[1]}; /help lists the commands")
 
     # -- a question ----------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class Chat:
         if reading.text or reading.reasoning:
             self._conversation.turns.append(Turn(question, reading.text, reading.reasoning))
         elif stopped:
-            self._screen.note("stopped before anything was said: the question is taken back")
+            self._screen.note("stopped before the answer began; the question is removed")
         self._last = reading
         if reading.hit is not None:
             self._screen.note(self._line(reading, stopped))
@@ -152,29 +152,29 @@ class Chat:
 
     def _undo(self, _: str) -> None:
         turn = self._conversation.undo()
-        said = "there is nothing to take back" if turn is None else f"taken back: {_short(turn.question)}"
+        said = "nothing to undo" if turn is None else f"undone: {_short(turn.question)}"
         self._screen.note(said)
 
     def _system(self, text: str) -> None:
         if text:
             self._conversation.system = text
         there = self._conversation.system
-        self._screen.note(f"system prompt: {there}" if there else "there is no system prompt; /system TEXT gives one")
+        self._screen.note(f"system prompt: {there}" if there else "no system prompt is set; /system TEXT sets one")
 
     def _stats(self, _: str) -> None:
         stats = self._source.stats()
         if stats is None:
-            self._screen.complaint("this server tells nothing of its cache")
+            self._screen.complaint("this server does not report its cache")
             return
         cache = stats["cache"]
         peak = show_size(cache["peak_bytes"])
         rows = [
             ("model", self._source.name),
-            ("requests", f"{cache['requests']:,}, of which {cache['hits']:,} found something"),
-            ("prompt tokens", f"{cache['tokens_requested']:,}, of which {cache['tokens_cached']:,} were reused"),
+            ("requests", f"{cache['requests']:,}, {cache['hits']:,} of them reused KV"),
+            ("prompt tokens", f"{cache['tokens_requested']:,}, {cache['tokens_cached']:,} of them reused"),
             ("generated tokens", f"{stats['generated_tokens']:,}"),
             ("stored tokens", f"{cache['stored_tokens']:,}, each once"),
-            ("memory", f"{show_held(stats)}; the most so far, with what it took to compute, was {peak}"),
+            ("memory", f"{show_held(stats)}; peak {peak}, activations included"),
             ("evicted tokens", f"{cache['evicted_tokens']:,}"),
         ]
         if self._last is not None and self._last.hit is not None:
@@ -183,7 +183,7 @@ class Chat:
 
     def _help(self, _: str) -> None:
         self._screen.rows((f"/{name}", told) for name, (told, _) in self._commands.items())
-        self._screen.note("A line that ends with \\ goes on in the next one.")
+        self._screen.note("A line that ends with \\ continues on the next line.")
 
     def _quit(self, _: str) -> None:
         self._left = True

@@ -1,7 +1,7 @@
 """A client of a running server, on the standard library: its JSON, and an answer as the events that the engine gives.
 
 - Whatever goes wrong is a ServerError that says in a sentence what and where.
-- Closing an answer before its end hangs up, which is how a server is told to stop.
+- Closing an answer before its end closes the connection, which stops the answer on the server.
 
 Servers that are not ours say less: then a hit is what `usage` tells of it.
 """
@@ -26,18 +26,18 @@ FINISHES: Mapping[str, Finish] = {"stop": "stop", "length": "length", "tool_call
 
 class Client:
     def __init__(self, url: str, *, api_key: str = "", silence_seconds: float | None = None) -> None:
-        """`silence_seconds`: how long a server may say nothing at all; None is as long as it likes. Raises
+        """`silence_seconds`: how long a server may send nothing; None is no limit. Raises
         ConfigError."""
         self.url = url.rstrip("/").removesuffix("/v1")
         try:
             parts = urlsplit(self.url)
             self._port = parts.port
         except ValueError as error:
-            raise ConfigError(f"{url!r} is no address of a server: {error}") from None
+            raise ConfigError(f"{url!r} is not a valid server URL: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
-            raise ConfigError(f"a server's address is like http://127.0.0.1:8080, not {url!r}")
+            raise ConfigError(f"a server URL looks like http://127.0.0.1:8080, got {url!r}")
         if not (api_key.isascii() and api_key.isprintable()):
-            raise ConfigError("an API key is printable ASCII")
+            raise ConfigError("an API key must be printable ASCII")
         self._host = parts.hostname
         self._tls = parts.scheme == "https"
         self._path = parts.path
@@ -56,11 +56,11 @@ class Client:
         with self._send(method, path, None) as response:
             found = _json(response.read())
         if not isinstance(found, dict):
-            raise ServerError(f"{self.url}{path} answered with something that is no JSON object")
+            raise ServerError(f"{self.url}{path} did not answer with a JSON object")
         return found
 
     def chat(self, body: Mapping[str, Any]) -> Generator[Event, None, None]:
-        """Started, pieces and Done; an answer that does not get there raises ServerError."""
+        """Yields Started, pieces and Done. Raises ServerError if the answer does not end."""
         asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
         with self._send("POST", CHAT, json.dumps(asked).encode()) as response:
             hit = _hit(response.headers)
@@ -70,13 +70,13 @@ class Client:
             usage: Mapping[str, Any] = {}
             for chunk in _chunks(response):
                 if error := chunk.get("error"):
-                    raise ServerError(f"the server stopped in mid-answer: {_said(error)}")
+                    raise ServerError(f"the server failed during the answer: {_said(error)}")
                 usage = chunk.get("usage") or usage
                 for choice in chunk.get("choices") or ():
                     yield from _pieces(choice.get("delta") or {})
                     finish = choice.get("finish_reason") or finish
         if finish is None:
-            raise ServerError(f"{self.url} hung up in mid-answer")
+            raise ServerError(f"{self.url} closed the connection during the answer")
         yield _done(finish, usage, hit)
 
     @contextmanager
@@ -89,24 +89,24 @@ class Client:
             connection.request(method, self._path + path, body, self._headers)
             response = connection.getresponse()
             if response.status != 200:
-                raise ServerError(f"{self.url} refuses ({response.status}): {_refusal(response.read())}")
+                raise ServerError(f"{self.url} refused the request ({response.status}): {_refusal(response.read())}")
             yield response
         except TimeoutError:
-            raise ServerError(f"{self.url} says nothing") from None
+            raise ServerError(f"{self.url} does not respond") from None
         except ssl.SSLError as error:
-            raise ServerError(f"{self.url} cannot be talked to over TLS: {error.reason or error}") from None
+            raise ServerError(f"TLS connection to {self.url} failed: {error.reason or error}") from None
         except ConnectionRefusedError:
             raise ServerError(f"nothing listens at {self.url}") from None
         except OSError as error:
             raise ServerError(f"{self.url} cannot be reached: {error.strerror or error}") from None
         except http.client.HTTPException as error:
-            raise ServerError(f"{self.url} does not speak HTTP as expected: {type(error).__name__}") from None
+            raise ServerError(f"{self.url} sent an invalid HTTP response: {type(error).__name__}") from None
         finally:
             connection.close()
 
 
 def _chunks(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The JSON of a stream of events; comments, which keep it alive, are passed over."""
+    """Yields the JSON objects of a stream of events. Skips comments, which keep the stream alive."""
     for line in response:
         if not line.startswith(b"data:"):
             continue
@@ -122,7 +122,7 @@ def _json(data: bytes) -> Any:
     try:
         return json.loads(data)
     except ValueError:
-        raise ServerError(f"the server answered with something that is no JSON: {data[:80]!r}") from None
+        raise ServerError(f"the server's answer is not JSON: {data[:80]!r}") from None
 
 
 def _pieces(delta: Mapping[str, Any]) -> Iterator[Event]:
@@ -133,7 +133,7 @@ def _pieces(delta: Mapping[str, Any]) -> Iterator[Event]:
 
 
 def _hit(headers: http.client.HTTPMessage) -> Hit | None:
-    """None if the server is not one of ours."""
+    """Returns the hit from the headers; None if the server is not Onefold."""
     numbers = [headers.get(f"x-onefold-{name}-tokens", "") for name in ("prompt", "matched", "cached")]
     if not all(number.isdigit() for number in numbers):
         return None

@@ -1,4 +1,4 @@
-"""What our commands have in common on the command line: a complaint is one line on stderr that names the command.
+"""Shared by all commands: an error is one line on stderr that names the command.
 
 Does not know any command's options.
 """
@@ -10,14 +10,14 @@ import sys
 from typing import NoReturn
 
 NONSENSE = 2
-"""The exit code for what cannot be used as given."""
+"""The exit code for wrong arguments or settings."""
 INTERRUPTED = 130
 """What a shell expects of a program that Ctrl-C ended."""
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Without the usage before it, which is longer than what went wrong."""
+        """Prints the error without the usage, which is longer than the error."""
         raise SystemExit(complain(self.prog, message))
 
 

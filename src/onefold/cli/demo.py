@@ -1,4 +1,4 @@
-"""`onefold demo`: a real server, several agents on one system prompt, and what that costs.
+"""`onefold demo`: runs a real server and several agents on one system prompt, and shows time and memory.
 
 Starts the server as anybody would, talks with it over HTTP, shows what was measured, and ends it. However this ends,
 the server ends too.
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
     from onefold.cli.server_process import ServerProcess
 
-HELP = "see it at work: a server, and agents that share a system prompt"
+HELP = "run a demo: a server, and agents that share a system prompt"
 NAME = "onefold demo"
 TERMINATED = 143
-"""What a shell expects of a program that was told to end."""
+"""The exit code that a shell expects after SIGTERM."""
 SILENCE_SECONDS = 300.0
-"""A server that says nothing for so long is not at work any more."""
+"""A server that sends nothing for so long has failed."""
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(prog=NAME, description="Starts a server, has agents talk with it over HTTP, and shows what it took.")
+    made = Parser(prog=NAME, description="Starts a server, runs agents against it over HTTP, and shows the cost.")
     made.add_argument("--agents", type=partial(serve.positive, most=32), default=4, metavar="N", help="default 4")
     made.add_argument("--turns", type=partial(serve.positive, most=32), default=3, metavar="N", help="default 3")
     told = 'a folder, a Hugging Face id, or "demo": a small model, fetched once (93 MB). That is the default'
     made.add_argument("--model", default="demo", metavar="MODEL", help=told)
-    made.add_argument("--keep-running", action="store_true", help="leave the server up until Ctrl-C, to try it by hand")
+    made.add_argument("--keep-running", action="store_true", help="keep the server running until Ctrl-C")
     return made
 
 
@@ -56,12 +56,12 @@ def run(arguments: list[str]) -> int:
 
 @contextmanager
 def _told_to_end() -> Iterator[None]:
-    """SIGTERM ends this as an exception does, and so the server with it."""
+    """Turns SIGTERM into an exception, which also ends the server."""
 
     def end(*_: Any) -> NoReturn:
         raise SystemExit(TERMINATED)
 
-    if threading.current_thread() is not threading.main_thread():  # only there are signals heard
+    if threading.current_thread() is not threading.main_thread():  # only there signals can be handled
         yield
         return
     before = signal.signal(signal.SIGTERM, end)
@@ -72,7 +72,7 @@ def _told_to_end() -> Iterator[None]:
 
 
 def _show(given: argparse.Namespace) -> int:
-    """Raises ConfigError."""
+    """Starts the server, runs the demo and stops the server. Raises ConfigError."""
     from onefold.cli import demo_report
     from onefold.cli.server_process import ServerProcess
     from onefold.engine import demo_model
@@ -87,7 +87,7 @@ def _show(given: argparse.Namespace) -> int:
         _with(server, given, screen)
     except ServerError as error:
         said = server.last_lines()
-        code = complain(NAME, f"{error}" + ("; it said last:" if said else ""), 1)
+        code = complain(NAME, f"{error}" + ("; its last output:" if said else ""), 1)
         for line in said:
             print(f"    {line}", file=sys.stderr, flush=True)
         return code
@@ -98,7 +98,7 @@ def _show(given: argparse.Namespace) -> int:
 
 
 def _with(server: ServerProcess, given: argparse.Namespace, screen: Console) -> None:
-    """Raises ServerError."""
+    """Runs the agents against the server and prints the report. Raises ServerError."""
     from onefold.cli import demo_agents, demo_report
     from onefold.cli.client import Client
     from onefold.cli.demo_script import role
@@ -119,15 +119,15 @@ def _with(server: ServerProcess, given: argparse.Namespace, screen: Console) -> 
 def _plan(given: argparse.Namespace) -> str:
     return (
         f"Agents at a library's evening desk: {given.agents}. Questions to each: {given.turns}. Every request begins "
-        "with the same house rules. The first comes alone and has to compute them; then all agents talk at once, and "
-        "read what is there."
+        "with the same house rules. The first request runs alone and computes them; then all agents run at once and "
+        "reuse them."
     )
 
 
 def _keep(server: ServerProcess, screen: Console) -> None:
-    """Until Ctrl-C. Raises ServerError if the server ends by itself."""
+    """Keeps the server running until Ctrl-C. Raises ServerError if the server ends by itself."""
     question = '\'{"messages": [{"role": "user", "content": "What is a bicycle?"}], "max_tokens": 32}\''
-    screen.print(f"\nThe server stays up at {server.url}. Try it; Ctrl-C here ends it.\n", soft_wrap=True)
+    screen.print(f"\nThe server keeps running at {server.url}. Press Ctrl-C here to stop it.\n", soft_wrap=True)
     for line in (
         f"curl {server.url}/v1/chat/completions -H 'Content-Type: application/json' -d {question}",
         f"curl {server.url}/v1/messages -H 'Content-Type: application/json' -d {question}",

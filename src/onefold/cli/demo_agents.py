@@ -1,7 +1,7 @@
 """The agents of the demonstration: conversations with one system prompt, first one alone and then all at once.
 
-Each agent waits for its answer before it asks again, on a thread of its own. Threads only ask: whoever plays hears of
-everything on its own thread. Knows a server by its HTTP API alone.
+Each agent waits for its answer before it asks again, on a thread of its own. `play` reports everything on the
+caller's thread. Knows a server by its HTTP API alone.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _together(agents: list[Agent], turns: int, hear: Callable[[News], None]) -> 
         except ServerError as error:
             news.put(error)
 
-    for agent in agents:  # daemons: if this is interrupted, nobody waits for what they still hear
+    for agent in agents:  # daemons: an interrupt does not wait for their answers
         threading.Thread(target=live, args=(agent,), name=agent.role.desk, daemon=True).start()
     asked: list[Asked] = []
     while len(asked) < len(agents) * turns - 1:

@@ -1,4 +1,4 @@
-"""How the demonstration looks: what is going on while it runs, and at the end a table for people who are new to this.
+"""Prints the demo: progress while it runs, and tables of time and memory at the end.
 
 Every figure is measured: by the client, or by the server and asked of it. Nothing is computed from them but sums,
 ratios and, for a copy per conversation, the tokens of all conversations times the bytes of a token.
@@ -24,7 +24,7 @@ from onefold.cli.screen import CONTROL
 from onefold.sizes import show_size
 
 PLAIN_WIDTH = 110
-"""Of what is no terminal."""
+"""The width where the output is no terminal."""
 SHOWN_ANSWERS = 4
 
 
@@ -38,7 +38,7 @@ def console() -> Console:
 
 @contextmanager
 def waiting(screen: Console, what: str) -> Iterator[Callable[[str], None]]:
-    """What is yielded says what is going on."""
+    """Shows a status. Yields a function that changes its text."""
     if not screen.is_terminal:
         screen.print(what)
         yield lambda _: None
@@ -112,7 +112,7 @@ def report(screen: Console, played: Played, stats: Mapping[str, Any]) -> None:
     screen.print()
     screen.print(_memory(played, stats))
     screen.print()
-    screen.print("Some of what they said:", style="bold")
+    screen.print("Some of the answers:", style="bold")
     for asked in _samples(played):
         screen.print(Text.assemble((f"{asked.agent}: ", "bold"), (asked.question, "dim")), soft_wrap=True)
         screen.print(Text(f"    {flat(asked.reading.text) or '(nothing)'}"), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What is said in the demonstration: the house rules that every agent is given, and what each of them is asked.
+"""The text of the demo: the house rules that every agent has, and the questions to each.
 
 Texts only. The rules are long because that is the point: every request begins with all of them.
 """

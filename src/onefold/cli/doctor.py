@@ -1,6 +1,6 @@
-"""`onefold doctor`: checks the installation and this machine, and says what to do about each problem.
+"""`onefold doctor`: checks the installation and this machine, and suggests a remedy for each problem.
 
-Each check is ok, a warning or a problem, in one sentence. A check that fails is a problem, and the others go on. Exit
+Each check is ok, a warning or a problem, in one sentence. A check that fails is a problem; the others still run. Exit
 code 0: no problem; 1: a problem; 2: arguments that cannot be used. Nothing is installed, changed or written.
 """
 
@@ -23,7 +23,7 @@ from onefold.cli.command_line import INTERRUPTED, Parser
 from onefold.cli.doctor_finding import Finding, guarded
 from onefold.sizes import show_count
 
-HELP = "check the installation and this machine, and say what to do about problems"
+HELP = "check the installation and this machine, and suggest remedies"
 NAME = "onefold doctor"
 SECONDS = 180.0
 """That the checks which need MLX may take together."""
@@ -34,18 +34,18 @@ def parser() -> argparse.ArgumentParser:
         prog=NAME,
         description="Checks the installation and this machine: versions, MLX's backend and device, the speed of "
         "matrix products, memory, a forward on a small model and, with --disk, a cache's folder.",
-        epilog="Exit codes: 0 no problem was found, though there may be warnings; 1 a problem; 2 wrong arguments.",
+        epilog="Exit codes: 0 no problem was found, perhaps warnings; 1 a problem was found; 2 wrong arguments.",
         allow_abbrev=False,
     )
     DISK.add_to(made)
-    made.add_argument("--json", action="store_true", help="one JSON object instead of words")
+    made.add_argument("--json", action="store_true", help="print one JSON object")
     return made
 
 
 def run(arguments: list[str]) -> int:
     given = parser().parse_args(arguments)
     if given.disk is not None and not given.disk.strip():
-        parser().error("--disk is empty: give a folder, or leave it out")
+        parser().error("--disk is empty: give a folder, or leave the option out")
     try:
         report = examine(given.disk)
     except KeyboardInterrupt:

@@ -69,7 +69,7 @@ def disk(given: str) -> Finding:
 
 
 def _disk(path: Path, facts: dict[str, object]) -> Finding:
-    """Raises ConfigError and OSError."""
+    """Checks the folder. Raises ConfigError and OSError."""
     from onefold.cache.tiers.records.folder import Folder  # stands on libraries that may be what is missing
 
     there = path

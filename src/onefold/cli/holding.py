@@ -1,4 +1,4 @@
-"""What GET /v1/cache, or the engine itself, tells of memory, in bytes and in words."""
+"""Reads the KV memory from the statistics of GET /v1/cache or of the engine, in bytes and as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C while an answer comes: it is heard between two events, and never while something is being shown.
+"""Ctrl-C during an answer: it takes effect between two events, and never while output is being written.
 
 A line that is interrupted half-way may be shown twice, or not at all. Where signals are not ours to handle (another
 thread than the first, or a program that has Ctrl-C ignored), nothing is changed.
@@ -39,7 +39,7 @@ class Interrupts:
         self._pressed = True
 
     def between(self, events: Generator[Event, None, None]) -> Generator[Event, None, None]:
-        """The same events; raises KeyboardInterrupt where the next one would be waited for."""
+        """Yields the same events. Raises KeyboardInterrupt before it waits for the next one."""
         while True:
             self._waiting = True
             try:

@@ -1,4 +1,4 @@
-"""API keys in a file: what is on the command line, everybody on the machine can read in the list of processes.
+"""Reads API keys from a file. Other users of the machine can see keys on a command line in the process list.
 
 One key a line; empty lines and those that begin with # are left out.
 """
@@ -16,20 +16,20 @@ log = logging.getLogger("onefold")
 
 
 def read_keys(name: str) -> tuple[str, ...]:
-    """The keys of the file, at least one. A file that others may read is said in the log. Raises ConfigError."""
+    """Returns the keys of the file, at least one. Warns if other users can read the file. Raises ConfigError."""
     path = Path(name)
     try:
-        with contextlib.suppress(RuntimeError):  # ~somebody, whom there is not: a name as any other
+        with contextlib.suppress(RuntimeError):  # ~user without such a user: taken as a plain name
             path = path.expanduser()
         with path.open(encoding="utf-8-sig") as file:  # some editors begin a file with a mark
             mode = path.stat().st_mode
             lines = [line.strip() for line in file]
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(f'the API keys in "{path}" cannot be read: {why}. Give a file with one key a line') from error
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f'cannot read the API keys in "{path}": {why}. Give a file with one key per line') from error
     keys = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
     if not keys:
-        raise ConfigError(f'there is no API key in "{path}": write one a line, or leave --api-key-file out')
+        raise ConfigError(f'"{path}" contains no API key: write one per line, or leave --api-key-file out')
     if stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
-        log.warning('others on this machine may read the API keys in "%s": chmod 600 it', path)
+        log.warning('other users can read the API keys in "%s": run chmod 600 on it', path)
     return keys

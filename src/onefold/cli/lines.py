@@ -1,6 +1,6 @@
-"""What a person types, or a pipe brings, as whole messages: a line that ends with a backslash goes on in the next.
+"""Reads messages from a terminal or a pipe. A line that ends with a backslash continues on the next line.
 
-A prompt is shown only where somebody types. Knows nothing of what a message means.
+A prompt is shown only on a terminal. Knows nothing of what a message means.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Lines:
             sys.stdin.reconfigure(errors="replace")
 
     def next(self) -> str | None:
-        """None at the end."""
+        """Returns the next message; None at the end of the input."""
         parts: list[str] = []
         while (line := self._line(MORE if parts else PROMPT)) is not None:
             parts.append(line.removesuffix("\\"))

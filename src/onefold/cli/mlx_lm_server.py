@@ -23,13 +23,13 @@ def run(arguments: list[str]) -> int:
     if "--help" in theirs or "-h" in theirs:
         print(_parser().format_help())  # mlx-lm's follows
     if ours.max_kv_size and any(a.split("=")[0] == "--kv-bits" for a in theirs):
-        return complain(COMMAND, "--max-kv-size cannot be used with --kv-bits: mlx-lm has no quantised ring")
+        return complain(COMMAND, "--max-kv-size cannot be used with --kv-bits: mlx-lm has no quantised rotating cache")
     from onefold.mlx_lm import DEVICE_LIMIT, LRUPromptCache, serve  # takes seconds to import: not for --help
 
     limit = {"off": None}.get(ours.device_limit, ours.device_limit or DEVICE_LIMIT)
     options = {"max_kv_size": ours.max_kv_size, "keep": ours.keep, "device_limit": limit}
     try:
-        LRUPromptCache(**options).close()  # what is wrong is said before the model is loaded
+        LRUPromptCache(**options).close()  # checks the options before the model is loaded
     except ConfigError as error:
         return complain(COMMAND, str(error))
     if ours.prompt_cache_bytes is not None:
@@ -54,12 +54,12 @@ def _parser() -> argparse.ArgumentParser:
         "--max-kv-size", type=int, metavar="N", help="bound each conversation's KV to N tokens (default: no bound)"
     )
     parser.add_argument(
-        "--keep", type=int, default=KEEP, metavar="N", help=f"of these, the first N tokens stay (default: {KEEP})"
+        "--keep", type=int, default=KEEP, metavar="N", help=f"the first N of these tokens always stay (default: {KEEP})"
     )
     parser.add_argument(
         "--device-limit",
         metavar="SIZE",
-        help="what weights and KV may take of the device's memory, such as 24GB or 80%%; requests that do not fit are "
+        help="device memory for weights and KV, such as 24GB or 80%%; requests that do not fit are "
         "refused (default: 95%%; off: no limit)",
     )
     parser.add_argument("--prompt-cache-bytes", type=_bytes, help=argparse.SUPPRESS)  # mlx-lm's help lists it

@@ -48,7 +48,7 @@ class Reading:
 
     @property
     def completion_tokens(self) -> int:
-        """0 if it was stopped: then nobody has counted."""
+        """0 if the answer was stopped: then there is no count."""
         return 0 if self.done is None else self.done.completion_tokens
 
     @property

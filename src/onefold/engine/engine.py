@@ -1,8 +1,8 @@
-"""The engine: one thread that owns MLX, and the door through which other threads ask it for answers.
+"""The engine: one thread that owns MLX, and the methods by which other threads send it requests.
 
-- Only that thread leases, runs forwards and reads tokens. Everybody else posts to its mailbox.
+- Only that thread leases, runs forwards and reads tokens. Other threads post to its mailbox.
 - Rendering and tokenising happen on the caller's thread.
-- If the thread ends, for whatever reason, everyone who waits is told.
+- If the thread ends, for any reason, every waiting request fails with EngineStopped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from onefold.worker import Worker
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A moment of the engine; counts are totals since it began."""
+    """A snapshot of the engine. Counts are totals since it started."""
 
     queued: int
     prefilling: int
@@ -141,15 +141,15 @@ class Engine:
         template_options: Mapping[str, Any] | None = None,
         of_any_length: bool = False,
     ) -> Prompt:
-        """Render a conversation (as OpenAI writes one; content is text) and tokenise it. Blocks for a moment: not for
-        an event loop. Raises PromptError; TooLong where it is so long that it is not tokenised to its end, unless
+        """Renders a conversation (in OpenAI's format; content is text) and tokenises it. Blocks: do not call it on an
+        event loop. Raises PromptError; TooLong where it is so long that it is not tokenised to its end, unless
         `of_any_length`; EngineStopped."""
         most = None if of_any_length else self._lengths.most_tokenised
         with self._lengths.named():
             return self._prompts.chat(messages, tools=tools, options=template_options, most_tokens=most)
 
     def text(self, prompt: str | Sequence[int]) -> Prompt:
-        """Tokenise plain text (tokens are taken as they are). Raises PromptError, TooLong, EngineStopped."""
+        """Tokenises plain text, or takes tokens as they are. Raises PromptError, TooLong, EngineStopped."""
         with self._lengths.named():
             return self._prompts.text(prompt, most_tokens=self._lengths.most_tokenised)
 
@@ -161,14 +161,14 @@ class Engine:
     # -- requests ------------------------------------------------------------------------------
 
     def submit(self, request: Request, deliver: Deliver) -> int:
-        """Queue a request; the number names it for `cancel`. Raises Busy, TooLong, PromptError or EngineStopped."""
+        """Queues a request and returns its number, for `cancel`. Raises Busy, TooLong, PromptError or EngineStopped."""
         if len(request.prompt) == 0:
             raise PromptError("the prompt is empty; it needs at least one token")
         self._lengths.check(len(request.prompt))
         request = self._lengths.within_context(request)
         for token in request.sampling.logit_bias:
             if not 0 <= token < self.vocab:
-                raise PromptError(f"logit_bias names token {token}; ids are from 0 to {self.vocab - 1}")
+                raise PromptError(f"logit_bias has token id {token}; ids of this model are from 0 to {self.vocab - 1}")
         job = Job(next(self._numbers), request, deliver, self.tokenizer, self.vocab)
         with self._posting:
             if self._ended:
@@ -176,7 +176,7 @@ class Engine:
             queued = len(self._scheduler.jobs.waiting) + self._posted
             if queued >= self.max_queue:
                 wait = self._scheduler.jobs.expected_wait_seconds()
-                raise Busy(f"{queued} requests are waiting already; come again in {wait} s", retry_after=wait)
+                raise Busy(f"the queue is full with {queued} requests; try again in {wait} s", retry_after=wait)
             self._posted += 1
             self._mailbox.put(lambda scheduler: self._add(scheduler, job))
         return job.number
@@ -186,11 +186,11 @@ class Engine:
         scheduler.jobs.waiting.append(job)
 
     def cancel(self, number: int) -> None:
-        """Free its row at the next step; what was computed is kept. Harmless if it is over."""
+        """Ends a request at the next step. Its KV is kept. Does nothing if the request has ended."""
         self._mailbox.put(lambda scheduler: scheduler.jobs.cancel(number))
 
     def ask(self, request: Request) -> Generator[Event, None, None]:
-        """The events of one request, one by one, for a thread that can wait. Leaving the loop cancels it."""
+        """Yields the events of one request, and waits for each. Leaving the loop cancels the request."""
         events: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
         number = self.submit(request, events.put)
         try:
@@ -221,21 +221,21 @@ class Engine:
 
     @property
     def most_tokens(self) -> int:
-        """The longest conversation that there is room for."""
+        """The longest conversation that the budget has room for."""
         return self._scheduler.most_tokens
 
     def clear(self) -> tuple[int, int]:
-        """Drop everything that no running request holds, whoever it was said to; bytes freed in memory, and on disk."""
+        """Drops all KV that no running request uses, in every namespace. Returns bytes freed in memory and on disk."""
         before, on_disk = self.cache.held_bytes, self.cache.stats().disk.used_bytes
         self._do(self.cache.clear)
         return max(0, before - self.cache.held_bytes), max(0, on_disk - self.cache.stats().disk.used_bytes)
 
     def check(self) -> None:
-        """Recount everything that the cache holds; raises IntegrityError."""
+        """Recounts everything that the cache holds. Raises IntegrityError."""
         self._do(self.cache.check)
 
     def _do(self, work: Callable[[], None]) -> None:
-        """On the engine's thread, between two steps; and wait for it."""
+        """Runs `work` on the engine's thread between two steps, waits for it, and raises what it raises."""
         done = threading.Event()
         failed: list[Exception] = []
 
@@ -257,8 +257,8 @@ class Engine:
     # -- the thread ----------------------------------------------------------------------------
 
     def stop(self, timeout_seconds: float | None = None) -> None:
-        """End the thread; requests that are still running fail, and what they computed is let go. With a disk this
-        waits until what is to be kept has been written."""
+        """Ends the thread. Running requests fail, and their KV is freed. With a disk this waits until all dirty data is
+        written."""
         if timeout_seconds is None:
             timeout_seconds = 30.0 if not hasattr(self, "cache") else 30.0 + self.cache.closing_seconds
         _end_thread(self._mailbox, self._thread, timeout_seconds)
@@ -293,7 +293,7 @@ class Engine:
             self.cache.close()
 
     def _take_in(self, scheduler: Scheduler) -> bool:
-        """What came in since the last turn; waits if there is nothing to do. False: it is time to end."""
+        """Runs what was posted since the last turn; waits if there is no work. False: the thread must end."""
         wait = not scheduler.jobs.busy
         while wait or not self._mailbox.empty():
             letter = self._mailbox.get()
@@ -317,13 +317,13 @@ def _end_thread(mailbox: queue.SimpleQueue[Any], thread: Worker, timeout_seconds
 
 
 def _evaluate(model: nn.Module) -> None:
-    """Arrays that were only described cannot be computed on another thread: tables of rotary embeddings, say."""
+    """Evaluates all arrays of the model, such as rotary embeddings: another thread cannot compute lazy ones."""
     for module in model.modules():
         held: Any = tree_flatten([*module.values(), *vars(module).values()])
         mx.eval([value for _, value in held if isinstance(value, mx.array)])
 
 
 def _vocab(model: nn.Module, tokenizer: Any) -> int:
-    """Ids that the model has an embedding for."""
+    """Returns the number of ids that the model has an embedding for."""
     sizes = [getattr(getattr(model, name, None), "vocab_size", None) for name in ("args", "config")]
     return next((int(n) for n in sizes if isinstance(n, int)), len(tokenizer))

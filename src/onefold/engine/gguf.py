@@ -47,7 +47,7 @@ _NORMAL, _CONTROL = 1, 3
 
 
 def convert(file: Path, folder: Path, dtype: mx.Dtype) -> None:
-    """Write config.json, model.safetensors, tokenizer.json and tokenizer_config.json. Raises ConfigError for a file
+    """Writes config.json, model.safetensors, tokenizer.json and tokenizer_config.json. Raises ConfigError for a file
     that it does not understand, OSError where writing fails."""
     try:
         loaded: Any = mx.load(str(file), format="gguf", return_metadata=True)
@@ -63,7 +63,7 @@ def convert(file: Path, folder: Path, dtype: mx.Dtype) -> None:
 
 
 class _Model:
-    """What a file holds, read as what mlx-lm wants."""
+    """The contents of a GGUF file, in the form that mlx-lm loads."""
 
     def __init__(self, name: str, tensors: dict[str, mx.array], facts: dict[str, Any]) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""One request on its way through the engine: what it holds, how far it is, and what it has to tell.
+"""One request in the engine: its lease, its position, and the events that it has to deliver.
 
     waiting ── open ──> prefilling ── prefilled ──> decoding ──> over
        ^                    │                          │
@@ -8,7 +8,7 @@
     layers    |<---------------- held ----------------->|       (all but the newest token, or all)
     chosen    tokens that the device was told to compute, one of them perhaps not read yet
 
-A job that is suspended goes on later from the very tokens it had: what was computed stays in the tree while there is
+A job that is preempted continues later from the tokens it had: what was computed stays in the tree while there is
 room for it.
 """
 
@@ -33,7 +33,7 @@ from onefold.errors import DeviceError, OnefoldError
 
 Deliver = Callable[[list[Event]], None]
 READS = 4
-"""Of the same from disk, if it is evicted each time before there is a row for the request."""
+"""How often the same records are read, if they are evicted each time before there is a row for the request."""
 
 
 class Job:
@@ -47,7 +47,7 @@ class Job:
         self.restore: Fetch | None = None
         """What it has on disk, on its way into memory."""
         self.looked = False
-        """On the disk."""
+        """The disk was searched for this request."""
         self._read: list[Fetch] = []
         """What was read before that, and was damaged or did not last."""
         self.position = 0
@@ -58,11 +58,11 @@ class Job:
         self.hit: Hit | None = None
         self.over = False
         self.gave_way_at = -1
-        """Where it stood when it last let go of its memory for want of more."""
+        """Its position when it was last preempted."""
         self.passed_over = 0
         """Chunks that other prompts got since its own last one."""
         self.last_resort = False
-        """Everything that nobody holds was given up for it once."""
+        """All stored KV was freed for it once."""
         self._deliver = deliver
         self._tokenizer = tokenizer
         self._row = Row(request.sampling, vocab, request.top_logprobs)
@@ -72,7 +72,7 @@ class Job:
     # -- memory ------------------------------------------------------------------------------
 
     def look_on_disk(self, cache: PrefixCache, reserve_tokens: int) -> bool:
-        """Whether it has to wait for what is being read for it. Raises BudgetError if there is no room for that."""
+        """Starts to read what is on disk of the request. Returns whether it must wait for that. Raises BudgetError."""
         if not self.looked or self._may_read_again:
             room = min(self.left, reserve_tokens)
             found = cache.restore(self._so_far, namespace=self.request.namespace, reserve_tokens=room)
@@ -95,7 +95,7 @@ class Job:
         return self.request.prompt.tokens if self.n_chosen == 0 else np.array(self.tokens, np.int32)
 
     def open(self, cache: PrefixCache, reserve_tokens: int) -> None:
-        """Take a lease on all tokens so far. Raises BudgetError, and then nothing has changed."""
+        """Opens a lease on all tokens so far. Raises BudgetError; then nothing has changed."""
         prompt, namespace, tokens = self.request.prompt, self.request.namespace, self._so_far
         known = cache.continuation(tokens, namespace=namespace)
         self.lease = cache.lease(
@@ -117,12 +117,12 @@ class Job:
         self.restore, self.looked, self._read = None, False, []
 
     def publish(self) -> None:
-        """Let others borrow what the layers hold by now."""
+        """Commits what the layers hold by now, so that other requests can borrow it."""
         if self.lease is not None and self.position:
             self.lease.commit(self.tokens[: self.position], close=False)
 
     def settle(self) -> None:
-        """Give the lease back, and keep what its layers hold."""
+        """Closes the lease, and keeps what its layers hold."""
         if self.restore is not None:
             self.restore.finish()
         self._forget_restores()
@@ -153,12 +153,12 @@ class Job:
         return Turn(self._row, self.tokens, len(self.request.prompt), self.n_chosen, newest)
 
     def seated(self, chosen: Chosen, seat: int) -> None:
-        """Its next token is on its way."""
+        """Notes that its next token is being computed."""
         self.chosen, self.seat = chosen, seat
         self.n_chosen += 1
 
     def read(self, chosen: Chosen, seat: int) -> Finish | None:
-        """Take in a token that was chosen; says so if the answer ends with it."""
+        """Reads a token that was chosen. Returns the reason if the answer ends with it, else None."""
         token = chosen.read(seat)
         self.tokens.append(token)
         if self.chosen is chosen:

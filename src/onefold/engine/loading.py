@@ -1,4 +1,4 @@
-"""`onefold.load`: a model and its tokenizer, by whatever a person names them.
+"""`onefold.load`: loads a model and its tokenizer from a folder, a Hugging Face id or "demo".
 
 Keeps true: what cannot be loaded is a ConfigError that names what was given and says what to do. A folder is told from
 a Hugging Face id before mlx-lm is asked, which takes everything that is no folder for an id.
@@ -44,8 +44,8 @@ def load(
     tokenizer_config: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, Any]:
-    """The model and the tokenizer of a folder, a Hugging Face id, or "demo": a small model that is fetched once (93 MB)
-    and kept. A folder that is called demo is "./demo".
+    """Returns the model and the tokenizer of a folder, a Hugging Face id, or "demo": a small model that is
+    downloaded once (93 MB) and kept. A folder that is called demo is "./demo".
 
     `adapter_path` is a folder of LoRA adapters, `revision` a branch, tag or commit of a Hugging Face id, and
     `tokenizer_config` goes to the tokenizer. `trust_remote_code` runs Python that comes with the model. Raises
@@ -71,7 +71,7 @@ def load(
 
 
 def _source(given: str) -> str:
-    """The folder or the id; ConfigError if it is neither."""
+    """Returns the folder or the id. Raises ConfigError if it is neither."""
     folder = Path(given).expanduser()
     if folder.is_dir():
         _whole(folder)
@@ -99,7 +99,7 @@ def _adapter(folder: Path) -> Path:
 
 
 class _InOurWords:
-    """Has faults come out as ConfigError. What Python itself raises for an interrupt or a bug elsewhere goes by."""
+    """Turns faults of loading into ConfigError. Interrupts, and bugs elsewhere, are raised as they are."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -117,7 +117,7 @@ class _InOurWords:
 
 
 def _why(error: BaseException) -> str:
-    """The Hugging Face hub's errors are told apart, as each wants something else to be done."""
+    """Returns the cause of a fault in words. Each error of the Hugging Face hub needs another remedy."""
     if isinstance(error, GatedRepoError):
         return "its owner wants to be asked first. Ask on its page, then log in with `hf auth login`"
     if isinstance(error, RepositoryNotFoundError):

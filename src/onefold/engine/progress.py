@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 Show = Callable[[str, int], None]
-"""Say what is going on now, and how many bytes of it are done."""
+"""Called with the current step and the bytes that are done of it."""
 
 
 @contextmanager

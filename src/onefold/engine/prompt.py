@@ -1,4 +1,4 @@
-"""Making prompts: a conversation becomes text by the model's own chat template, and text becomes tokens.
+"""Makes prompts: the model's chat template renders a conversation as text, and the tokenizer makes tokens of it.
 
 - What earlier turns look like, reasoning included, is the template's business alone.
 - A later request branches off where the template stops agreeing: found by rendering the next turn with a
@@ -55,7 +55,7 @@ class PromptMaker:
     ) -> Prompt:
         """Returns the prompt for a conversation. Raises PromptError, and TooLong beyond `most_tokens`."""
         if not messages:
-            raise PromptError("messages are empty; a conversation has at least one", where="messages")
+            raise PromptError("messages is empty; a conversation needs at least one message", where="messages")
         if not self._tokenizer.has_chat_template:
             raise PromptError("this model has no chat template: send it a prompt at /v1/completions", where="messages")
         messages = self._system_messages.place(messages)
@@ -96,10 +96,10 @@ class PromptMaker:
         self._takes_tools = True
         with contextlib.suppress(*_REFUSED):
             if self._render(messages, {**settings, "tools": None}) == text:
-                log.warning("this model's chat template leaves tools out: the model will not see them")
+                log.warning("this model's chat template ignores tools: the model will not see them")
 
     def _state(self, tokens: np.ndarray) -> str:
-        """What the answer begins in."""
+        """Returns whether the answer begins in text, in reasoning or in a tool call."""
         tokenizer = self._tokenizer
         if tokenizer.response_initial_state:
             return str(tokenizer.response_initial_state)
@@ -112,7 +112,7 @@ class PromptMaker:
     def _marks(
         self, messages: Sequence[Message], settings: Mapping[str, Any], text: str, tokens: np.ndarray
     ) -> tuple[int, ...]:
-        """Where the next turn, and another conversation on the same system prompt, will branch off."""
+        """Returns the positions where the next turn, and another conversation on the same system prompt, branch off."""
         answer, question = {"role": "assistant", "content": "x"}, {"role": "user", "content": "x"}
         head = 0
         while head < len(messages) and messages[head].get("role") in ("system", "developer"):
@@ -150,7 +150,7 @@ def _parts(text: str, messages: Sequence[Message]) -> Iterator[tuple[int, str]]:
 
 
 def describe_divergence(prompt: Prompt, matched: int, known: Sequence[int], tokenizer: Any) -> str:
-    """Where this prompt left what was known, and how the two go on from there."""
+    """Describes where this prompt diverged from the stored tokens, and how the two continue from there."""
     if not len(known) or matched >= len(prompt.tokens) - 1:
         return ""
     now = tokenizer.decode(prompt.tokens[matched : matched + 12].tolist())

@@ -1,4 +1,4 @@
-"""How a model's authors recommend that tokens be chosen: generation_config.json, as far as it says so.
+"""The sampling settings that a model's authors recommend in generation_config.json.
 
 A file that is not there, or says nothing that makes sense, is no recommendation: then it is the model's distribution as
 it is. Knows nothing of MLX.
@@ -25,7 +25,7 @@ BOUNDS = {
 
 
 def recommended(tokenizer: Any) -> Sampling:
-    """By the folder that the tokenizer was loaded from."""
+    """Returns the recommended settings from the folder of the tokenizer."""
     folder = getattr(tokenizer, "name_or_path", None)
     path = Path(str(folder or "")) / "generation_config.json"
     try:
@@ -42,5 +42,5 @@ def _sensible(name: str, value: Any) -> bool:
     kind = int if name == "top_k" else (int, float)
     good = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
     if value is not None and not good:
-        log.warning("generation_config.json recommends a %s of %r, which is left aside", name, value)
+        log.warning("generation_config.json recommends a %s of %r, which is out of range and ignored", name, value)
     return good

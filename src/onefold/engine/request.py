@@ -18,7 +18,7 @@ import numpy as np
 from onefold.errors import OnefoldError
 
 Finish = Literal["stop", "length", "tool_calls"]
-"""`stop`: the model ended, or a stop string came. `length`: max_tokens, or no memory was to be had for one more."""
+"""`stop`: the model ended, or a stop string came. `length`: max_tokens was reached, or memory ran out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Hit:
-    """What was known of a prompt."""
+    """How much of a prompt was matched and reused."""
 
     prompt_tokens: int
     matched: int
@@ -82,7 +82,7 @@ class Hit:
     """Why fewer were cached than matched, or fewer matched than might have been; empty for a whole hit."""
     diverged: str = ""
     """Where the prompt left what was known, and how: "token 812, in messages[0] (system): known '...', now '...'".
-    Empty if it only goes on from there."""
+    Empty if the prompt only continues it."""
     restored: int = 0
     """Of the cached tokens, those that were read from disk."""
 
@@ -105,7 +105,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Progress:
-    """Prompt tokens that are done, while others are still to be done."""
+    """Prompt tokens that are computed so far, while others are left."""
 
     done: int
     total: int
@@ -113,7 +113,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Generated:
-    """Tokens of the answer so far: of one that never comes to its end, too."""
+    """Tokens of the answer so far, also of an answer that never ends."""
 
     tokens: int
 

@@ -74,7 +74,7 @@ class Row:
 
 
 def _check(s: Sampling) -> None:
-    """Here, as mlx-lm looks at some of these only when it draws."""
+    """Checks the settings at once: mlx-lm checks some of them only when it draws. Raises PromptError."""
     for name, low, high in (
         ("temperature", 0.0, math.inf),
         ("top_p", 0.0, 1.0),
@@ -115,7 +115,7 @@ class Chosen:
     _read: list[int] | None = None
 
     def start(self) -> None:
-        """Have the device compute it while we go on."""
+        """Starts the computation on the device. Does not wait for it."""
         extra = [a for given in self.logprobs.values() for a in given if a is not None]
         mx.async_eval(self.tokens, *extra)
 
@@ -182,7 +182,7 @@ def _asks(row: Row) -> bool:
 
 
 def _logprobs(logits: mx.array, token: mx.array, row: Row) -> tuple[mx.array, mx.array | None, mx.array | None]:
-    """Of the model's own distribution: temperature and filters change what is drawn, not what is likely."""
+    """Returns log probabilities of the model's own distribution, before temperature and filters."""
     logits = logits.astype(mx.float32)
     found = logits - mx.logsumexp(logits)
     n = min(row.top_logprobs or 0, row.vocab)

@@ -21,7 +21,7 @@ that took no more than was earned could never make up for a step that was shorte
 LEAST_TOKENS = 8
 """Of a chunk, however slow it is."""
 FIRST_TOKENS = 64
-"""Of a chunk beside streams while no speed is known."""
+"""Of a chunk while streams run and no speed is known."""
 ALONE_SECONDS = 1.0
 """What a chunk may take when no stream runs: a newcomer has to wait for it."""
 LEAST_TOKENS_ALONE = 512
@@ -34,7 +34,7 @@ DEBT_MOST = 20.0
 WEIGHT = 0.2
 """Of the newest figure in a mean."""
 WEIGHT_WARNING = 0.6
-"""Of one that makes chunks shorter: a chunk that takes too long holds up every stream, one that is too short costs
+"""Of one that makes chunks shorter: a chunk that takes too long delays every stream, one that is too short costs
 little."""
 
 
@@ -49,8 +49,8 @@ class Speed:
         self._rates[depth] = _cautious(self._rates.get(depth, 0.0), n_tokens / max(seconds, 1e-6))
 
     def at(self, position: int) -> float:
-        """0 if nothing is known. Where only earlier tokens were timed, each doubling of the position is taken to halve
-        the speed; where only later ones were, theirs is taken."""
+        """Returns the speed there, 0 if nothing is known. Where only earlier tokens were timed, each doubling of
+        the position is taken to halve the speed; where only later ones were, their speed is used."""
         depth = _depth(position)
         earlier = max((d for d in self._rates if d <= depth), default=None)
         if earlier is not None:
@@ -69,7 +69,7 @@ class Share:
 
     @property
     def chunk_seconds(self) -> float:
-        """What a chunk should take beside streams."""
+        """How long a chunk should take while streams run."""
         return self._step_seconds * max(CHUNK_STEPS, CATCH_UP * self._earned_per_second)
 
     @property
@@ -83,25 +83,25 @@ class Share:
         return self._credit_seconds > -DEBT_CHUNKS * self.chunk_seconds
 
     def streamed(self, seconds: float) -> None:
-        """Streams ran for so long: one decode step."""
+        """Notes that one decode step took so long."""
         self._step_seconds = _cautious(self._step_seconds, seconds)
         earned = seconds * self._earned_per_second
         self._credit_seconds = min(self._credit_seconds + earned, max(earned, 2 * self.chunk_seconds))
 
     def prefilled(self, seconds: float) -> None:
-        """Streams were held up for so long by prompts."""
+        """Notes that prompts delayed streams for so long."""
         self._credit_seconds = max(self._credit_seconds - seconds, -DEBT_MOST * self.chunk_seconds)
 
     def rested(self) -> None:
-        """No stream runs: clears what prompts took beyond their share."""
+        """Notes that no stream runs, and clears what prompts took beyond their share."""
         self._credit_seconds = max(self._credit_seconds, 0.0)
 
     def timed(self, position: int, n_tokens: int, seconds: float) -> None:
-        """A chunk that began at `position` took so long."""
+        """Notes that a chunk that began at `position` took so long."""
         self._speed.note(position, n_tokens, seconds)
 
     def chunk(self, position: int, *, streams: bool) -> int:
-        """How many tokens of a prompt to do at once, from `position` on."""
+        """Returns how many tokens of a prompt to compute at once, from `position` on."""
         rate = self._speed.at(position)
         if streams:
             wanted = int(rate * self.chunk_seconds) if rate else FIRST_TOKENS

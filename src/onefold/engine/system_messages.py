@@ -29,7 +29,7 @@ class SystemMessages:
         self._in_place: bool | None = None
 
     def place(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The same conversation, as the template takes it."""
+        """Returns the same conversation in a form that the template accepts."""
         if not any(message.get("role") == "system" for message in messages[1:]):
             return messages
         if self._in_place is None:

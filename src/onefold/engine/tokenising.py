@@ -35,7 +35,7 @@ LEAST = 4096
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Tells one tokenizer from another: the same text may be other tokens with the other."""
+    """Returns a digest that identifies the tokenizer: two tokenizers may make other tokens of the same text."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.blake2b(vocabulary.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
@@ -73,7 +73,7 @@ class Tokeniser:
         return self.encode_marked(text, most_tokens=most_tokens).tokens
 
     def encode_marked(self, text: str, *, most_tokens: int | None = None) -> Encoded:
-        """The same without special tokens, and with marks."""
+        """Encodes a text as `encode` does, without special tokens, and returns where the marks lie in the tokens."""
         if len(text) < LEAST:
             return Encoded(_array(self._tokenizer.encode(text, add_special_tokens=False)), ((0, 0),))
         with self._knowing:
@@ -107,7 +107,7 @@ class Tokeniser:
                 self._known.popitem(last=False)
 
     def _head(self, text: str) -> tuple[int, Encoded]:
-        """How much of the text is known from an earlier one, up to a special token, and its tokens."""
+        """Returns how much of the text is known from an earlier one, up to a special token, and its tokens."""
         best, source = 0, ""
         for known in reversed(self._known):
             common = _common(known, text, best)

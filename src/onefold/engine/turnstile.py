@@ -1,6 +1,6 @@
 """Lets one thread at a time do a piece of work, in the order of `ageing`: the one that has the least left comes first.
 
-For work in pieces that must not take more than one core, nor hold up what is short behind what is long.
+For work in pieces that must not take more than one core, nor delay short work behind long work.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from onefold.engine.ageing import next_of, note_turn
 
 
 class Visitor:
-    """One work of several pieces, on its way through a turnstile."""
+    """One task in several pieces that passes a turnstile."""
 
     def __init__(self) -> None:
         self.left = 0

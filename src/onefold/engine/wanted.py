@@ -1,4 +1,4 @@
-"""Tells work on a thread that its result is no longer wanted: a client hung up while its prompt was prepared."""
+"""Ends work on a thread whose result is no longer wanted: its client hung up while its prompt was prepared."""
 
 from __future__ import annotations
 
@@ -28,4 +28,4 @@ def check() -> None:
     """Raises RequestError if the work that this thread does is no longer wanted."""
     unwanted = _UNWANTED.get()
     if unwanted is not None and unwanted.is_set():
-        raise RequestError("the client has hung up")
+        raise RequestError("the client closed the connection")

@@ -1,8 +1,8 @@
-"""What mlx-lm calls entries: which sequences were put into a prompt cache, as what, and when they were last used.
+"""The entries of a prompt cache, as mlx-lm has them: which sequences were put in, as what, and their last use.
 
 - One radix tree per model key; an entry sits at the node where its tokens end. Finding one never looks at tokens one by
   one.
-- Which goes first is mlx-lm's order: of "assistant", "user" and "system" the first kind that has at least as many
+- Entries are evicted in mlx-lm's order: of "assistant", "user" and "system" the first kind that has at least as many
   entries as the next, its least recently used.
 
 Holds no KV, but for objects that are kept whole (`whole`). No MLX in this file.
@@ -45,11 +45,11 @@ class Entry:
 class Nearest(NamedTuple):
     exact: Entry | None
     shorter: Entry | None
-    """The longest that the tokens go on from."""
+    """The longest entry that the tokens continue."""
     longer: Entry | None
-    """The shortest that goes on from where the tokens leave it."""
+    """The shortest entry that continues the common part."""
     common: int
-    """How far the tokens are known at all."""
+    """How many tokens some entry has in common with these."""
 
 
 class Entries:
@@ -75,7 +75,7 @@ class Entries:
     def add(
         self, key: Hashable, tokens: Tokens, cache_type: str, whole: list[Any] | None = None, nbytes: int = 0
     ) -> Entry:
-        """The newest entry of its type; it takes the place of one with the same tokens."""
+        """Adds and returns the newest entry of its type. It replaces an entry with the same tokens."""
         tree = self._trees.setdefault(key, Tree())
         node, matched = tree.reach(tokens)
         if matched < len(tokens):
@@ -98,7 +98,7 @@ class Entries:
             del self._trees[entry.key]
 
     def shorten(self, entry: Entry, length: int) -> None:
-        """It ends earlier now, and keeps its place in the order; nothing is left of it if others go as far."""
+        """Cuts an entry to `length`; it keeps its place in the order. Removes it if another entry has the rest."""
         tokens, cache_type = entry.tokens[:length], entry.cache_type
         place = list(self._orders[cache_type]).index(entry)
         self.remove(entry)
@@ -109,7 +109,7 @@ class Entries:
             self._orders[cache_type] = dict.fromkeys(order)
 
     def oldest(self) -> Entry:
-        """Who goes first."""
+        """Returns the entry to evict first."""
         for this, following in itertools.pairwise(TYPES):
             if self._orders[this] and len(self._orders[this]) >= len(self._orders[following]):
                 return next(iter(self._orders[this]))
@@ -120,12 +120,12 @@ class Entries:
         order[entry] = order.pop(entry)
 
     def prefixes(self, entry: Entry) -> list[Entry]:
-        """The entries that this one goes on from."""
+        """Returns the entries that this one continues."""
         nodes = [self._trees[entry.key].root, *entry.node.path()[:-1]]
         return [self._at[n] for n in nodes if n in self._at and n is not entry.node]
 
     def common(self, key: Hashable, tokens: Tokens) -> int:
-        """How far some entry has these tokens."""
+        """Returns how many of these tokens, from the first, some entry has."""
         return self._trees[key].match(tokens).matched if key in self._trees else 0
 
     def nearest(self, key: Hashable, tokens: Tokens) -> Nearest:
@@ -146,7 +146,7 @@ class Entries:
         return Nearest(None, on_path[-1] if on_path else None, longer, common)
 
     def own_tokens(self) -> dict[Hashable, dict[str, int]]:
-        """For each key, the tokens of the entries of a type, each counted once."""
+        """Returns the number of tokens by key and type, each token counted once."""
         counted: dict[Hashable, dict[str, int]] = {}
         seen: set[Node] = set()
         for entry in self:

@@ -1,8 +1,8 @@
-"""Which model a prompt cache's key stands for.
+"""Which model a key of a prompt cache has.
 
-A prompt cache is only told keys and tokens. The model is learnt in one of four ways, the surest first:
+A prompt cache gets only keys and tokens. It learns the model in one of four ways, the surest first:
 
-1. the caller says it (`assign`, `assign_default`);
+1. the caller assigns it (`assign`, `assign_default`);
 2. layers are put in that mlx-lm was seen to make for a model (`stock.models_of`), on whatever thread;
 3. a batch takes on a row whose tokens were asked for and not found, on whatever thread;
 4. caches are made for a model on the thread that has just asked for a key's tokens and not found them.
@@ -31,7 +31,7 @@ Refs = list[weakref.ref[nn.Module]]
 
 
 class Observed(Protocol):
-    """What `ModelObserver` passes on what it observes to."""
+    """What `ModelObserver` reports to."""
 
     @property
     def models(self) -> Models: ...
@@ -57,18 +57,18 @@ class Models:
         self._for_all: Refs = []
         self._misses: list[Miss] = []
         self._asking: dict[int, Hashable] = {}
-        """By thread: the key that was just asked for in vain."""
+        """By thread: the key of its last fetch, if that found nothing."""
         self._latest: dict[int, weakref.ref[nn.Module]] = {}
 
-    # -- what the caller says ------------------------------------------------------------------
+    # -- what the caller assigns ------------------------------------------------------------------
 
     def assign(self, key: Hashable, models: list[nn.Module]) -> None:
-        """The caller says which models the key stands for: nothing that is heard later changes that."""
+        """Assigns models to a key. Nothing that is observed later changes that."""
         self._known[key] = [weakref.ref(m) for m in models]
         self._assigned.add(key)
 
     def assign_default(self, models: list[nn.Module]) -> None:
-        """The caller says which models every other key stands for."""
+        """Assigns models to every other key."""
         self._for_all = [weakref.ref(m) for m in models]
 
     def key_of(self, key: Hashable | nn.Module) -> Hashable:
@@ -80,13 +80,13 @@ class Models:
         return name
 
     def is_assigned(self, key: Hashable) -> bool:
-        """Whether the caller said which models the key stands for, and these are still there."""
+        """Whether the caller assigned models to the key, and they are still alive."""
         return (key in self._assigned or (bool(self._for_all) and key not in self._known)) and bool(self.of(key))
 
-    # -- what is heard --------------------------------------------------------------------------
+    # -- what is observed --------------------------------------------------------------------------
 
     def missed(self, key: Hashable, tokens: Tokens) -> None:
-        """Nothing is cached of these tokens: caches that are made on this thread from here on are the key's."""
+        """Notes a miss: caches that are made on this thread from now on belong to the key."""
         here = threading.get_ident()
         self._asking[here] = key
         self._misses = [*self._misses[1 - OPEN_MISSES :], Miss(here, key, _hash(tokens))]
@@ -95,7 +95,7 @@ class Models:
             self._assigned.discard(key)
 
     def found(self) -> None:
-        """Caches that are made on this thread from here on are for something else than the last miss."""
+        """Ends a miss: caches that are made on this thread from now on do not belong to its key."""
         self._asking.pop(threading.get_ident(), None)
 
     def made(self, model: nn.Module) -> None:
@@ -108,13 +108,13 @@ class Models:
                 known.append(weakref.ref(model))
 
     def filled(self, key: Hashable, models: list[nn.Module]) -> None:
-        """Layers of these models were put in under the key."""
+        """Notes that layers of these models were put in under the key."""
         if models and not self.is_assigned(key):
             self._known[key] = [weakref.ref(m) for m in models[:MODELS]]
 
     def row(self, model: nn.Module, tokens: Tokens) -> tuple[Hashable] | None:
-        """The key whose tokens these are, or None: one that was asked for in vain, on this thread or, if no other key
-        was asked for the same tokens, on another."""
+        """Returns the key whose tokens these are, or None: the key of a miss on this thread or, if only one key missed
+        the same tokens, on another thread."""
         here, digest = threading.get_ident(), _hash(tokens)
         self._latest[here] = weakref.ref(model)
         found = [m for m in self._misses if m.tokens == digest and self._may_be(m.key, model)]
@@ -134,12 +134,12 @@ class Models:
     # -- what is known ---------------------------------------------------------------------------
 
     def of(self, key: Hashable) -> list[nn.Module]:
-        """The models that a key's layers belong to, target first; empty if not known."""
+        """Returns the models of a key, target first; empty if they are not known."""
         models = [ref() for ref in self._known.get(key, self._for_all)]
         return [m for m in models if m is not None] if None not in models else []
 
     def latest(self, key: Hashable) -> nn.Module | None:
-        """The model that this thread saw last, if it may be the key's by now: one that was loaded again."""
+        """Returns the model that this thread used last, if it may be the key's model loaded again."""
         ref = self._latest.get(threading.get_ident())
         model = ref() if ref is not None else None
         if model is None or self.is_assigned(key):
@@ -150,7 +150,7 @@ class Models:
 
 
 class ModelObserver:
-    """Listens for a cache without keeping it alive."""
+    """Reports what mlx-lm does to a cache, without keeping the cache alive."""
 
     def __init__(self, cache: Observed) -> None:
         self._cache = weakref.ref(cache)

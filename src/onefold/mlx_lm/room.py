@@ -1,8 +1,8 @@
-"""What the device has left for the KV of a prompt cache's requests.
+"""How much memory the device has left for the KV of a prompt cache's requests.
 
-- A request is admitted before anything is allocated for it: its prompt must fit beside what is in use, what admitted
-  requests will still allocate for their prompts, and one more buffer step for each of them.
-- KV that no request is using makes way first, unless all of it would not be enough.
+- A request is admitted before anything is allocated for it: its prompt must fit in addition to the memory in use, to
+  what admitted requests will still allocate for their prompts, and to one more buffer step for each of them.
+- KV that no request uses is evicted first, unless even all of it would not be enough.
 - A row that runs may find no room for its next buffer step. One in a batch is then ended by its length; a lone one is
   refused at its next forward. A step's room is asked for one step ahead, so the step that ends a row still fits.
 
@@ -27,12 +27,12 @@ Evict = Callable[[int], int]
 
 class Room:
     def __init__(self, limit_bytes: int | None) -> None:
-        """Without a limit nothing is ever short."""
+        """`limit_bytes`: None is no limit."""
         self.limit_bytes = limit_bytes
 
     def require(self, n_bytes: int, what: str, caches: Sequence[PrefixCache], evict: Evict) -> None:
-        """Makes room for a request that will allocate `n_bytes` beside the requests of `caches`. Raises BudgetError if
-        that cannot be done; then nothing was allocated."""
+        """Makes room for a request that will allocate `n_bytes` in addition to the requests of `caches`. Raises
+        BudgetError if there is none; then nothing was allocated."""
         missing = self.missing(n_bytes, caches, evict)
         if missing > 0:
             needed = n_bytes + self._promised(caches)
@@ -46,8 +46,8 @@ class Room:
             )
 
     def missing(self, n_bytes: int, caches: Sequence[PrefixCache], evict: Evict) -> int:
-        """What `n_bytes`, and a step of every running request, lack after stored KV has made way; at most 0 if
-        nothing."""
+        """Returns how many bytes are missing for `n_bytes` and a step of every running request, after stored KV was
+        evicted. 0 or less: there is room."""
         if self.limit_bytes is None:
             return 0
         slack = max((c.step_bytes for c in caches), default=0)  # the allocator rounds, and hands out what it has

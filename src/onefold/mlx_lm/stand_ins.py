@@ -1,4 +1,4 @@
-"""What a stock mlx-lm server holds in a layer's place.
+"""Stand-ins: what a stock mlx-lm server holds in the place of layers.
 
 - mlx-lm's batches merge, extend, filter, copy and extract caches; each of those copies KV there. Here they move
   references to rows, and a row is a lease: nothing is padded, and no byte is copied.
@@ -34,7 +34,7 @@ class Table:
     """The rows of one cache that decode together: one batch, re-seated as rows come and go."""
 
     def __init__(self, cache: PrefixCache, before_alone: Callable[[Lease, int], None] = lambda lease, n: None) -> None:
-        """`before_alone` is told of each forward of a row that is in no batch, with its tokens, and may refuse it."""
+        """`before_alone` is called before each forward of a row that is in no batch, and may refuse it."""
         self.cache = cache
         self.before_alone = before_alone
         self._batches: dict[int, tuple[Any, Batch]] = {}
@@ -80,7 +80,7 @@ class StandIn:
         self.index = index
         self._seated = seated and index == 0
         self.is_copy = False
-        """Made beside a row that goes on: putting it back does not end the row."""
+        """A copy of a row that continues: putting it back does not end the row."""
         self._sit(self.rows, 1)
 
     def _sit(self, rows: list[Row], n: int) -> None:
@@ -118,7 +118,7 @@ class StandIn:
         return StandIn([self.rows[i]], self.index, seated=False)
 
     def prepare(self, *, lengths: list[int] | None = None, **_: Any) -> None:
-        """The rows of the next prompt are padded; these are their lengths."""
+        """Notes the lengths of the rows of the next prompt, which is padded."""
         if lengths is not None and self.index == 0:
             for row, n in zip(self.rows, lengths, strict=True):
                 row.waiting = int(n)
@@ -162,7 +162,7 @@ class StandIn:
         return min((layer.trim(n) for layer in self._own()), default=0)
 
     def __getattr__(self, name: str) -> Any:
-        """mlx-lm quantises whatever says that it can be: full attention can."""
+        """Has `to_quantized` only for full attention: mlx-lm quantises every layer that has it."""
         if name == "to_quantized" and all(x.is_plain and x.in_track for x in self._own()):
             return functools.partial(adopting.to_quantized, self._own()[0])
         raise AttributeError(name)
@@ -170,7 +170,7 @@ class StandIn:
     # -- what a model is given instead ------------------------------------------------------------
 
     def drive(self, run: Run, inputs: mx.array, n_layers: int) -> mx.array:
-        """A forward over stand-ins `index` to `index + n_layers`, with the rows' own layers."""
+        """Runs a forward over stand-ins `index` to `index + n_layers`, with the rows' own layers."""
         rows, n = self.rows, inputs.shape[1]
         span = slice(self.index, self.index + n_layers)
         if len(rows) == 1 and rows[0].waiting is None:

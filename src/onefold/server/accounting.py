@@ -1,4 +1,4 @@
-"""One record, one log line and one count for every request, however it ends. Around all that may refuse it."""
+"""Makes one record, one log line and one count for every request, refused ones included."""
 
 from __future__ import annotations
 

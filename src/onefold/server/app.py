@@ -104,7 +104,7 @@ async def _ours(request: Request, error: Exception) -> Response:
 
 async def _starlettes(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    said = {404: "There is nothing at this path.", 405: "This path has other methods."}
+    said = {404: "Not found.", 405: "Method not allowed."}
     message = said.get(error.status_code, str(error.detail))
     return respond(request.scope, Problem(error.status_code, message, allow=(error.headers or {}).get("Allow")))
 

@@ -1,4 +1,4 @@
-"""From the bytes of a request to a checked schema, or to a sentence that says what is wrong with them.
+"""Parses the bytes of a request into a checked schema, or into a sentence that names what is wrong.
 
 Takes JSON as its standard has it: no NaN, no half of a surrogate pair, no more than 200 levels. The number of values is
 bounded before they are checked, which no other thread can interrupt. Knows no API.
@@ -35,18 +35,18 @@ def _never(_: Any) -> bool:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a field is not taken: to leave it out would change what the request means."""
+    """Why a field is refused: ignoring it would change what the request means."""
 
     message: str
     unless: Callable[[Any], bool] = _never
     """Of the values that ask for nothing, beyond null."""
     details: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """What a program is told of it, for an API that has a place for that."""
+    """Details for programs, for an API that has a field for them."""
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """Which values of an object's `type` are taken; `otherwise` is said of any other, which "{}" stands for."""
+    """The allowed values of an object's `type`. `otherwise` is the message for any other; "{}" is replaced by it."""
 
     taken: frozenset[str]
     otherwise: str
@@ -69,7 +69,7 @@ Schema = TypeVar("Schema", bound=Fields)
 
 
 def parse(body: bytes, schema: type[Schema]) -> Schema:
-    """Raises BadRequest."""
+    """Parses it. Raises BadRequest."""
     given = parse_json(body)
     if not isinstance(given, dict):
         raise BadRequest(f"The body must be a JSON object, not {_kind(given)}.")
@@ -80,12 +80,12 @@ def parse(body: bytes, schema: type[Schema]) -> Schema:
         raise explain(error, given) from None
     refuse(found)
     if unknown := set(found.model_extra or ()) - found.ignored:
-        log.debug("fields that are not known were ignored: %s", ", ".join(sorted(unknown)))
+        log.debug("ignored unknown fields: %s", ", ".join(sorted(unknown)))
     return found
 
 
 def _bound(given: Any) -> None:
-    """Raises BadRequest if there are more values than can be checked in a moment."""
+    """Limits the number of values, so that checking them takes a moment only. Raises BadRequest."""
     left: list[tuple[tuple[str, ...], Any]] = [((), given)]
     seen = 0
     while left:
@@ -95,13 +95,13 @@ def _bound(given: Any) -> None:
         numbers = isinstance(value, list) and all(type(item) is int for item in value)
         most = MOST_NUMBERS if numbers else MOST_ITEMS
         if len(value) > most:
-            raise BadRequest(f"This has {len(value)} items; {most} is the most.", where=".".join(where))
+            raise BadRequest(f"This has {len(value)} items; at most {most} are allowed.", where=".".join(where))
         if not numbers:
             seen += len(value)
             inner = value.items() if isinstance(value, dict) else enumerate(value)
             left += [((*where, str(name)), item) for name, item in inner]
         if seen > MOST_VALUES:
-            raise BadRequest(f"The body has more than {MOST_VALUES} values, which is the most.")
+            raise BadRequest(f"The body has more than {MOST_VALUES} values; send fewer.")
 
 
 def refuse(found: Fields) -> None:
@@ -129,9 +129,9 @@ def _objects(found: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ..
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Raises BadRequest."""
+    """Parses it. Raises BadRequest."""
     if _brackets(text) > MOST_BRACKETS:
-        raise BadRequest(f"The body has more than {MOST_BRACKETS} lists, objects and fields, which is the most.")
+        raise BadRequest(f"The body has more than {MOST_BRACKETS} lists, objects and fields; send fewer.")
     try:
         return from_json(text, allow_inf_nan=False)
     except ValueError as error:

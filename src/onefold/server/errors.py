@@ -1,4 +1,4 @@
-"""Our exceptions as HTTP errors, in the shape of the API that the client speaks.
+"""Turns Onefold's exceptions into HTTP errors in the shape of the client's API.
 
 Every error that leaves the server is made here. Messages say what was wrong and with which field; they do not repeat
 what was sent, and an error that is a bug of ours says nothing about its inside.
@@ -56,7 +56,7 @@ class Problem:
 
     @property
     def sentence(self) -> str:
-        """With the field that it is about."""
+        """The message, with the field that it is about."""
         return f"{self.param}: {self.message}" if self.param else self.message
 
 
@@ -86,7 +86,7 @@ def problem_of(error: OnefoldError) -> Problem:
 
 
 def speaks_anthropic(path: str, header_names: set[bytes]) -> bool:
-    """Paths that both APIs have are told apart by a header that Anthropic's clients always send."""
+    """Whether the client uses Anthropic's API. Paths that both APIs have differ by a header that its clients send."""
     return path.startswith("/v1/messages") or (
         b"anthropic-version" in header_names and not path.startswith(("/v1/chat", "/v1/completions"))
     )

@@ -1,6 +1,6 @@
-"""A request whose client is gone, or does not read, is not worked on: its handler is cancelled, wherever it waits.
+"""Cancels the handler of a request whose client has closed the connection or does not read, wherever it waits.
 
-This is what frees a row of the engine when somebody presses Ctrl-C, also while the request is queued and also when the
+This is what frees a row of the engine when a user presses Ctrl-C, also while the request is queued and also when the
 answer is not streamed. Knows nothing of what handlers do.
 """
 
@@ -18,8 +18,8 @@ FIRST_REQUEST_SECONDS = 30.0
 
 
 class Protocol(H11Protocol):
-    """uvicorn's own. Beyond that it lets an application drop the connection with what was written and not yet sent:
-    closing it in the usual way waits for a client that does not read."""
+    """uvicorn's own protocol. In addition it lets an application drop the connection with unsent data: closing it in
+    the usual way waits for a client that does not read."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,11 +1,11 @@
-"""By which names the server may be asked: a request's Host is one that the server was told of, or an address.
+"""Checks a request's Host: it must be an address or a name that the server was given.
 
 A web page can have its own name point at this machine (DNS rebinding), and then reads answers as its own, without an
 `Origin`. The `Host` that a browser sends is the page's name, so it tells such a request from others.
 
     loopback       localhost and the loopback addresses
     --host         as it was given; where that is every address (0.0.0.0, ::), any address, as none is a name
-    --allowed-host names beside these; * is any
+    --allowed-host adds names to these; * is any
 
 A request without a Host, or with an empty one, is let pass: a browser always sends the page's name.
 """
@@ -22,7 +22,7 @@ from onefold.server.errors import Problem, respond
 from onefold.server.limits import header
 
 SAID = (
-    "This server does not go by the name that it was asked by. Ask for it as localhost or by its address, or start it "
+    "Host not allowed. Use localhost or the server's address, or start the server "
     "with --allowed-host NAME."
 )
 _HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^\[\]:@/]+))(?::[0-9]*)?")

@@ -1,4 +1,4 @@
-"""The endpoints that run no model: which model it is, whether all is well, what the cache holds."""
+"""The endpoints that run no model: the model's name, health, metrics, and the cache."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def routes(service: Service) -> APIRouter:
     @router.head("/", include_in_schema=False)
     @router.get("/", include_in_schema=False)
     async def root() -> dict[str, str]:
-        """For clients that look whether somebody is there."""
+        """Answers clients that check whether a server is there."""
         return {"server": "onefold"}
 
     @router.head("/v1/models", include_in_schema=False)
     @router.get("/v1/models", responses=errors(OPENAI_ERROR))
     async def models() -> dict[str, Any]:
-        """The one model, in OpenAI's words and in Anthropic's at once."""
+        """Lists the one model, with the fields of OpenAI's and of Anthropic's API."""
         found = model_shape(service, since)
         return {"object": "list", "data": [found], "has_more": False, "first_id": found["id"], "last_id": found["id"]}
 
@@ -52,12 +52,12 @@ def routes(service: Service) -> APIRouter:
     @router.head("/v1/cache", include_in_schema=False)
     @router.get("/v1/cache", responses=errors(OPENAI_ERROR))
     def cache() -> dict[str, Any]:
-        """What the engine and its cache have done, and hold."""
+        """Returns the counts of the engine and its cache, and what the cache holds."""
         return dataclasses.asdict(service.engine.stats())
 
     @router.delete("/v1/cache", responses=errors(OPENAI_ERROR, 503))
     def clear() -> dict[str, int]:
-        """Drops everything that no running request holds, in memory and on disk, whoever it was said to."""
+        """Drops all KV that no running request uses, in memory and on disk, in every namespace."""
         memory, disk = service.engine.clear()
         return {"freed_bytes": memory, "freed_disk_bytes": disk}
 

@@ -1,4 +1,4 @@
-"""Who may ask, and how much they may send. Pure ASGI middleware: what is refused here never reaches an endpoint.
+"""Checks origin, API key and size of a request. Pure ASGI middleware: a refused request never reaches an endpoint.
 
     Origins     a web page that was not named may not ask, whether or not it could read the answer
     Keys        an API key, if the settings have any; / and /health are open
@@ -27,7 +27,7 @@ class Origins:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         origin = header(scope, b"origin") if scope["type"] == "http" else ""
         if origin and not self._allowed & {"*", origin.lower()}:
-            said = "Web pages of this origin may not ask here; the server's --cors-origin names those that may."
+            said = "Origin not allowed. Start the server with --cors-origin to allow it."
             await respond(scope, Problem(403, said, "origin_not_allowed"))(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -48,7 +48,7 @@ class Keys:
         known = [key for key in given if self._known(key)]
         scope.setdefault("state", {})["api_key"] = next(iter(known or given), "")
         if self._digests and scope["path"] not in OPEN_PATHS and not known:
-            said = "This API key is not one of the server's." if given else "This server needs an API key."
+            said = "The API key is not valid." if given else "An API key is required."
             said += " Send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
             await respond(scope, Problem(401, said, "invalid_api_key"))(scope, receive, send)
             return
@@ -86,8 +86,8 @@ class BodyLimit:
             await self._app(scope, once, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | Problem | None:
-        """The body, or why not; None if the client is gone."""
-        large = Problem(413, f"The body is larger than the {self._limit} bytes that this server takes.", "too_large")
+        """Returns the body, or the problem; None if the client has left."""
+        large = Problem(413, f"The body is larger than this server's limit of {self._limit} bytes.", "too_large")
         length = header(scope, b"content-length")
         if length.isdigit() and int(length) > self._limit:
             return large  # what is on its way is read and thrown away by uvicorn, while the client may read the answer
@@ -98,7 +98,7 @@ class BodyLimit:
                 async with asyncio.timeout(self._timeout):
                     message = await receive()
             except TimeoutError:
-                return Problem(408, f"Nothing more of the body came for {self._timeout:g} seconds.", "body_timeout")
+                return Problem(408, f"No data of the body arrived for {self._timeout:g} seconds.", "body_timeout")
             if message["type"] == "http.disconnect":
                 return None
             more = message.get("more_body", False)

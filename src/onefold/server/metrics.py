@@ -1,4 +1,4 @@
-"""Prometheus metrics: requests as they end, and what the engine says of itself when it is asked.
+"""Prometheus metrics: requests as they end, and the engine's own counts, read when the page is fetched.
 
 Each app has a registry of its own. Labels come from fixed sets, never from a client.
 """
@@ -26,10 +26,10 @@ class Metrics:
         here = self.registry
         self._requests = Counter("onefold_requests", "HTTP requests", ["endpoint", "status"], registry=here)
         self._prompt = Counter("onefold_prompt_tokens", "Tokens of prompts", registry=here)
-        self._cached = Counter("onefold_cached_tokens", "Tokens of prompts whose KV was there already", registry=here)
-        self._generated = Counter("onefold_generated_tokens", "Tokens of answers, as far as they got", registry=here)
+        self._cached = Counter("onefold_cached_tokens", "Prompt tokens whose KV was reused", registry=here)
+        self._generated = Counter("onefold_generated_tokens", "Tokens of answers, partial ones too", registry=here)
         self._first = Histogram(
-            "onefold_time_to_first_token_seconds", "From the request on", buckets=FIRST_TOKEN_BUCKETS, registry=here
+            "onefold_time_to_first_token_seconds", "Time to the first token", buckets=FIRST_TOKEN_BUCKETS, registry=here
         )
         self._between = Histogram(
             "onefold_inter_token_seconds", "Between pieces of an answer", buckets=BETWEEN_BUCKETS, registry=here
@@ -49,7 +49,7 @@ class Metrics:
             self._first.observe(record.time_to_first_token)
 
     def page(self) -> bytes:
-        """Blocks for a moment: the engine is asked."""
+        """Returns the page. Blocks for a moment: it reads the engine's counts."""
         return generate_latest(self.registry)
 
 
@@ -58,25 +58,25 @@ class EngineCollector(Collector):
         self._stats = stats
 
     def describe(self) -> list[Any]:
-        return []  # or the registry would ask the engine when it is told of this
+        return []  # or registering this would read the engine's counts
 
     def collect(self) -> Iterator[Any]:
         stats = self._stats()
         cache = stats.cache
         for name, what, value in (
-            ("onefold_queued_requests", "Requests that wait to be admitted", stats.queued),
-            ("onefold_prefilling_requests", "Requests whose prompt is being run", stats.prefilling),
+            ("onefold_queued_requests", "Requests in the queue", stats.queued),
+            ("onefold_prefilling_requests", "Requests whose prompt is being computed", stats.prefilling),
             ("onefold_decoding_requests", "Rows of the batch", stats.decoding),
-            ("onefold_budget_bytes", "All that may be used", cache.budget_bytes),
+            ("onefold_budget_bytes", "Memory budget", cache.budget_bytes),
             ("onefold_used_bytes", "Reserved now", cache.used_bytes),
-            ("onefold_peak_bytes", "Reserved at most", cache.peak_bytes),
-            ("onefold_stored_tokens", "Tokens whose KV is kept", cache.stored_tokens),
-            ("onefold_disk_budget_bytes", "All that may be on disk", cache.disk.budget_bytes),
+            ("onefold_peak_bytes", "Most bytes reserved so far", cache.peak_bytes),
+            ("onefold_stored_tokens", "Tokens whose KV is stored", cache.stored_tokens),
+            ("onefold_disk_budget_bytes", "Disk budget", cache.disk.budget_bytes),
             ("onefold_disk_used_bytes", "On disk now", cache.disk.used_bytes),
             ("onefold_disk_written_today_bytes", "Written to disk today", cache.disk.written_today_bytes),
             (
                 "onefold_disk_daily_limit_bytes",
-                "The most that is written in a day; 0 is no limit",
+                "Limit of bytes written in a day; 0 is no limit",
                 cache.disk.daily_limit_bytes,
             ),
             ("onefold_disk_records", "Records on disk", cache.disk.records),
@@ -84,22 +84,22 @@ class EngineCollector(Collector):
         ):
             yield GaugeMetricFamily(name, what, value=value)
         for name, what, value in (
-            ("onefold_preemptions", "Requests that gave way to others, to be run again", stats.preemptions),
-            ("onefold_prefilled_tokens", "Tokens of prompts that were run", stats.prefilled_tokens),
-            ("onefold_sampled_tokens", "Tokens that the model made", stats.generated_tokens),
-            ("onefold_evicted_tokens", "Tokens whose KV made way in memory", cache.evicted_tokens),
-            ("onefold_discarded_tokens", "Tokens whose KV is gone", cache.discarded_tokens),
+            ("onefold_preemptions", "Requests preempted for want of memory, which continued later", stats.preemptions),
+            ("onefold_prefilled_tokens", "Prompt tokens computed", stats.prefilled_tokens),
+            ("onefold_sampled_tokens", "Tokens generated", stats.generated_tokens),
+            ("onefold_evicted_tokens", "Tokens whose KV was evicted from memory", cache.evicted_tokens),
+            ("onefold_discarded_tokens", "Tokens whose KV was evicted and is not on disk", cache.discarded_tokens),
             ("onefold_spilled_tokens", "Tokens whose KV was written to disk", cache.disk.spilled_tokens),
             ("onefold_restored_tokens", "Tokens whose KV was read from disk", cache.disk.restored_tokens),
-            ("onefold_restore_skipped_tokens", "On disk, and quicker to compute", cache.disk.skipped_tokens),
+            ("onefold_restore_skipped_tokens", "On disk, but quicker to compute", cache.disk.skipped_tokens),
             ("onefold_disk_written_bytes", "Written to disk", cache.disk.written_bytes),
         ):
             yield CounterMetricFamily(name, what, value=value)
-        ledger = GaugeMetricFamily("onefold_ledger_bytes", "Bytes reserved, by what they are for", labels=["purpose"])
+        ledger = GaugeMetricFamily("onefold_ledger_bytes", "Bytes reserved, by purpose", labels=["purpose"])
         for purpose, n_bytes in sorted(cache.bytes.items()):
             ledger.add_metric([purpose], n_bytes)
         yield ledger
-        short = CounterMetricFamily("onefold_short_hits", "Why less was reused than was known", labels=["reason"])
+        short = CounterMetricFamily("onefold_short_hits", "Requests that could have reused more", labels=["reason"])
         for reason, count in sorted(cache.reasons.items()):
             short.add_metric([reason], count)
         yield short

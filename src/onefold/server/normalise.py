@@ -1,4 +1,4 @@
-"""What is not meaning is made the same on every request, so that the prompt is the same too.
+"""Removes from a request what changes without changing its meaning, so that its prompt stays the same.
 
 Pure functions. Lists keep their order, text keeps every character but for the lines named here.
 """
@@ -28,7 +28,7 @@ USUAL = (
 _RANK = {key: rank for rank, key in enumerate(USUAL)}
 
 NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-"""Objects whose keys are names that somebody chose, not words of JSON Schema."""
+"""Objects whose keys are names that a client chose, not words of JSON Schema."""
 
 NOT_FOR_THE_MODEL = frozenset({"cache_control", "strict"})
 """Fields of a tool that instruct an API."""

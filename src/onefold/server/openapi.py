@@ -46,19 +46,19 @@ EVENT = {
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
 }
 STATUSES = {
-    400: "The request is not one that can be run; the message says which field is wrong.",
-    401: "An API key is needed.",
-    403: "Web pages of this origin may not ask, or the server was asked by a name that is not its own.",
-    404: "There is no such model here.",
-    408: "The body did not come.",
+    400: "The request is invalid; the message names the field that is wrong.",
+    401: "An API key is required.",
+    403: "The origin or the host is not allowed.",
+    404: "The model is not served here.",
+    408: "The body did not arrive in time.",
     413: "The body is too large.",
     500: "The server failed.",
-    503: "The engine is busy, or has stopped; Retry-After says when to come again.",
+    503: "The engine is busy or has stopped; Retry-After says when to try again.",
 }
 
 
 def described(schema: type[BaseModel], *, streams: bool) -> dict[str, Any]:
-    """What a route says of itself, for FastAPI's `openapi_extra`."""
+    """Returns the description of a route, for FastAPI's `openapi_extra`."""
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if streams:
         content["text/event-stream"] = {"schema": EVENT}
@@ -67,14 +67,14 @@ def described(schema: type[BaseModel], *, streams: bool) -> dict[str, Any]:
 
 
 def errors(shape: dict[str, Any], *statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For FastAPI's `responses`."""
+    """Returns the error responses of a route, for FastAPI's `responses`."""
     content = {"application/json": {"schema": shape}}
     always = (401, 403, 408, 413, 500)
     return {status: {"description": STATUSES[status], "content": content} for status in sorted({*always, *statuses})}
 
 
 def document(app: FastAPI, schemas: Sequence[type[BaseModel]]) -> Callable[[], dict[str, Any]]:
-    """For `app.openapi`."""
+    """Returns the OpenAPI document, for `app.openapi`."""
     made: dict[str, Any] = {}
 
     def openapi() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What both APIs let a client say about how an answer is made, and what becomes of it. Knows no API's messages."""
+"""The options of both APIs for how an answer is made. Knows no API's messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MaxTokens = Annotated[int, Field(ge=1, description=f"More than {MOST_TOKENS} is 
 
 
 class SamplingFields(Fields):
-    """What is not said (or null) is as the server's settings have it, and there as the model recommends it."""
+    """A field that is absent or null has the server's setting, or else the model's recommendation."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -66,17 +66,17 @@ def stop_strings(given: str | list[str] | None, where: str) -> tuple[str, ...]:
 def for_the_template(given: dict[str, Any] | None) -> dict[str, Any]:
     for name in given or {}:
         if name in NOT_TEMPLATE_OPTIONS:
-            raise BadRequest("This is not for a client to choose.", where=f"chat_template_kwargs.{name}")
+            raise BadRequest("A client cannot set this option.", where=f"chat_template_kwargs.{name}")
     return given or {}
 
 
 def most_tokens(*given: int | None) -> int | None:
-    """The first that is said."""
+    """Returns the first that is set."""
     said = next((n for n in given if n is not None), None)
     return None if said is None else min(said, MOST_TOKENS)
 
 
 def _token(name: str) -> int:
     if not (name.isascii() and name.isdigit() and len(name) <= 10 and int(name) <= LARGEST_TOKEN):
-        raise BadRequest("The keys of logit_bias are numbers of tokens.", where="logit_bias")
+        raise BadRequest("The keys of logit_bias must be token ids.", where="logit_bias")
     return int(name)

@@ -1,4 +1,4 @@
-"""Which paths there are, and what else they may be called: clients differ in whether `/v1` is theirs to add.
+"""The paths of the server and their aliases: some clients add `/v1` themselves and some do not.
 
 `/chat/completions` is `/v1/chat/completions`, and so is `/v1/v1/chat/completions`. The outermost middleware: everything
 further in sees the one name.

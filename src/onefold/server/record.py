@@ -86,7 +86,7 @@ class Record:
         return (self.generated - 1) / seconds if seconds > 0 else None
 
     def hit(self) -> Hit | None:
-        """Of all prompts together; reasons are the first one's that has any."""
+        """The hit of all prompts together. Its reasons are those of the first prompt that has any."""
         if not self.hits:
             return None
         found = [self.hits[i] for i in sorted(self.hits)]

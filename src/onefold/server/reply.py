@@ -1,4 +1,4 @@
-"""An answer as HTTP: whole or streamed, in the words of whichever API's writer is given.
+"""Sends an answer over HTTP, whole or streamed, in the format of the given API's writer.
 
 Nothing is sent before the engine has admitted the request, so whatever fails until then is a real HTTP error (raised,
 for the app's handlers). Afterwards a failure is an event of the stream, which then ends. Leaving by any way, also by
@@ -26,17 +26,17 @@ from onefold.server.stream import Stream
 
 
 class Writer(Protocol):
-    """One API's words. Used for one request."""
+    """Writes answers in the format of one API. Used for one request."""
 
     keep_alive: bytes
 
     def feed(self, choice: int, event: Event) -> bytes:
-        """What a stream says of an event, if anything."""
+        """Returns what a stream sends for an event, if anything."""
 
     def end(self) -> bytes: ...
 
     def failed(self, problem: Problem) -> bytes:
-        """The last thing that a stream says."""
+        """Returns the last data of a stream that failed."""
 
     def whole(self, outcomes: list[Outcome], usage: Usage) -> dict[str, Any]: ...
 
@@ -114,7 +114,7 @@ class Reply(Response):
         await _body(send, b"".join(said) + writer.end(), more=False)
 
     async def _admitted(self, stream: Stream) -> list[tuple[int, Event]]:
-        """The events up to the first choice's start, which the headers tell of."""
+        """Returns the events up to the first choice's start, which the headers describe."""
         events: list[tuple[int, Event]] = []
         while not any(isinstance(event, Started) for _, event in events):
             for choice, event in await stream.next():

@@ -1,8 +1,8 @@
-"""How the app is run: uvicorn's settings, its socket, and an end that leaves nobody without an answer.
+"""Runs the app: uvicorn's settings, its socket, and a shutdown that leaves no client without an answer.
 
-When it is told to end, the server takes no more connections and gives running requests a little time; none, if it is
+When it is asked to end, the server accepts no more connections and gives running requests a little time; none, if it is
 told once more. Then the engine is stopped, which tells each of those that are left, in the words of its API, that it
-failed. What the engine still has to write is waited for by whoever runs the server.
+failed. The caller that runs the server waits for the engine to write dirty data.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Twice is no reason to cut connections off, as uvicorn does: clients would be left without an end."""
+        """Does not cut connections on a second signal, as uvicorn does: clients would be left without an end."""
         if self.should_exit:
             self._hurried = True
         else:
@@ -86,7 +86,7 @@ class Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Takes the address, and does not listen yet: whoever connects before the server is there is refused. Raises
+    """Binds the address, and does not listen yet: clients that connect before the server is ready are refused. Raises
     OSError."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     found = socket.socket(family, kind, protocol)

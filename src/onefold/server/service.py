@@ -40,7 +40,7 @@ class Service:
         """Runs `make` on a thread for prompts; if this is cancelled, `make` ends at its next piece of text. Raises Busy
         if there are too many of them."""
         if self._preparing >= MOST_PREPARING:
-            raise Busy(f"{self._preparing} requests are waiting to be read.", retry_after=1)
+            raise Busy(f"{self._preparing} requests are waiting to be tokenised; try again.", retry_after=1)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(MOST_PREPARING, thread_name_prefix="onefold-prompt")
         unwanted = threading.Event()
@@ -54,10 +54,10 @@ class Service:
             unwanted.set()
             raise
         except RecursionError:  # a template may go down into a tool's schema by calling itself
-            raise BadRequest("Something in this request is nested too deeply.") from None
+            raise BadRequest("The request is nested too deeply.") from None
 
     def _prepared(self, _: object) -> None:
-        """When the thread is free, not when the client is gone: until then the body is held."""
+        """Called when the thread is free, not when the client has left: until then the body is held."""
         with self._counting:
             self._preparing -= 1
 
@@ -77,18 +77,18 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         if not self.serves(name):
-            raise UnknownModel(f"The model {str(name)[:100]!r} is not served here; the one that is: {self.model!r}.")
+            raise UnknownModel(f"The model {str(name)[:100]!r} is not served here; use {self.model!r}.")
 
     def defaults(self) -> Sampling:
         return self.settings.defaults(self.engine.defaults)
 
     def namespace(self, key: str) -> str:
-        """For requests with this API key: KV is shared within a namespace only."""
+        """Returns the namespace of requests with this API key. KV is shared only within a namespace."""
         return hashlib.sha256(key.encode()).hexdigest()[:32] if self.settings.namespace_per_key and key else ""
 
     def shown(self, hit: Hit) -> Hit:
         """What a client may be told of a hit. Where its prompt diverged, the engine also quotes what is stored, which
-        may be somebody else's if KV is shared among several API keys."""
+        may be another client's if KV is shared among several API keys."""
         if len(self.settings.api_keys) < 2 or self.settings.namespace_per_key:
             return hit
         return replace(hit, diverged=hit.diverged.partition(": known ")[0])

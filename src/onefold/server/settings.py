@@ -18,13 +18,13 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8080
     api_keys: tuple[str, ...] = ()
-    """None: whoever reaches the address may ask."""
+    """None: anyone who reaches the address may send requests."""
     aliases: tuple[str, ...] = ()
     """Other names that a request may call the model by; "*" is any."""
     cors_origins: tuple[str, ...] = ()
     """Web pages that may ask; "*" is any. Requests from others are refused."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names that the server may be asked by, beside localhost, its addresses and `host`; "*" is any."""
+    """Host names that clients may use, in addition to localhost, its addresses and `host`; "*" is any."""
     namespace_per_key: bool = False
     """KV is shared only among requests with the same API key."""
     body_limit: int = 32 << 20
@@ -34,7 +34,7 @@ class Settings:
     send_timeout_seconds: float = 60.0
     """A client that does not read, or does not send, for this long is hung up on."""
     grace_seconds: float = 5.0
-    """What running requests are given to end when the server is told to."""
+    """How long running requests may take to finish when the server stops."""
     sampling: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     """Where the model's own recommendation is overridden; a request overrides both."""
     max_tokens: int | None = None
@@ -53,7 +53,7 @@ class Settings:
         if any(not key or key != key.strip() or not key.isascii() for key in self.api_keys):
             raise ConfigError("an API key is ASCII text that is not empty and neither begins nor ends with a space")
         if unknown := set(self.sampling) - set(SAMPLING):
-            raise ConfigError(f"no default can be set for {', '.join(sorted(unknown))}")
+            raise ConfigError(f"a default cannot be set for {', '.join(sorted(unknown))}")
 
     def defaults(self, recommended: Sampling) -> Sampling:
         return Sampling(**{**vars(recommended), **self.sampling})

@@ -45,7 +45,7 @@ class Stream:
                 self._engine.cancel(number)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Once. On any thread; the engine takes a moment for long prompts."""
+        """Submits the requests. Call it once, on any thread; it may block for long prompts."""
         self._running = set(range(len(requests)))
         for choice, request in enumerate(requests):
             if self._left:
@@ -60,11 +60,11 @@ class Stream:
 
     @property
     def over(self) -> bool:
-        """Every request has ended, and all of it has been handed out."""
+        """Whether every request has ended and all events were returned."""
         return not self._running and not self._waiting
 
     async def next(self, timeout: float | None = None) -> list[tuple[int, Event]]:
-        """What came since the last call: at least one event, or nothing after `timeout` seconds."""
+        """Returns the events since the last call: at least one, or none after `timeout` seconds."""
         if not self._waiting:
             try:
                 async with asyncio.timeout(timeout):
@@ -76,8 +76,8 @@ class Stream:
         return taken
 
     def _deliver(self, choice: int, events: list[Event]) -> None:
-        """On the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is listening any more
+        """Passes events to the event loop. Runs on the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no request waits any more
             self._loop.call_soon_threadsafe(self._take, choice, events)
 
     def _take(self, choice: int, events: list[Event]) -> None:

@@ -102,7 +102,7 @@ class MessageWriter:
         return {**self._head, "content": content, **ends, "usage": usage_shape(usage)}
 
     def _begin(self, event: Text | Reasoning | ToolCall) -> bytes:
-        """Ends the block that is open, and begins one for this, unless it goes on with it."""
+        """Ends the open block and begins one for this piece, unless the piece continues the open block."""
         kind = type(event)
         if self._open is kind and kind is not ToolCall:
             return b""

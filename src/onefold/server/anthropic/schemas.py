@@ -11,7 +11,7 @@ from pydantic import Field
 from onefold.server.body import Fields, Kinds, Refusal
 from onefold.server.options import TEXT_ONLY, MaxTokens, SamplingFields
 
-FORMAT = Refusal("Nothing here makes a model keep to JSON or to a schema: leave this out, and ask for it in words.")
+FORMAT = Refusal("JSON and schemas are not enforced: leave this out, and describe the format in a message.")
 
 
 def _empty(value: Any) -> bool:
@@ -19,8 +19,8 @@ def _empty(value: Any) -> bool:
 
 
 class Block(Fields):
-    """Of a message's content. Which fields are needed depends on the type. What redacted_thinking has nobody here can
-    read, and fallback only says that another model went on."""
+    """A block of a message's content. Which fields are needed depends on the type. redacted_thinking cannot be
+    read here, and fallback only says that another model continued."""
 
     kinds = Kinds(
         frozenset({"text", "thinking", "redacted_thinking", "tool_use", "tool_result", "fallback"}),
@@ -54,12 +54,12 @@ class Message(Fields):
 class Tool(Fields):
     kinds = Kinds(
         frozenset({"custom"}),
-        "Tools of the type {} are not here: give one with a name and an input_schema, and run it yourself.",
+        "Tools of the type {} are not supported: give a tool with a name and an input_schema, and run it yourself.",
     )
     ignored = frozenset({"cache_control", "strict", "defer_loading", "eager_input_streaming", "input_examples"})
     refused: ClassVar[Mapping[str, Refusal]] = {
         "allowed_callers": Refusal(
-            "Tools are called by the model alone here: name 'direct' among the callers, or leave this out.",
+            "Only the model can call tools here: include 'direct' in the callers, or leave this out.",
             lambda value: isinstance(value, list) and "direct" in value,
         )
     }
@@ -110,12 +110,12 @@ class Conversation(Fields):
     )
     refused: ClassVar[Mapping[str, Refusal]] = {
         "thread": Refusal(
-            "Conversations are not held here between requests: send all of its messages each time, without thread.",
+            "This server does not keep conversations: send all messages in each request, and leave thread out.",
             details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
         ),
-        "compaction": Refusal("This server does not sum conversations up: ask the model for a summary in a message."),
-        "container": Refusal("There are no containers and no skills here: leave this out."),
-        "mcp_servers": Refusal("This server asks no MCP servers: offer the model their tools, and run them.", _empty),
+        "compaction": Refusal("Compaction is not supported: ask the model for a summary in a message."),
+        "container": Refusal("Containers and skills are not supported: leave this out."),
+        "mcp_servers": Refusal("MCP servers are not supported: give the model their tools, and run them.", _empty),
         "output_format": FORMAT,
     }
 

@@ -62,7 +62,7 @@ def _assistant(blocks: Sequence[Block], where: str, names: dict[str, str]) -> di
             call = {"id": _needed(block.id, f"{here}.id"), "type": "function"}
             calls.append(call | {"function": {"name": name, "arguments": block.input or {}}})
             names[call["id"]] = name
-        elif block.type not in ("redacted_thinking", "fallback"):  # nobody here could read them
+        elif block.type not in ("redacted_thinking", "fallback"):  # they cannot be read here
             text += _text(block, here)
     made: dict[str, Any] = {"role": "assistant", "content": text}
     if any(thought):
@@ -73,7 +73,7 @@ def _assistant(blocks: Sequence[Block], where: str, names: dict[str, str]) -> di
 
 
 def _user(message: Message, where: str, names: dict[str, str]) -> list[dict[str, Any]]:
-    """Of the user, or a system message."""
+    """Translates a message of the user, or a system message."""
     made: list[dict[str, Any]] = []
     lines: list[str] = []
     for i, block in enumerate(message.content or ()):
@@ -100,7 +100,7 @@ def _result(block: Block, where: str, names: dict[str, str]) -> dict[str, Any]:
 
 def _text(block: Block, where: str) -> str:
     if block.type != "text":
-        raise BadRequest(f"A block of the type {block.type!r} has no place here.", where=f"{where}.type")
+        raise BadRequest(f"A block of the type {block.type!r} is not allowed here.", where=f"{where}.type")
     return _needed(block.text, f"{where}.text")
 
 
@@ -111,12 +111,12 @@ def _needed(value: str | None, where: str) -> str:
 
 
 def tools(asked: Conversation) -> list[dict[str, Any]] | None:
-    """As OpenAI writes them; None without tools, and with a tool_choice of "none"."""
+    """Returns the tools in OpenAI's format; None without tools, and with a tool_choice of "none"."""
     if not asked.tools or (asked.tool_choice and asked.tool_choice.type == "none"):
         return None
     offered = [tool.name for tool in asked.tools]
     if asked.tool_choice and asked.tool_choice.type == "tool" and asked.tool_choice.name not in offered:
-        raise BadRequest("This names a tool that is not among the tools.", where="tool_choice.name")
+        raise BadRequest("This names a tool that is not in the list of tools.", where="tool_choice.name")
     return [_tool(tool, f"tools.{i}") for i, tool in enumerate(asked.tools)]
 
 

@@ -47,7 +47,7 @@ def plan(service: Service, body: bytes, namespace: str) -> Plan:
 
 
 def choices(request: Request, n: int) -> tuple[Request, ...]:
-    """The same request several times; with a seed, each has its own, or all would say the same."""
+    """Returns the request once for each choice. With a seed, each gets its own, or all answers would be equal."""
     seed = request.sampling.seed
     if seed is None:
         return (request,) * n
@@ -68,7 +68,7 @@ class ChatWriter:
         functions: bool = False,
     ) -> None:
         """`custom`: tools that take text. `functions`: the client offered functions, as before there were tools, and
-        is told of one call as `function_call`."""
+        gets one call as `function_call`."""
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._head["system_fingerprint"] = chunks.FINGERPRINT
         self._include_usage = include_usage

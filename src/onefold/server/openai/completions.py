@@ -1,4 +1,4 @@
-"""POST /v1/completions: text or tokens go on as they are; no template, no tools, no reasoning."""
+"""POST /v1/completions: text or tokens are continued as they are; no template, no tools, no reasoning."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ def prompts(asked: CompletionRequest) -> list[str | list[int]]:
 
 def refuse(asked: CompletionRequest, given: list[str | list[int]], n: int) -> None:
     if len(given) * n > MOST_CHOICES:
-        raise BadRequest(f"At most {MOST_CHOICES} choices can be asked for at once, over all prompts.", where="prompt")
+        raise BadRequest(f"At most {MOST_CHOICES} choices are allowed in a request, over all prompts.", where="prompt")
     if asked.suffix:
-        raise BadRequest("Text cannot be filled in before a suffix here.", where="suffix")
+        raise BadRequest("This server cannot insert text before a suffix: leave suffix out.", where="suffix")
     if asked.best_of is not None and asked.best_of > n:
-        raise BadRequest("Only as many choices are made as n says: leave best_of out.", where="best_of")
+        raise BadRequest("best_of is not supported: use n.", where="best_of")
     if asked.echo and asked.logprobs is not None:
-        raise BadRequest("The tokens of a prompt have no logprobs here: use either echo or logprobs.", where="echo")
+        raise BadRequest("Logprobs of prompt tokens are not supported: use either echo or logprobs.", where="echo")
     if asked.echo and any(not isinstance(prompt, str) for prompt in given):
-        raise BadRequest("Only a prompt that is text can be echoed.", where="echo")
+        raise BadRequest("Only a text prompt can be echoed.", where="echo")
 
 
 class CompletionWriter:

@@ -17,7 +17,7 @@ Token = Annotated[int, Field(ge=0, le=LARGEST_TOKEN)]
 
 
 class Part(Fields):
-    """Of a message's content. Only text is taken."""
+    """A part of a message's content. Only text is accepted."""
 
     kinds = Kinds(frozenset({"text", "refusal"}), TEXT_ONLY.format("content of the type {}"))
     ignored = frozenset({"prompt_cache_breakpoint", "cache_control"})
@@ -38,7 +38,7 @@ class CalledCustom(Fields):
 
 
 class Call(Fields):
-    """Of a function, or of a custom tool."""
+    """A call of a function or of a custom tool."""
 
     id: str | None = None
     type: Literal["function", "custom"] | None = None
@@ -48,7 +48,7 @@ class Call(Fields):
 
 class Message(Fields):
     refused: ClassVar[Mapping[str, Refusal]] = {
-        "audio": Refusal("Answers in audio are not kept here: send back what was said, as text.")
+        "audio": Refusal("Audio is not supported: send the assistant's message as text.")
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -106,7 +106,7 @@ class AllowedTools(Fields):
 
 
 class Choice(Fields):
-    """Of a tool; or of several, one of which is to be used."""
+    """The choice of a tool, or of several tools, one of which is to be used."""
 
     type: Literal["function", "custom", "allowed_tools"]
     function: Named | None = None
@@ -131,7 +131,7 @@ class ResponseFormat(Fields):
 
 CONSTRAINTS = dict.fromkeys(
     ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar", "json_schema"),
-    Refusal("Nothing here makes a model keep to a schema or to a grammar: leave this out, and ask for it in words."),
+    Refusal("Schemas and grammars are not enforced: leave this out, and describe the format in a message."),
 )
 """Fields of other servers."""
 
@@ -164,8 +164,8 @@ class ChatRequest(Common):
     refused: ClassVar[Mapping[str, Refusal]] = CONSTRAINTS | {
         "audio": Refusal("This model answers in text only: leave audio out."),
         "modalities": Refusal("This model answers in text only.", lambda value: value == ["text"]),
-        "moderation": Refusal("Nothing here moderates what is said: leave this out, or ask a service that does."),
-        "web_search_options": Refusal("This server does not search the web: offer the model a tool, and run it."),
+        "moderation": Refusal("Moderation is not supported: leave this out, or use another service for it."),
+        "web_search_options": Refusal("Web search is not supported: give the model a tool, and run it yourself."),
     }
 
     messages: Annotated[list[Message], Field(min_length=1)]

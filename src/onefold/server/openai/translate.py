@@ -36,7 +36,7 @@ def _message(message: Message, names: Mapping[str, str], where: str) -> dict[str
     if content is None and role in ("system", "user"):
         raise BadRequest(f"A message of the role {message.role} needs content.", where=f"{where}.content")
     if message.role == "function" and not message.name:
-        raise BadRequest("A message of the role function says which function it is of.", where=f"{where}.name")
+        raise BadRequest("A message of the role function needs the function's name.", where=f"{where}.name")
     made: dict[str, Any] = {"role": role, "content": content or ""}
     if role == "system":
         made["content"] = normalise.system_text(made["content"])
@@ -52,7 +52,7 @@ def _message(message: Message, names: Mapping[str, str], where: str) -> dict[str
 
 
 def _answer(message: Message, content: str, where: str) -> dict[str, Any]:
-    """What an answer has beside its role: a refusal is text that it said."""
+    """Returns an answer's fields other than its role. A refusal becomes text."""
     made: dict[str, Any] = {"content": "\n".join(part for part in (content, message.refusal) if part)}
     thought = message.reasoning_content or message.reasoning
     if isinstance(thought, str) and thought:
@@ -106,7 +106,7 @@ def tools(asked: ChatRequest) -> list[dict[str, Any]] | None:
     there = {tool["function"]["name"] for tool in made.values()}
     if names is not None and (missing := names - there):
         where = "tool_choice" if isinstance(asked.tool_choice, Fields) else "function_call"
-        raise BadRequest(f"This names a tool that is not among the tools: {min(missing)[:40]!r}.", where=where)
+        raise BadRequest(f"This names a tool that is not in the list of tools: {min(missing)[:40]!r}.", where=where)
     if isinstance(asked.tool_choice, Choice) and asked.tool_choice.allowed_tools is not None and names is not None:
         made = {where: tool for where, tool in made.items() if tool["function"]["name"] in names}
     return [normalise.tool(tool) for tool in made.values()] or None

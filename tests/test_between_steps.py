@@ -20,7 +20,7 @@ from fake import FakeModel, Session, settled, text
 import onefold
 from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.track import Track
-from onefold.cache.tiers.disk.restoring import Restore
+from onefold.cache.tiers.disk.reading_ranges import RangeReader
 
 
 @pytest.fixture(autouse=True)
@@ -377,13 +377,13 @@ def test_nothing_is_evicted_for_bytes_that_a_copy_will_free(at: int) -> None:
 def test_threads_that_want_one_conversation_from_disk_read_it_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, load = FakeModel(("full", "full")), Restore._load
+    model, load = FakeModel(("full", "full")), RangeReader._load
 
-    def slow(restore: Restore, record: Any) -> Any:
+    def slow(reader: RangeReader, record: Any) -> Any:
         time.sleep(0.05)
-        return load(restore, record)
+        return load(reader, record)
 
-    monkeypatch.setattr(Restore, "_load", slow)
+    monkeypatch.setattr(RangeReader, "_load", slow)
     with onefold.PrefixCache(model, 8_000_000, disk=tmp_path) as cache:
         tokens = Session(model, cache, text(900)).prefill(50).commit()
     with onefold.PrefixCache(model, 8_000_000, disk=tmp_path) as cache, ThreadPoolExecutor(4) as pool:

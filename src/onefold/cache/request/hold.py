@@ -26,6 +26,7 @@ from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.uncached import Uncached
 from onefold.cache.request.fed import Fed
 from onefold.cache.request.handed_out import HandedOut
+from onefold.cache.request.held_leaves import HeldLeaves
 from onefold.cache.request.rounds import Rounds
 from onefold.errors import LeaseClosed
 
@@ -36,6 +37,7 @@ class Watcher(Protocol):
     anatomy: Anatomy
     fed: Fed
     rounds: Rounds
+    held: HeldLeaves
     rotated: bool
     reached: int
 
@@ -49,8 +51,6 @@ class Watcher(Protocol):
     def part(self) -> None: ...
     def scratch_bytes(self, n_tokens: int) -> int: ...
     def joins(self, n_tokens: int) -> bool: ...
-    @property
-    def is_dropped(self) -> bool: ...
 
 
 class Hold:

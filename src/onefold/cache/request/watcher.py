@@ -92,11 +92,6 @@ class ForwardWatcher:
         if self.held.finalized(layer):
             give_up(self.lease)
 
-    @property
-    def is_dropped(self) -> bool:
-        """Whether the caller has dropped the lease, and every layer too."""
-        return self.held.are_dropped
-
     def part(self) -> None:
         """The lease is closed: refer to nothing any more, so that nothing waits for the cyclic collector."""
         self._marks = self._inputs = None
@@ -124,7 +119,9 @@ class ForwardWatcher:
             forward.begin(self.hold, self)
             self.epoch += 1
             self._entered, self._sized = 0, False
-            self._mark_round()
+            another, self.hold.running = self.hold.running is not self, self
+            if (self.anatomy.pointwise or self.anatomy.bound is not None) and self.verifies:
+                self.rounds.mark(self.position, self.leaves, again=another)  # the first forward after another model's
             self._marks = [leaf.mark() for leaf in self.leaves]
             if not self._depth:
                 self.hold.unscheduled = threading.current_thread()
@@ -179,7 +176,10 @@ class ForwardWatcher:
                 )
             self._start = self.position
             self._inputs = None
-            self._refuse_other(model)
+            if self._model is not None and model is not self._model():  # its KV would be stored as this one's
+                raise LeaseError(
+                    "this lease's layers belong to another model: pass the model that the cache was made for"
+                )
             self._inputs = _checked(usage.hold, self._start, self.reached, inputs, row, embedded)
             accepted = True
         finally:
@@ -187,11 +187,6 @@ class ForwardWatcher:
                 self._depth = 1
             else:
                 usage.end_turn()
-
-    def _refuse_other(self, model: Any) -> None:
-        """Raises LeaseError for another model than the lease's: its KV would be stored as this one's."""
-        if self._model is not None and model is not self._model():
-            raise LeaseError("this lease's layers belong to another model: pass the model that the cache was made for")
 
     def ended(self, n_tokens: int, stepped: bool) -> list[mx.array]:
         if self._depth > 1:
@@ -250,13 +245,6 @@ class ForwardWatcher:
         """Whether a draft model runs beside the target, so that the beginning of each round is kept."""
         return self._model is not None and len(self.hold.watchers) > 1
 
-    def _mark_round(self) -> None:
-        """A round begins with the first forward after another model's, behind the prompt."""
-        hold = self.hold
-        another, hold.running = hold.running is not self, self
-        if (self.anatomy.pointwise or self.anatomy.bound is not None) and self.verifies:
-            self.rounds.mark(self.position, self.leaves, again=another)
-
     def trim(self, layer: Any, n: int) -> int:
         moved = self.rounds.moved_already(layer)
         if moved is not None:
@@ -295,7 +283,7 @@ class ForwardWatcher:
 def give_up(lease: Owner) -> None:
     """Have the cache close a lease that nobody refers to any more, nor to its layers. Once."""
     hold = lease.hold
-    if not hold.given_up and all(watcher.is_dropped for watcher in hold.watchers):
+    if not hold.given_up and all(watcher.held.are_dropped for watcher in hold.watchers):
         hold.given_up = True
         hold.state.drop(lease)
 

@@ -147,7 +147,7 @@ def part_cold(given: Settings) -> dict[str, Any]:
             if lease.cached != len(history):
                 raise RuntimeError(f"{lease.cached} tokens were reused: {lease.reason}")
             warm.append(seconds)
-        kv_bytes = len(history) * cache.token_bytes
+        kv_bytes = len(history) * cache.inventory.token_bytes
     files = records(folder)
     return {
         "cold": cold,
@@ -179,7 +179,7 @@ def part_restore(given: Settings) -> dict[str, Any]:
     model, folder = demo(), Path(given.folder) / "restore"
     tokens = conversation(given.tokens, 0)
     with opened(model, folder) as cache:
-        cache.adopt(tokens, kv_of(model, given.tokens, 0))
+        cache.inventory.adopt(tokens, kv_of(model, given.tokens, 0))
         written(cache)
     files, found = records(folder), dict[str, Any](restore=[], plain=[], checked=[])
     with opened(model, folder) as cache:
@@ -233,7 +233,7 @@ def part_decode(given: Settings) -> dict[str, Any]:
                 other, kv = conversation(tokens, 100 + i), kv_of(model, tokens, i)
                 before = speed(model, layers, n)
                 written_before = cache.stats().disk.written_bytes
-                cache.adopt(other, kv)
+                cache.inventory.adopt(other, kv)
                 del kv
                 writing = speed(model, layers, n)
                 disk = cache.stats().disk
@@ -241,7 +241,7 @@ def part_decode(given: Settings) -> dict[str, Any]:
                 found[name]["writing"] += disk.pending
                 written(cache)
                 found[name]["ratios"].append(2 * writing / (before + speed(model, layers, n)))
-                cache.forget(other, 0)
+                cache.inventory.forget(other, 0)
                 written(cache)
         lease.cancel()
     return found
@@ -347,7 +347,7 @@ def part_open(given: Settings) -> dict[str, Any]:
     before = rss()
     began, worked = time.perf_counter(), time.process_time()
     cache = onefold.PrefixCache(model, "1GB", disk=folder, disk_budget="10GB")
-    cache.matched([1, 2, 3, 4])
+    cache.inventory.matched([1, 2, 3, 4])
     seconds, processor = time.perf_counter() - began, time.process_time() - worked
     count, held = cache.stats().disk.records, rss() - before
     closing = timed(cache.close)

@@ -139,7 +139,7 @@ def alone(engine: Engine, long: list[int], stock_tokens: list[int], words: Words
     answer = [int(t) for t in asked.text.split()]
     held = settle()
     turn = Asked(engine, [*long, *answer, *words(60)], 64).wait()
-    entry = len(long) * engine.cache.token_bytes
+    entry = len(long) * engine.cache.inventory.token_bytes
     out.append(
         f"turns     first token {(turn.times[0] - turn.begun) * 1e3:.0f} ms, cached {turn.hit.cached}, "
         f"peak over held {(mx.get_peak_memory() - held) / 1e9:.2f} GB (entry {entry / 1e9:.2f} GB)"
@@ -230,7 +230,7 @@ def main() -> None:
     stock_together(model, given.rows, words, weights, out)
     agents(engine, given, words, weights, out)
     engine.check()
-    held = engine.cache.held_bytes
+    held = engine.cache.inventory.held_bytes
     settle()
     used = mx.get_active_memory() - weights
     out.append(f"          at the end the ledger has {held / 1e9:.3f} GB, memory {used / 1e9:.3f} GB")

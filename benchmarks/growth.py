@@ -190,7 +190,7 @@ def bench_evict() -> list[Row]:
             talk.fill(n)
             assert talk.cache.stats().nodes == n
             run = {
-                "shrink": lambda talk=talk: talk.cache.shrink(0),
+                "shrink": lambda talk=talk: talk.cache.inventory.shrink(0),
                 "set_budget": lambda talk=talk: talk.cache.set_budget(200_000),
                 "clear": talk.cache.clear,
             }[name]
@@ -248,7 +248,7 @@ def bench_lock() -> list[Row]:
         elif name == "set_budget":
             talk.cache.set_budget(200_000)
         elif name == "shrink":
-            talk.cache.shrink(0)
+            talk.cache.inventory.shrink(0)
         else:
             talk.cache.clear()
         gc.enable()
@@ -271,7 +271,7 @@ def bench_copy() -> list[Row]:
                 mx.eval(model(mx.array(chunk)[None], cache=lease.layers))
         lock = watched(cache)
         for name, run in (
-            ("cut to half", lambda: cache.forget(said, tokens // 2)),
+            ("cut to half", lambda: cache.inventory.forget(said, tokens // 2)),
             ("made to grow", lambda: cache.lease(said).cancel()),
         ):
             lock.longest = 0.0

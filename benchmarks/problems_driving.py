@@ -140,7 +140,7 @@ def as_asked() -> None:
 
 def known_tokens(cache: onefold.PrefixCache, tokens: list[int]) -> int:
     """How much of a conversation the tree still knows, without a request."""
-    return int(cache.state.nodes.tree(("", cache._format)).match(as_tokens(tokens)).matched)
+    return int(cache.state.nodes.tree(("", cache.parts.form)).match(as_tokens(tokens)).matched)
 
 
 def address(array: mx.array) -> int:
@@ -159,8 +159,8 @@ def on_disk(model: nn.Module, folder: str, budget: int | str, **options: Any) ->
     """A cache with this folder as its disk. That computing may be quicker than reading is left out: these models
     compute in no time."""
     cache = onefold.PrefixCache(model, budget, disk=folder, disk_budget="4GB", **options)
-    assert cache._disk is not None
-    cache._disk.reading.prefill_pace.estimate = lambda units: None  # type: ignore[method-assign]
+    assert cache.parts.tier is not None
+    cache.parts.tier.reading.prefill_pace.estimate = lambda units: None  # type: ignore[method-assign]
     return cache
 
 

@@ -70,12 +70,12 @@ def b7_statistics() -> Shown:
                 own, told = mixed(cache, model, base)
                 flushed, stats = cache.flush(), cache.stats()
                 skipped, room = [*told[0], 1], 0
-                if cache._disk is not None:  # reading is made out to be slow: left on disk, and counted
+                if cache.parts.tier is not None:  # reading is made out to be slow: left on disk, and counted
                     cache.clear(disk=False)
                     on_it = cache.durable(told[0])
-                    cache._disk.reading.prefill_pace = Pace()
-                    cache._disk.reading.read_pace.took(10.0, 1)
-                    cache._disk.reading.prefill_pace.took(1e-9, 1)
+                    cache.parts.tier.reading.prefill_pace = Pace()
+                    cache.parts.tier.reading.read_pace.took(10.0, 1)
+                    cache.parts.tier.reading.prefill_pace.took(1e-9, 1)
                     ok = ok and ask(cache, model, skipped, 1)[0].cached == 0 < on_it
                     ok = ok and cache.stats().disk.skipped_tokens == on_it
                 try:

@@ -189,7 +189,7 @@ def run(model: Any, tokenizer: Any, asks: list[Ask], budget_bytes: int, needed_b
             result.findings = str(error)
         stats = engine.stats()
         result.preemptions = stats.preemptions
-        result.held_bytes = engine.cache.held_bytes
+        result.held_bytes = engine.cache.inventory.held_bytes
         result.active_bytes = mx.get_active_memory() - weights - beyond
         result.rss.append(_rss())
     return result

@@ -66,8 +66,8 @@ def opened(task: Task, memory: int = MEMORY) -> tuple[FakeModel, onefold.PrefixC
         disk_budget=task.disk_budget,
         disk_mode=task.mode,
     )
-    if cache._disk is not None:
-        cache._disk.spiller.jobs.record_tokens = RECORD_TOKENS
+    if cache.parts.tier is not None:
+        cache.parts.tier.spiller.jobs.record_tokens = RECORD_TOKENS
     return model, cache
 
 
@@ -146,7 +146,7 @@ def _restore_partly(cache: onefold.PrefixCache, known: list[list[int]], rng: np.
 def kept_of(cache: onefold.PrefixCache, tokens: list[int], n: int) -> int:
     """How many of the first `n` tokens are kept: all, if a conversation goes on from there that can be resumed further
     on; the state at that place may then have been thinned out."""
-    path, matched = cache._tree("").match(as_tokens(tokens[:n])) if n else ([], 0)
+    path, matched = cache.parts.tree("").match(as_tokens(tokens[:n])) if n else ([], 0)
     if path and matched == n:
         beyond = [path[-1], *path[-1].walk()] if path[-1].end > n else list(path[-1].walk())
         if any(x.below is not None and x.below.has_saved_point for x in beyond):
@@ -163,7 +163,7 @@ def check(task: Task, say: Say) -> None:
     seconds = time.perf_counter() - began
     wrong, lost, shorter = list[str](), 0, 0
     problems = [f"a leftover stays: {p.name}" for p in temporary_files(task.folder)]
-    if cache._disk is None:
+    if cache.parts.tier is None:
         problems.append("the folder could not be used")
     settled(cache)
     if cache.stats().disk.rejected_records and task.keeps:

@@ -25,8 +25,8 @@ def opened(model: FakeModel, folder: Path, **options: Any) -> PrefixCache:
     but where it is the point."""
     options = {"budget": BUDGET, "min_checkpoint_tokens": 1, "disk": folder, "disk_budget": "1GB", **options}
     cache = PrefixCache(model, **options)
-    if cache._disk is not None:
-        cache._disk.reading.prefill_pace.estimate = lambda units: None  # type: ignore[method-assign]
+    if cache.parts.tier is not None:
+        cache.parts.tier.reading.prefill_pace.estimate = lambda units: None  # type: ignore[method-assign]
     return cache
 
 
@@ -35,8 +35,8 @@ def turn(model: FakeModel, cache: PrefixCache, prompt: list[int], new: int = 3, 
 
 
 def small_records(cache: PrefixCache, tokens: int = 50) -> None:
-    assert cache._disk is not None
-    cache._disk.spiller.jobs.record_tokens = tokens
+    assert cache.parts.tier is not None
+    cache.parts.tier.spiller.jobs.record_tokens = tokens
 
 
 def files(folder: Path) -> list[Path]:
@@ -77,8 +77,8 @@ class Held:
     """A disk on which a write takes as long as the test wants, or fails then."""
 
     def __init__(self, cache: PrefixCache) -> None:
-        assert cache._disk is not None
-        self._folder = cache._disk.catalog.folder
+        assert cache.parts.tier is not None
+        self._folder = cache.parts.tier.catalog.folder
         self._write = self._folder.write
         self._go = threading.Event()
         self.begun = threading.Event()

@@ -47,9 +47,9 @@ class Walk:
             **({} if self.bound is None else {"max_kv_size": self.bound[0], "keep": self.bound[1]}),
         )
         small_records(cache, chance.choice([16, 50, 200, 900]))
-        assert cache._disk is not None
+        assert cache.parts.tier is not None
         if self.fails:
-            self._make_faulty(cache._disk.catalog.folder)
+            self._make_faulty(cache.parts.tier.catalog.folder)
         return cache
 
     def _make_faulty(self, folder: Any) -> None:
@@ -83,12 +83,12 @@ class Walk:
                 self.said[self.chance.randrange(4)] = session.commit()
 
     def shrink(self) -> None:
-        self.cache.shrink(self.chance.choice([0, 50_000, 500_000]))
+        self.cache.inventory.shrink(self.chance.choice([0, 50_000, 500_000]))
 
     def flush(self) -> None:
-        if self.cache._disk is not None and self.cache.flush(10) and self.cache._disk.mode == "through":
+        if self.cache.parts.tier is not None and self.cache.flush(10) and self.cache.parts.tier.mode == "through":
             with self.cache.state.lock:
-                assert self.cache._disk.spiller.flusher.left(time.monotonic() + 10) == 0
+                assert self.cache.parts.tier.spiller.flusher.left(time.monotonic() + 10) == 0
 
     def restore(self) -> None:
         restore = self.cache.restore([*self.chance.choice(self.said), 1])
@@ -97,7 +97,7 @@ class Walk:
 
     def forget(self) -> None:
         tokens = self.chance.choice(self.said)
-        self.cache.forget(tokens, self.chance.randint(0, len(tokens)))
+        self.cache.inventory.forget(tokens, self.chance.randint(0, len(tokens)))
 
     def clear(self) -> None:
         self.cache.clear(disk=self.chance.random() < 0.3)

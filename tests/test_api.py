@@ -60,7 +60,7 @@ def test_a_cache_and_a_lease_show_themselves(monkeypatch: pytest.MonkeyPatch) ->
         assert repr(cache) == "<PrefixCache of llama.Model, 0 B of 16.0 MB held>"
         assert len(cache) == 0 and cache
         tokens = turn(cache, model, list(range(40)))[1]
-        assert cache.nbytes == cache.held_bytes > 0
+        assert cache.nbytes == cache.inventory.held_bytes > 0
         assert len(cache) == len(tokens)
         with cache.lease([*tokens, 1]) as lease:
             assert repr(lease) == f"<Lease of {len(tokens) + 1} tokens, {len(tokens)} cached, at {len(tokens)}>"

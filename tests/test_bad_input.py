@@ -353,7 +353,7 @@ def test_a_device_that_fails_in_a_forward_costs_only_the_buffers_it_was_writing(
 def test_a_budget_that_no_forward_fits_may_be_set_for_a_while(model):
     with onefold.PrefixCache(model, "16MB") as cache:
         turn(cache, model, words(30))
-        cache.set_budget(cache.token_bytes * 20)
+        cache.set_budget(cache.inventory.token_bytes * 20)
         with pytest.raises(onefold.BudgetError, match="needed for"):
             cache.lease(words(30))
         cache.set_budget("16MB")
@@ -363,7 +363,7 @@ def test_a_budget_that_no_forward_fits_may_be_set_for_a_while(model):
 @pytest.mark.parametrize("keep", [-1, "x", 1.5])
 def test_forget_says_what_keep_is(model, keep):
     with onefold.PrefixCache(model, "16MB") as cache, pytest.raises(onefold.ConfigError, match="keep is the number"):
-        cache.forget(words(10), keep)
+        cache.inventory.forget(words(10), keep)
 
 
 def test_nothing_instead_of_tokens(model):

@@ -85,7 +85,7 @@ class Crowd:
 
     def forget(self) -> None:
         tokens = self.chance.choice(self.said)
-        self.cache.forget(tokens, self.chance.randint(0, len(tokens)))
+        self.cache.inventory.forget(tokens, self.chance.randint(0, len(tokens)))
 
     def pin(self) -> None:
         with contextlib.suppress(onefold.ConfigError):
@@ -98,7 +98,7 @@ class Crowd:
             self.cache.check: 2,
             self.forget: 4,
             self.pin: 3,
-            lambda: self.cache.shrink(self.chance.choice([0, 50_000, 300_000])): 3,
+            lambda: self.cache.inventory.shrink(self.chance.choice([0, 50_000, 300_000])): 3,
             self.cache.clear: 1,
         }
         try:
@@ -185,12 +185,12 @@ def trim(model: FakeModel, cache: onefold.PrefixCache) -> Callable[[], object]:
 
 def shrink(model: FakeModel, cache: onefold.PrefixCache) -> Callable[[], object]:
     Session(model, cache, text(600)).prefill(50).commit()
-    return lambda: cache.shrink(400 * cache.token_bytes)
+    return lambda: cache.inventory.shrink(400 * cache.inventory.token_bytes)
 
 
 def cut_in_half(model: FakeModel, cache: onefold.PrefixCache) -> Callable[[], object]:
     Session(model, cache, text(600)).prefill(50).commit()
-    return lambda: cache.forget(text(600), 300)
+    return lambda: cache.inventory.forget(text(600), 300)
 
 
 def unite(model: FakeModel, cache: onefold.PrefixCache) -> Callable[[], object]:
@@ -226,7 +226,7 @@ def test_a_request_that_needs_a_buffer_whose_copy_has_begun(
         hits: list[int] = []
 
         def ask() -> None:
-            known = max((text(250), text(260), text(300), text(600)), key=lambda t: cache.matched(t))
+            known = max((text(250), text(260), text(300), text(600)), key=lambda t: cache.inventory.matched(t))
             session = Session(model, cache, [*known, 5])
             hits.append(session.cached)
             session.prefill().commit()
@@ -365,13 +365,13 @@ def test_nothing_is_evicted_for_bytes_that_a_copy_will_free(at: int) -> None:
         seen: list[int] = []
 
         def ask() -> None:
-            seen.append(cache.evicted_tokens)
+            seen.append(cache.inventory.evicted_tokens)
             if len(seen) == at:
                 cache.lease(text(1500, 99)).discard()
 
         Intruder(ask).watch(cache)
         lease.cancel()
-        assert len(seen) >= at and cache.evicted_tokens < 200
+        assert len(seen) >= at and cache.inventory.evicted_tokens < 200
 
 
 def test_threads_that_want_one_conversation_from_disk_read_it_once(

@@ -40,8 +40,8 @@ DAY = 86400.0
 def opened(model: FakeModel, folder: Path, label: str, bits: int = 16) -> PrefixCache:
     options: dict[str, Any] = {"budget": 40_000_000, "min_checkpoint_tokens": 1, "disk_budget": "1GB"}
     cache = PrefixCache(model, disk=folder, label=label, kv=str(bits), **options)
-    assert cache._disk is not None
-    cache._disk.spiller.jobs.record_tokens = 32  # so that a conversation is several records
+    assert cache.parts.tier is not None
+    cache.parts.tier.spiller.jobs.record_tokens = 32  # so that a conversation is several records
     return cache
 
 
@@ -53,8 +53,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with opened(hybrid, folder, "tiny/hybrid") as cache:
         said = Session(hybrid, cache, text(90)).prefill().decode(6).commit()
         with cache.state.lock:
-            assert cache._disk is not None
-            assert cache._disk.flush(everything=True, until=time.monotonic() + 30)
+            assert cache.parts.tier is not None
+            assert cache.parts.tier.flush(everything=True, until=time.monotonic() + 30)
         Session(hybrid, cache, [*said[:70], *text(50, 1)], checkpoints=[70]).prefill().commit()
         Session(hybrid, cache, text(60, 2), namespace=SALT).prefill().commit()
     plain = FakeModel(("full", "full"), dim=64, seed=1)

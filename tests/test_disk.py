@@ -100,7 +100,7 @@ def test_what_conversations_share_is_on_disk_once(model: FakeModel, tmp_path: Pa
     common = text(200)
     with opened(model, tmp_path) as cache:
         said = [turn(model, cache, [*common, i, *text(30, i)]) for i in range(6)]
-        token_bytes = cache.token_bytes
+        token_bytes = cache.inventory.token_bytes
     kv_bytes = (200 + sum(len(t) - 200 for t in said)) * (token_bytes + 4)
     heads = sum(int.from_bytes(p.read_bytes()[:8], "little") + 8 for p in files(tmp_path))
     assert disk_bytes(tmp_path) - heads == kv_bytes
@@ -297,14 +297,14 @@ def test_the_disk_budget_is_hard(mode: str, tmp_path: Path) -> None:
     model = FakeModel(("full",), dim=64)
     most = 300_000
     with opened(model, tmp_path, budget="4MB", disk_budget=most, disk_mode=mode) as cache:
-        assert cache._disk is not None
-        seen, write = [], cache._disk.catalog.folder.write
+        assert cache.parts.tier is not None
+        seen, write = [], cache.parts.tier.catalog.folder.write
 
         def measured(*what: Any) -> None:
             write(*what)
             seen.append(disk_bytes(tmp_path))
 
-        cache._disk.catalog.folder.write = measured  # type: ignore[method-assign]
+        cache.parts.tier.catalog.folder.write = measured  # type: ignore[method-assign]
         for i in range(12):
             last = turn(model, cache, [i, *text(60, i)])
             cache.flush()
@@ -343,8 +343,8 @@ def test_a_daily_limit_pauses_writing(model: FakeModel, tmp_path: Path, caplog: 
     with opened(model, tmp_path, disk_mode="through", disk_daily_limit="100kB") as cache:
         again = cache.stats().disk
         assert again.written_today_bytes == again.written_ever_bytes == stats.disk.written_today_bytes
-        assert cache._disk is not None
-        cache._disk.catalog.writes.clock = lambda: time.time() + 86_400
+        assert cache.parts.tier is not None
+        cache.parts.tier.catalog.writes.clock = lambda: time.time() + 86_400
         turn(model, cache, text(90, 99))
         assert cache.flush()
         assert 0 < cache.stats().disk.written_today_bytes < cache.stats().disk.written_ever_bytes
@@ -360,7 +360,7 @@ def test_what_is_quicker_to_compute_is_not_read(model: FakeModel, tmp_path: Path
     with opened(model, tmp_path) as cache:
         tokens = turn(model, cache, text(300))
     with opened(model, tmp_path) as cache:
-        disk = cache._disk
+        disk = cache.parts.tier
         assert disk is not None
         disk.reading.prefill_pace = Pace()
         disk.reading.read_pace.took(10.0, 1)
@@ -375,23 +375,23 @@ def test_what_is_quicker_to_compute_is_not_read(model: FakeModel, tmp_path: Path
         assert Session(model, cache, [*tokens, 5]).cached == len(tokens), "from memory"
         settled(cache)
     with opened(model, tmp_path) as cache:
-        assert cache._disk is not None
-        cache._disk.reading.prefill_pace = Pace()
-        cache._disk.reading.read_pace.took(1e-12, 1)
-        cache._disk.reading.prefill_pace.took(10.0, 1)
+        assert cache.parts.tier is not None
+        cache.parts.tier.reading.prefill_pace = Pace()
+        cache.parts.tier.reading.read_pace.took(1e-12, 1)
+        cache.parts.tier.reading.prefill_pace.took(10.0, 1)
         assert Session(model, cache, [*tokens, 5]).lease.restored == len(tokens)
 
 
 def test_both_paces_are_measured(model: FakeModel, tmp_path: Path) -> None:
     with opened(model, tmp_path) as cache:
-        assert cache._disk is not None
-        cache._disk.reading.prefill_pace = Pace()
+        assert cache.parts.tier is not None
+        cache.parts.tier.reading.prefill_pace = Pace()
         tokens = turn(model, cache, text(300))
-        assert cache._disk.reading.prefill_pace.estimate(1) is not None
-        assert cache._disk.reading.read_pace.estimate(1) is None
+        assert cache.parts.tier.reading.prefill_pace.estimate(1) is not None
+        assert cache.parts.tier.reading.read_pace.estimate(1) is None
     with opened(model, tmp_path) as cache:
         Session(model, cache, [*tokens, 5])
-        assert cache._disk is not None and cache._disk.reading.read_pace.estimate(1) is not None
+        assert cache.parts.tier is not None and cache.parts.tier.reading.read_pace.estimate(1) is not None
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -538,8 +538,8 @@ def test_the_copies_of_what_leaves_for_the_disk_are_in_the_ledger(
         in_place = cache.stats().bytes["disk_buffers"]
     monkeypatch.setattr(arrays, "addressable", lambda: False)
     with opened(model, tmp_path / "composed", budget="128MB") as cache:
-        assert cache._disk is not None
-        slot = cache._disk.spiller.jobs.record_tokens * cache.token_bytes
+        assert cache.parts.tier is not None
+        slot = cache.parts.tier.spiller.jobs.record_tokens * cache.inventory.token_bytes
         assert cache.stats().bytes["disk_buffers"] == in_place + host.COPIED * slot
         turn(model, cache, text(1500))
         (slab,) = cache.state.store.slabs
@@ -547,7 +547,7 @@ def test_the_copies_of_what_leaves_for_the_disk_are_in_the_ledger(
         mx.clear_cache()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        host.copy_out(slab, 0, cache._disk.spiller.jobs.record_tokens, into, direct=False)
+        host.copy_out(slab, 0, cache.parts.tier.spiller.jobs.record_tokens, into, direct=False)
         elsewhere = 1  # the last copy is in memory that is not MLX's
         assert mx.get_peak_memory() - before <= 1.05 * (host.COPIED - elsewhere) * slot
 
@@ -607,7 +607,7 @@ def test_closing_writes_what_is_in_memory_newest_first(tmp_path: Path) -> None:
         said = [turn(model, cache, [i, *text(60, i)]) for i in range(30)]
         assert files(tmp_path) == [], "nothing had to make way"
     with opened(model, tmp_path) as cache:
-        kept = [cache.matched(t) > 0 for t in said]
+        kept = [cache.inventory.matched(t) > 0 for t in said]
         assert any(kept) and not all(kept)
         assert kept == sorted(kept), "the newest"
 
@@ -622,7 +622,7 @@ def test_clearing_the_cache_clears_the_disk(model: FakeModel, tmp_path: Path) ->
             assert lease.restored == len(tokens)
         cache.clear()
         assert cache.flush()
-        assert cache.matched(tokens) == 0 and files(tmp_path) == []
+        assert cache.inventory.matched(tokens) == 0 and files(tmp_path) == []
         settled(cache)
 
 

@@ -183,7 +183,7 @@ def test_damage_while_running_is_a_miss(kind: str, damage: Callable[..., None], 
     """The tree knows the record already; it is found out when it is read."""
     model, tokens = filled(KINDS[kind], tmp_path)
     with opened(model, tmp_path) as cache:
-        assert cache.matched(tokens) == len(tokens)
+        assert cache.inventory.matched(tokens) == len(tokens)
         there = files(tmp_path)
         damage(there[1], there)
         session = Session(model, cache, [*tokens, 5])
@@ -196,7 +196,7 @@ def test_damage_while_running_is_a_miss(kind: str, damage: Callable[..., None], 
 def test_what_went_on_from_a_damaged_record_is_counted(tmp_path: Path) -> None:
     model, tokens = filled(("full", "full"), tmp_path)
     with opened(model, tmp_path) as cache:
-        assert cache.matched(tokens) == len(tokens)
+        assert cache.inventory.matched(tokens) == len(tokens)
         there = files(tmp_path)
         flip(there[0], -5)
         assert cache.lease([*tokens, 5]).cached == 0
@@ -314,7 +314,7 @@ def test_a_folder_that_vanishes_is_done_without(mode: str, tmp_path: Path, caplo
 def test_clearing_a_folder_that_vanished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, tokens = filled(("full", "full"), tmp_path / "cache")
     with opened(model, tmp_path / "cache", disk_mode="through") as cache:
-        assert cache.matched(tokens) == len(tokens)
+        assert cache.inventory.matched(tokens) == len(tokens)
         shutil.rmtree(tmp_path / "cache")
         cache.clear()
         assert cache.stats().disk.records == 0 and "the folder was removed" in cache.stats().disk.failed
@@ -337,7 +337,7 @@ def test_clearing_reaches_records_that_could_not_be_read(tmp_path: Path, monkeyp
         patched.setattr(os, "open", none_left)
         cache = opened(model, tmp_path)
     with cache:
-        assert cache.matched(tokens) == 0 and len(files(tmp_path)) == cache.stats().disk.records > 1
+        assert cache.inventory.matched(tokens) == 0 and len(files(tmp_path)) == cache.stats().disk.records > 1
         cache.clear()
         assert files(tmp_path) == [] and cache.stats().disk.records == 0
         settled(cache)
@@ -348,7 +348,7 @@ def test_a_folder_that_is_made_anew_is_left_to_its_new_owner(
 ) -> None:
     model, tokens = filled(("full", "full"), tmp_path / "cache")
     with opened(model, tmp_path / "cache", disk_mode="through") as cache:
-        assert cache.matched(tokens) == len(tokens)
+        assert cache.inventory.matched(tokens) == len(tokens)
         shutil.rmtree(tmp_path / "cache")
         with opened(model, tmp_path / "cache", disk_mode="through") as theirs:
             said = turn(model, theirs, tokens)
@@ -366,7 +366,8 @@ def test_looking_makes_no_folder_and_clearing_leaves_none(tmp_path: Path) -> Non
     model = FakeModel(("full",))
     with opened(model, tmp_path, disk_mode="through") as cache:
         for i in range(3):
-            assert cache.matched([1, 2], namespace=f"user {i}") == cache.durable([1, 2], namespace=f"user {i}") == 0
+            assert cache.inventory.matched([1, 2], namespace=f"user {i}") == 0
+            assert cache.durable([1, 2], namespace=f"user {i}") == 0
         cache.lease([1, 2, 3], namespace="nobody").cancel()
         assert list(tmp_path.glob("*/")) == []
         turn(model, cache, text(60), namespace="user 1")
@@ -379,7 +380,7 @@ def test_looking_makes_no_folder_and_clearing_leaves_none(tmp_path: Path) -> Non
     (about,) = tmp_path.glob("*/about.json")
     assert json.loads(about.read_text())["salted"] is True
     with opened(model, tmp_path) as cache:
-        assert cache.matched(said, namespace="user 1") == len(said)
+        assert cache.inventory.matched(said, namespace="user 1") == len(said)
 
 
 def test_trouble_with_a_new_namespace_that_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

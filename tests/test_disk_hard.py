@@ -42,15 +42,15 @@ def model() -> FakeModel:
 
 def written(cache: PrefixCache) -> None:
     with cache.state.lock:
-        assert cache._disk is not None
-        cache._disk.flush(everything=True, until=time.monotonic() + 30)
+        assert cache.parts.tier is not None
+        cache.parts.tier.flush(everything=True, until=time.monotonic() + 30)
 
 
 # -- never another's tokens, never garbage -----------------------------------------------------------
 
 
 def by_forgetting(cache: PrefixCache, prefix: list[int], said: list[int]) -> None:
-    cache.forget(said, len(prefix))
+    cache.inventory.forget(said, len(prefix))
 
 
 def by_clearing_beside_a_lease(cache: PrefixCache, prefix: list[int], said: list[int]) -> None:
@@ -108,12 +108,12 @@ def test_a_slab_is_not_copied_while_it_is_merged(model: FakeModel, tmp_path: Pat
         (slab,) = cache.state.store.slabs
         kept, slab.layers = slab.layers, [None] * len(slab.layers)
         with pytest.raises(RuntimeError, match="bytes were there"):
-            host.copy_out(slab, 0, 10, np.empty(10 * cache.token_bytes, np.uint8), direct=True)
+            host.copy_out(slab, 0, 10, np.empty(10 * cache.inventory.token_bytes, np.uint8), direct=True)
         slab.layers = kept
         slab.rewriting = True
         with cache.state.lock:
-            assert cache._disk is not None
-            assert not cache._disk.spiller.jobs.is_writable(next(iter(slab.spans)).node)
+            assert cache.parts.tier is not None
+            assert not cache.parts.tier.spiller.jobs.is_writable(next(iter(slab.spans)).node)
         slab.rewriting = False
 
 
@@ -152,7 +152,7 @@ def test_running_out_of_descriptors_costs_no_record(model: FakeModel, tmp_path: 
         tokens = turn(model, cache, text(300))
     before = files(tmp_path)
     with opened(model, tmp_path) as cache:
-        assert cache.matched(tokens) == len(tokens)
+        assert cache.inventory.matched(tokens) == len(tokens)
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         highest = max(int(n) for n in os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 64
         taken: list[int] = []
@@ -540,5 +540,5 @@ def test_a_restore_without_room_leaves_nothing_held(model: FakeModel, tmp_path: 
             gc.collect()
             settled(cache)
             assert all(n.pins == 0 for n in cache.state.nodes.nodes())
-            assert cache._disk is not None and all(r.pins == 0 for r in cache._disk.catalog.records())
+            assert cache.parts.tier is not None and all(r.pins == 0 for r in cache.parts.tier.catalog.records())
         other.commit()

@@ -235,6 +235,6 @@ def test_a_cache_goes_by_its_model_and_not_by_what_is_written_there(tmp_path: Pa
 def test_the_description_tells_of_every_leaf(tmp_path: Path) -> None:
     model = FakeModel(("full", "rotating_keep", "chunked", "recurrent"))
     with opened(model, tmp_path) as cache:
-        told = json.loads(json.dumps(cache._models.describe()))
+        told = json.loads(json.dumps(cache.parts.models.describe()))
     assert [leaf["in_ranges"] for leaf in told] == [True, False, False, False]
     assert told[1]["slots"] == [[["float32", [1, 2, "entries", 8]]]] * 2 and len(told[3]["slots"]) == 2

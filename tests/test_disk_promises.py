@@ -78,7 +78,7 @@ def test_a_step_that_is_broken_off_believes_nothing_more(
         else:
             assert not restore.step()
         assert not restore.step() and restore.done
-        assert cache.in_memory(tokens) <= 50
+        assert cache.inventory.in_memory(tokens) <= 50
         session = Session(model, cache, [*tokens, 1])
         assert session.cached == 50
         session.prefill().commit()
@@ -91,13 +91,13 @@ def test_no_thread_to_read_with_is_a_miss(
     with opened(model, tmp_path) as cache:
         tokens = turn(model, cache, text(100))
     with opened(model, tmp_path) as cache:
-        assert cache._disk is not None
+        assert cache.parts.tier is not None
 
         def none_left(*_: Any) -> None:
             raise RuntimeError("can't start new thread")
 
         with monkeypatch.context() as patched:
-            patched.setattr(cache._disk.reader, "submit", none_left)
+            patched.setattr(cache.parts.tier.reader, "submit", none_left)
             session = Session(model, cache, [*tokens, 1])
             assert session.cached == 0
             session.prefill().commit()
@@ -154,7 +154,7 @@ def test_names_that_are_shown_alike_are_not_one_namespace(
     with opened(model, tmp_path) as cache:
         tokens = turn(model, cache, text(100), namespace=wrap("alice"))
     with opened(model, tmp_path) as cache:
-        assert cache.matched(tokens, namespace=wrap("bob")) == 0
+        assert cache.inventory.matched(tokens, namespace=wrap("bob")) == 0
 
 
 # -- on disk or not said to be ---------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_what_was_staged_behind_a_record_that_fails_is_not_written(model: FakeMo
         disk.go()
         cache.flush(30)
         settled(cache)
-        cache.shrink(0)
+        cache.inventory.shrink(0)
         settled(cache)
         said = turn(model, cache, [*branch, *text(10, 2)])
         assert cache.flush(30) and cache.durable(said) == len(said)
@@ -197,8 +197,8 @@ class Slow(set[Any]):
 def test_a_record_between_two_nodes_is_written(model: FakeModel, tmp_path: Path) -> None:
     """While a node takes over another's records, they are nobody's for a moment."""
     with opened(model, tmp_path / "one", disk_mode="through") as cache:
-        assert cache._disk is not None
-        writer = cache._disk.spiller._writer
+        assert cache.parts.tier is not None
+        writer = cache.parts.tier.spiller._writer
         write, taken, seen = writer._write, threading.Event(), threading.Event()
 
         def late(staged: Any) -> None:
@@ -225,7 +225,7 @@ def test_flush_tells_of_what_made_way_unwritten(model: FakeModel, tmp_path: Path
         disk = Held(cache)
         said = [turn(model, cache, text(100, i)) for i in range(2)]
         assert disk.begun.wait(10)
-        cache.shrink(0)
+        cache.inventory.shrink(0)
         disk.go()
         assert not cache.flush(30)
         assert 0 in [cache.durable(tokens) for tokens in said]
@@ -238,8 +238,8 @@ def test_a_copy_that_is_interrupted_is_no_promise(
 ) -> None:
     with opened(model, tmp_path, disk_mode="through") as cache:
         small_records(cache)
-        assert cache._disk is not None
-        staging = cache._disk.spiller._staging
+        assert cache.parts.tier is not None
+        staging = cache.parts.tier.spiller._staging
         free = len(staging._free)
         disk = Held(cache)
         turn(model, cache, text(60, 2))
@@ -317,7 +317,7 @@ def test_closing_can_be_told_not_to_wait(model: FakeModel, tmp_path: Path) -> No
     closing = threading.Thread(target=cache.close)
     closing.start()
     assert disk.begun.wait(10)
-    cache.close_soon()
+    cache.ending.hurry()
     disk.go()
     closing.join(10)
     assert not closing.is_alive()
@@ -405,8 +405,8 @@ def test_a_worker_is_waited_for_though_the_wait_was_interrupted() -> None:
 def test_closing_that_was_interrupted_can_be_done_again(model: FakeModel, tmp_path: Path) -> None:
     cache = opened(model, tmp_path, disk_mode="through")
     said = turn(model, cache, text(100))
-    assert cache._disk is not None
-    thread = cache._disk.spiller._writer._thread
+    assert cache.parts.tier is not None
+    thread = cache.parts.tier.spiller._writer._thread
     wait = thread.wait
 
     def once(seconds: float | None = None) -> bool:
@@ -426,8 +426,8 @@ def test_closing_that_was_interrupted_can_be_done_again(model: FakeModel, tmp_pa
 def test_a_cache_that_is_collected_on_the_writers_thread_is_written(model: FakeModel, tmp_path: Path) -> None:
     """The collector runs where it likes: the thread does not wait for itself."""
     cache = opened(model, tmp_path, disk_mode="through")
-    assert cache._disk is not None
-    folder, thread, go = cache._disk.catalog.folder, cache._disk.spiller._writer._thread, threading.Event()
+    assert cache.parts.tier is not None
+    folder, thread, go = cache.parts.tier.catalog.folder, cache.parts.tier.spiller._writer._thread, threading.Event()
     write = folder.write
 
     def collecting(*what: Any) -> None:

@@ -68,7 +68,7 @@ def test_what_went_in_part_and_came_again_is_durable(how: str, new: int, model: 
         turn(model, cache, tokens, 0)
         assert cache.flush(10)
         if how == "forgotten":
-            cache.forget(tokens, 40)
+            cache.inventory.forget(tokens, 40)
         else:
             session = Session(model, cache, branch(tokens, 40, 30, 7))
             cache.clear()
@@ -83,7 +83,7 @@ def test_what_went_in_part_and_came_again_is_durable(how: str, new: int, model: 
         for prompt in (again, went_on, tokens[:40]):
             assert Session(model, cache, [*prompt, other(0)]).cached == len(prompt)
         assert cache.stats().disk.rejected_records == 0
-        cache.forget(again, 40)
+        cache.inventory.forget(again, 40)
         assert turn(model, cache, again, 0) == again and cache.flush(10, everything=True)
         assert cache.durable(again) == len(again)
         settled(cache)
@@ -107,14 +107,14 @@ def test_a_record_inside_what_was_written_again_from_further_up(
     """[0, 20), [20, 40), and then [8, 120) or [8, 40): as a folder may have it in which something lingered."""
     model, tokens = FakeModel(kinds), text(length)
     with opened(model, tmp_path, disk_mode="through") as cache:
-        assert cache._disk is not None
+        assert cache.parts.tier is not None
         record_lengths(cache, monkeypatch, 20)
         Session(model, cache, tokens[:40]).prefill(40).commit()
         assert cache.flush(10)
-        lingers = [r for r in cache._disk.catalog.records() if r.start == 20]
+        lingers = [r for r in cache.parts.tier.catalog.records() if r.start == 20]
         for record in lingers:
             record.children += 1  # as if something went on from it
-        cache.forget(tokens[:40], 8)
+        cache.inventory.forget(tokens[:40], 8)
         for record in lingers:
             record.children -= 1
         record_lengths(cache, monkeypatch, 200)
@@ -122,17 +122,17 @@ def test_a_record_inside_what_was_written_again_from_further_up(
         assert cache.flush(10) and cache.durable(tokens) == length
     for lost in (False, True):
         with opened(model, tmp_path) as cache:
-            assert cache._disk is not None and cache.durable(tokens) == length
+            assert cache.parts.tier is not None and cache.durable(tokens) == length
             if lost:
                 with cache.state.lock:
-                    within = [r for r in cache._disk.catalog.records() if r.start == 20 and r.end <= 40]
-                    cache._disk.links.forget(r for r in within if r.nodes)
+                    within = [r for r in cache.parts.tier.catalog.records() if r.start == 20 and r.end <= 40]
+                    cache.parts.tier.links.forget(r for r in within if r.nodes)
                 settled(cache)
             left = 20 if lost and length == 40 and "recurrent" not in kinds else length  # nothing leads to the other
             assert cache.durable(tokens) == left
             assert Session(model, cache, [*tokens, 1]).cached == left
             assert cache.stats().disk.rejected_records == 0
-            cache.shrink(0)
+            cache.inventory.shrink(0)
             settled(cache)
 
 
@@ -145,7 +145,7 @@ def test_what_is_forgotten_while_more_of_it_is_written_goes_from_disk(model: Fak
         held = Held(cache)
         turn(model, cache, tokens, 0)
         assert held.begun.wait(10)
-        cache.forget(tokens, 8)
+        cache.inventory.forget(tokens, 8)
         held.go()
         cache.flush(10)
         assert [int(p.name[:8]) for p in files(tmp_path)] == [0]
@@ -219,8 +219,8 @@ def test_a_checkpoint_goes_on_from_the_kv_that_overtook_a_hollow_range(tmp_path:
     """That was on its way when memory got the KV of its tokens."""
     model, bound, common = FakeModel(("full", "recurrent")), (64, 4), text(30, 1)
     with opened(model, tmp_path, disk_mode="through", **BOUND) as cache:
-        assert cache._disk is not None
-        folder, turns = cache._disk.catalog.folder, threading.Semaphore(0)
+        assert cache.parts.tier is not None
+        folder, turns = cache.parts.tier.catalog.folder, threading.Semaphore(0)
         write = folder.write
 
         def one_by_one(*what: Any) -> None:
@@ -234,7 +234,7 @@ def test_a_checkpoint_goes_on_from_the_kv_that_overtook_a_hollow_range(tmp_path:
             turn(model, cache, tokens, 0, bound=bound)
         for _ in range(200):
             with cache.state.lock:
-                records = cache._disk.catalog.records()
+                records = cache.parts.tier.catalog.records()
                 if any((r.start, r.end, r.hollow, r.ready) == (0, 30, True, False) for r in records):
                     break
             turns.release()
@@ -242,7 +242,7 @@ def test_a_checkpoint_goes_on_from_the_kv_that_overtook_a_hollow_range(tmp_path:
         else:
             raise AssertionError("it was never on its way")
         for tokens in rotated:
-            cache.forget(tokens, 30)
+            cache.inventory.forget(tokens, 30)
         said = turn(model, cache, [*common, 3, *text(19, 4)], 0, bound=bound)
         Session(model, cache, [*said, 5], bound=bound).prefill(31).commit()
         turns.release(1000)
@@ -333,7 +333,7 @@ def test_a_checkpoint_that_is_rejected_leaves_the_ranges_as_they_are(tmp_path: P
         for prompt in (tokens, tokens[:50]):
             turn(model, cache, prompt, 0)
             assert cache.flush(10)
-        cache.shrink(0)
+        cache.inventory.shrink(0)
         (point,) = [p for p in files(tmp_path) if p.name.startswith("00000050") and ".point" in p.name]
         flip(point, -1)
         turn(model, cache, [*tokens[:50], other(tokens[50])], 0)
@@ -350,8 +350,8 @@ def test_what_cannot_be_written_is_tried_once(code: int, mode: str, model: FakeM
     """It is what others go on from: they do not ask for it over and over."""
     tokens, tries = text(100), list[str]()
     with opened(model, tmp_path, disk_mode=mode) as cache:
-        assert cache._disk is not None
-        folder = cache._disk.catalog.folder
+        assert cache.parts.tier is not None
+        folder = cache.parts.tier.catalog.folder
 
         def failing(namespace: str, name: str, *_: Any) -> None:
             tries.append(name)
@@ -369,12 +369,12 @@ def test_what_makes_way_on_disk_as_soon_as_it_was_written_is_not_waited_for(tmp_
     """The least recently used in memory is that on disk, too: the writer's next record takes its place."""
     model = FakeModel(("full",))
     with opened(model, tmp_path, disk_budget=5 * 4096) as cache:
-        assert cache._disk is not None
+        assert cache.parts.tier is not None
         small_records(cache, 8)
-        spiller = cache._disk.spiller
+        spiller = cache.parts.tier.spiller
         said = [turn(model, cache, [i, *text(n, i)], 0) for i, n in ((1, 7), (2, 31), (3, 799))]
         with cache.state.lock:
-            nodes = [cache._tree("").match(as_tokens(t)).path[0] for t in said]
+            nodes = [cache.parts.tree("").match(as_tokens(t)).path[0] for t in said]
             spiller._backlog.want(nodes[1])
             cache.state.lock.tell()
         cache.flush(10)
@@ -395,12 +395,12 @@ def test_what_stays_of_something_that_was_owed_is_owed(how: str, model: FakeMode
         tokens = turn(model, cache, text(400, 1), 0)
         assert held.begun.wait(10)
         if how == "forgotten":
-            cache.forget(tokens, 300)
+            cache.inventory.forget(tokens, 300)
         else:
-            assert cache._disk is not None
-            cache._disk.spiller._slow = True  # nobody waits for it
-            cache.shrink(300 * cache.token_bytes)
-        left = cache.in_memory(tokens)
+            assert cache.parts.tier is not None
+            cache.parts.tier.spiller._slow = True  # nobody waits for it
+            cache.inventory.shrink(300 * cache.inventory.token_bytes)
+        left = cache.inventory.in_memory(tokens)
         held.go()
         assert cache.flush(10) == (how == "forgotten"), "what made way unwritten is told"
         assert 0 < left < 400 and cache.durable(tokens) == left and cache.flush(10)
@@ -408,8 +408,8 @@ def test_what_stays_of_something_that_was_owed_is_owed(how: str, model: FakeMode
 
 def test_what_was_lost_is_told_to_whoever_asks_and_to_nobody_else(model: FakeModel, tmp_path: Path) -> None:
     with opened(model, tmp_path, disk_mode="through") as cache:
-        assert cache._disk is not None
-        folder = cache._disk.catalog.folder
+        assert cache.parts.tier is not None
+        folder = cache.parts.tier.catalog.folder
         write = folder.write
 
         def failing(*_: Any) -> None:
@@ -417,7 +417,7 @@ def test_what_was_lost_is_told_to_whoever_asks_and_to_nobody_else(model: FakeMod
 
         folder.write = failing  # type: ignore[method-assign]
         turn(model, cache, text(400, 1), 0)
-        cache.shrink(0)
+        cache.inventory.shrink(0)
         folder.write = write  # type: ignore[method-assign]
         cache.clear(disk=False)
         assert [cache.flush(10), cache.flush(10)] == [False, True]
@@ -429,11 +429,12 @@ def test_bytes_are_counted_whether_anybody_wants_them_still_or_not(model: FakeMo
             held = Held(cache)
             turn(model, cache, text(100, i), 0)
             assert held.begun.wait(10)
-            cache.forget(text(100, i), 0)
+            cache.inventory.forget(text(100, i), 0)
             held.go()
             assert cache.flush(10)
         disk = cache.stats().disk
-        assert disk.records == 0 and disk.written_bytes == disk.written_today_bytes > 3 * 100 * cache.token_bytes
+        assert disk.records == 0
+        assert disk.written_bytes == disk.written_today_bytes > 3 * 100 * cache.inventory.token_bytes
 
 
 def test_what_is_on_its_way_counts_for_the_daily_limit(model: FakeModel, tmp_path: Path) -> None:
@@ -482,9 +483,9 @@ def test_a_buffer_that_is_only_being_copied_belongs_to_the_copy(
             logits_of(model, tokens, lease.layers)
             lease.commit(tokens)
         assert begun.wait(10)
-        cache.forget(tokens, 0)
+        cache.inventory.forget(tokens, 0)
         cache.check()
         go.set()
         cache.flush(10)
         settled(cache)
-        assert cache.held_bytes == 0
+        assert cache.inventory.held_bytes == 0

@@ -99,7 +99,7 @@ def test_what_could_not_be_read_is_tried_again(code: int, tmp_path: Path, monkey
     monkeypatch.setattr(unread, "RETRY_SECONDS", 0.0)
     with unreadable(monkeypatch, {files(tmp_path)[0].name}, code):
         cache = reopened(model, tmp_path, "back")
-        assert cache.matched(said) == cache.matched(said) == 0
+        assert cache.inventory.matched(said) == cache.inventory.matched(said) == 0
         assert cache.stats().reasons["disk: unreadable"] == 1, "and it is said once"
     with cache:
         session = Session(model, cache, [*said, 1])
@@ -117,13 +117,13 @@ def test_what_goes_on_from_one_that_has_gone_meanwhile_is_no_part_of_it(
     first, second = files(tmp_path)[:2]
     with unreadable(monkeypatch, {first.name}):
         cache = reopened(model, tmp_path, "back")
-        assert cache.matched(said) == 0
+        assert cache.inventory.matched(said) == 0
     with cache:
         first.unlink()
         with unreadable(monkeypatch, {second.name}):
-            assert cache.matched(said) == 0
+            assert cache.inventory.matched(said) == 0
             settled(cache)
-        assert cache.matched(said) == 0
+        assert cache.inventory.matched(said) == 0
         settled(cache)
     assert not files(tmp_path), "orphans"
 
@@ -133,7 +133,7 @@ def test_one_that_is_not_yet_to_be_tried_is_not(tmp_path: Path, monkeypatch: pyt
     with unreadable(monkeypatch, {files(tmp_path)[0].name}):
         cache = reopened(model, tmp_path, "back")
     with cache:
-        assert cache.matched(said) == 0, "the disk is left alone for a while"
+        assert cache.inventory.matched(said) == 0, "the disk is left alone for a while"
         assert Session(model, cache, [*said, 1]).cached == 0
     assert len(files(tmp_path)) > 1
 
@@ -213,7 +213,7 @@ def test_a_record_whose_content_could_not_be_read_is_used_when_all_of_it_can_be(
             lease = cache.lease([*said, 1])
             assert lease.cached == 40
             lease.cancel()
-            assert cache.matched(said) == 40, "its head can be read, and that is not enough"
+            assert cache.inventory.matched(said) == 40, "its head can be read, and that is not enough"
             settled(cache)
         assert Session(model, cache, [*said, 1]).cached == len(said)
         settled(cache)
@@ -296,7 +296,7 @@ def test_a_record_that_was_cleared_while_it_was_read_is_not_kept_apart(
         go.set()
         asking.join()
         monkeypatch.setattr(os, "preadv", real)
-        assert cache.matched(said) == 0 and cache.stats().disk.rejected_records == 0
+        assert cache.inventory.matched(said) == 0 and cache.stats().disk.rejected_records == 0
         again = turn(model, cache, text(100))
         assert cache.flush(10) and cache.durable(again) == len(again)
         settled(cache)
@@ -314,10 +314,10 @@ def test_a_record_that_fails_slowly_keeps_no_other_from_being_tried(
         with broken_content(monkeypatch, files(tmp_path)):
             for x in said:
                 cache.lease([*x, 1]).cancel()
-            assert [cache.matched(x) for x in said] == [0, 0]
+            assert [cache.inventory.matched(x) for x in said] == [0, 0]
         for _ in range(2):
-            cache.matched(said[0])
-        assert [cache.matched(x) for x in said] == [len(x) for x in said]
+            cache.inventory.matched(said[0])
+        assert [cache.inventory.matched(x) for x in said] == [len(x) for x in said]
         settled(cache)
     with opened(model, tmp_path) as cache:
         with broken_content(monkeypatch, files(tmp_path)):
@@ -325,8 +325,8 @@ def test_a_record_that_fails_slowly_keeps_no_other_from_being_tried(
                 cache.lease([*x, 1]).cancel()
         with broken_content(monkeypatch, files(tmp_path)[:1]):
             for _ in range(3):
-                cache.matched(said[0])
-            assert sorted(cache.matched(x) for x in said) == [0, len(said[0])]
+                cache.inventory.matched(said[0])
+            assert sorted(cache.inventory.matched(x) for x in said) == [0, len(said[0])]
 
 
 @pytest.mark.parametrize("mode", ["back", "through"])
@@ -398,15 +398,15 @@ def test_a_writer_that_ends_is_done_without(
         return []
 
     with opened(model, tmp_path, budget="1MB", disk_mode=mode) as cache:
-        assert cache._disk is not None
+        assert cache.parts.tier is not None
         with monkeypatch.context() as patched:
             *parts, name = where.split(".")
-            patched.setattr(functools.reduce(getattr, parts, cache._disk.catalog), name, dies)
+            patched.setattr(functools.reduce(getattr, parts, cache.parts.tier.catalog), name, dies)
             said = turn(model, cache, text(100))
             assert not cache.flush(10, everything=True)
         disk = cache.stats().disk
         assert disk.failed == "the thread that writes has ended (KeyError)" and not disk.pending
-        assert cache._disk.spiller._staging.extra_bytes == 0 and cache._disk.spiller._staging.fits(1)
+        assert cache.parts.tier.spiller._staging.extra_bytes == 0 and cache.parts.tier.spiller._staging.fits(1)
         began = time.monotonic()
         for i in range(3):  # more than memory has room for
             said = turn(model, cache, text(250, i))
@@ -422,14 +422,14 @@ def test_a_writer_that_ends_is_done_without(
 def test_checkpoints_that_a_writer_leaves_behind_are_not_counted_for_ever(tmp_path: Path) -> None:
     model = FakeModel(("full", "recurrent"))
     with opened(model, tmp_path, disk_mode="through", min_checkpoint_tokens=10) as cache:
-        assert cache._disk is not None
+        assert cache.parts.tier is not None
         disk = Held(cache)
         disk.fails = [KeyError("a bug")]  # type: ignore[list-item]
         said: list[int] = []
         for i in range(6):
             said = turn(model, cache, [*said, *text(60, i)])
         with cache.state.lock:
-            assert cache._disk.spiller._writer.staged_points
+            assert cache.parts.tier.spiller._writer.staged_points
         disk.go()
         assert not cache.flush(10) and cache.stats().disk.failed
         cache.clear()

@@ -36,8 +36,8 @@ def always_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def engine(loaded: tuple[Any, Any], folder: Path, mode: str = "back", budget: str = "256MB") -> Engine:
     made = Engine(*loaded, budget=budget, disk=DiskSettings(folder, "1GB", mode))
-    assert made.cache._disk is not None
-    made.cache._disk.spiller.jobs.record_tokens = min(40, made.cache._disk.spiller.jobs.record_tokens)
+    assert made.cache.parts.tier is not None
+    made.cache.parts.tier.spiller.jobs.record_tokens = min(40, made.cache.parts.tier.spiller.jobs.record_tokens)
     return made
 
 
@@ -143,7 +143,7 @@ def test_what_was_evicted_before_there_was_a_row_for_it_is_read_again(
             if not more:
                 reads += 1
                 if reads <= times:
-                    second.cache.shrink(0)
+                    second.cache.inventory.shrink(0)
             return more
 
         monkeypatch.setattr(Restore, "step", evicted)
@@ -162,7 +162,7 @@ def test_a_request_that_is_cancelled_while_it_is_read_leaves_nothing_behind(
         number = second.submit(request(prompt_of([*tokens, 5]), 5), lambda events: None)
         second.cancel(number)
         second.check()
-        assert second.stats().cache.open_leases == 0 and not second.cache.state.restores
+        assert second.stats().cache.inventory.open_leases == 0 and not second.cache.state.restores
         assert ask(second, [*tokens, 5], 3).tokens == cold(loaded[0], [*tokens, 5], 3)
 
 
@@ -178,7 +178,7 @@ def test_under_pressure_everything_comes_back(mode: str, loaded: tuple[Any, Any]
         for prompt, answer in zip(longer, answers, strict=True):
             assert answer.tokens == cold(loaded[0], prompt, 4)
         stats = made.stats()
-        assert stats.cache.evicted_tokens > 0 and stats.cache.tokens_from_disk > 0
+        assert stats.cache.inventory.evicted_tokens > 0 and stats.cache.tokens_from_disk > 0
         assert stats.prefilled_tokens - before < 12 * 60
         made.check()
 

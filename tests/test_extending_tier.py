@@ -48,7 +48,7 @@ def test_what_memory_evicted_comes_back_with_the_same_tokens(model: FakeModel, k
             assert min(cached) == 0
             return
         assert cached == [len(tokens) for tokens in said]
-        assert isinstance(cache._disk, KeptTier) and stats.discarded_tokens == 0
+        assert isinstance(cache.parts.tier, KeptTier) and stats.discarded_tokens == 0
         assert stats.tokens_from_disk > 0 and stats.disk.restored_tokens >= stats.tokens_from_disk
 
 

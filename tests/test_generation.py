@@ -52,7 +52,7 @@ def test_a_text_is_answered_as_mlx_lm_answers_it(loaded: Any, cache: onefold.Pre
         assert onefold.generate(model, tokenizer, prompt, cache=cache, max_tokens=12) == expected
         assert onefold.generate(model, tokenizer, mx.array(prompt), cache=cache, max_tokens=12) == expected
     assert cache.stats().hits == 8
-    assert cache.open_leases == 0
+    assert cache.inventory.open_leases == 0
 
 
 @pytest.mark.parametrize("n", [1, 2, 9])
@@ -64,7 +64,7 @@ def test_what_is_committed_is_what_was_fed(loaded: Any, cache: onefold.PrefixCac
     told = prompt + [r.token for r in responses]
     assert len(responses) == n
     assert responses[-1].finish_reason == "length"
-    assert cache.matched(told) == len(told) == cache.stats().stored_tokens
+    assert cache.inventory.matched(told) == len(told) == cache.stats().stored_tokens
     (again,) = onefold.stream_generate(model, tokenizer, [*told, 3], 1, cache=cache)
     assert (again.cached_tokens, again.prompt_tokens) == (len(told), len(told) + 1)
 
@@ -89,16 +89,16 @@ def test_an_abandoned_iterator_commits_what_was_fed(loaded: Any, cache: onefold.
         told.append(response.token)
         if len(told) == len(prompt) + 3:
             break
-    assert cache.open_leases == 0
-    assert cache.matched(told) == len(told) == cache.stats().stored_tokens
+    assert cache.inventory.open_leases == 0
+    assert cache.inventory.matched(told) == len(told) == cache.stats().stored_tokens
 
     other = tokens_of(tokenizer, "Another one: " + TEXT)
     steps = onefold.stream_generate(model, tokenizer, other, cache=cache)
     other.append(next(steps).token)
-    assert cache.open_leases == 1
+    assert cache.inventory.open_leases == 1
     steps.close()
-    assert cache.open_leases == 0
-    assert cache.matched(other) == len(other)
+    assert cache.inventory.open_leases == 0
+    assert cache.inventory.matched(other) == len(other)
 
 
 def test_an_iterator_that_was_never_begun_holds_nothing(loaded: Any, cache: onefold.PrefixCache) -> None:
@@ -121,8 +121,8 @@ def test_a_step_that_raises_commits_what_was_fed(loaded: Any, cache: onefold.Pre
         for response in onefold.stream_generate(model, tokenizer, prompt, cache=cache, sampler=sampler):
             told.append(response.token)
     assert len(told) == len(prompt) + 2
-    assert cache.open_leases == 0
-    assert cache.matched(told) == len(told)
+    assert cache.inventory.open_leases == 0
+    assert cache.inventory.matched(told) == len(told)
     assert cache.stats().stored_tokens == len(told) + 1  # a token is fed before it is yielded
 
 
@@ -130,7 +130,7 @@ def test_a_refused_prefill_is_a_budget_error_and_leaves_nothing_open(loaded: Any
     model, tokenizer = loaded
     with onefold.PrefixCache(model, budget="1MB") as small, pytest.raises(onefold.BudgetError):
         onefold.generate(model, tokenizer, TEXT * 20, cache=small, max_tokens=3)
-        assert small.open_leases == 0
+        assert small.inventory.open_leases == 0
 
 
 def test_samplers_and_processors_see_what_they_see_without_a_cache(loaded: Any, cache: onefold.PrefixCache) -> None:
@@ -227,7 +227,7 @@ def test_a_draft_decodes_and_the_last_token_is_committed_only_if_it_was_fed(load
                     break
             del steps
             assert tokenizer.decode(told[len(prompt) :]) == expected[:n]
-            known = cache.matched(told)
+            known = cache.inventory.matched(told)
             assert known >= len(told) - 2  # the newest is not fed, and the draft may be one token behind
             assert known < len(told) or from_draft
             (again,) = onefold.stream_generate(model, tokenizer, [*told, 3], 1, cache=cache)
@@ -283,8 +283,8 @@ def test_async_gives_the_same_and_does_not_block_the_loop(loaded: Any, cache: on
         return text
 
     assert asyncio.run(main()) == expected
-    assert cache.open_leases == 0
-    assert cache.matched(tokens_of(tokenizer, TEXT + expected)) == len(TEXT) + 6
+    assert cache.inventory.open_leases == 0
+    assert cache.inventory.matched(tokens_of(tokenizer, TEXT + expected)) == len(TEXT) + 6
 
 
 def waiting(tokenizer: Any, go: threading.Event) -> Any:
@@ -326,7 +326,7 @@ def test_several_async_generations_run_side_by_side(loaded: Any, cache: onefold.
         return await asyncio.gather(*map(one, texts))
 
     assert asyncio.run(main()) == expected
-    assert cache.open_leases == 0
+    assert cache.inventory.open_leases == 0
 
 
 def test_a_cancelled_task_commits_what_was_fed(loaded: Any, cache: onefold.PrefixCache) -> None:
@@ -356,9 +356,9 @@ def test_a_cancelled_task_commits_what_was_fed(loaded: Any, cache: onefold.Prefi
             await task
 
     asyncio.run(main())
-    assert cache.open_leases == 0
+    assert cache.inventory.open_leases == 0
     assert len(told) == len(prompt) + 2
-    assert cache.matched(told) == len(told)
+    assert cache.inventory.matched(told) == len(told)
 
 
 def test_a_closed_async_iterator_commits_what_was_fed(loaded: Any, cache: onefold.PrefixCache) -> None:
@@ -370,10 +370,10 @@ def test_a_closed_async_iterator_commits_what_was_fed(loaded: Any, cache: onefol
                 told.append(response.token)
                 if len(told) == len(TEXT) + 3:
                     break
-        assert cache.open_leases == 0
+        assert cache.inventory.open_leases == 0
 
     asyncio.run(main())
-    assert cache.matched(told) == len(told) == len(TEXT) + 3
+    assert cache.inventory.matched(told) == len(told) == len(TEXT) + 3
 
 
 def test_an_async_iterator_that_is_left_by_break_commits_without_the_collector(
@@ -394,4 +394,4 @@ def test_an_async_iterator_that_is_left_by_break_commits_without_the_collector(
         asyncio.run(main())
     finally:
         gc.enable()
-    assert cache.matched(told) == len(told) == len(TEXT) + 1
+    assert cache.inventory.matched(told) == len(told) == len(TEXT) + 1

@@ -84,7 +84,7 @@ def test_a_request_looks_at_nothing_but_its_own_path(counted: Counting) -> None:
         mx.eval(model(mx.array([[5] * 300]), cache=lease.layers))  # grows
         lease.commit([*counted.prefix, 85, 86, *[5] * 308])
     counted.store(words(30, seed=999))
-    assert cache.held_bytes > 0
+    assert cache.inventory.held_bytes > 0
     assert counted.looks == 0
 
 
@@ -93,9 +93,9 @@ def test_reclaiming_looks_at_nothing_but_what_it_frees(counted: Counting) -> Non
     cache = counted.cache
     stored = cache.stats().stored_tokens
     counted.nodes = 0
-    cache.shrink(cache.stored_bytes // 2)
+    cache.inventory.shrink(cache.inventory.stored_bytes // 2)
     cache.set_budget("16MB")
-    cache.forget(words(30, seed=109), 10)
+    cache.inventory.forget(words(30, seed=109), 10)
     assert counted.looks == 0
     assert cache.stats().stored_tokens < stored
     cache.check()
@@ -110,9 +110,9 @@ def test_a_slab_that_lost_several_nodes_is_compacted_once(monkeypatch: pytest.Mo
             cache.pin(known[:cut]).release()  # splits the node
         keep = cache.pin(known[:150])
         before = cache.stats().compactions
-        cache.shrink(0)
+        cache.inventory.shrink(0)
         assert cache.stats().compactions - before <= 2  # room first, then what was evicted
-        assert cache.in_memory(known) == 150
+        assert cache.inventory.in_memory(known) == 150
         keep.release()
         cache.check()
 
@@ -182,9 +182,9 @@ def test_other_threads_get_in_while_much_is_given_up(what: str, monkeypatch: pyt
         with monkeypatch.context() as patch:
             patch.setattr(cache.state.lock, "between", between)
             if what == "set_budget":
-                cache.set_budget(cache.token_bytes * 100)
+                cache.set_budget(cache.inventory.token_bytes * 100)
             elif what == "shrink":
-                cache.shrink(0)
+                cache.inventory.shrink(0)
             else:
                 cache.clear()
         assert len(left) >= 6 and left == sorted(left, reverse=True) and left[0] > left[-1]

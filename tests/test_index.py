@@ -120,7 +120,7 @@ def test_records_that_were_used_are_known_again(folder: Path, read: list[str]) -
     with opened(model, folder) as cache:
         for node in cache.state.nodes.nodes():
             cache.state.nodes.touch(node)
-        assert cache.matched(text(60, 1)) == 60
+        assert cache.inventory.matched(text(60, 1)) == 60
         with cache.lease([*text(60, 1), 5]) as lease:
             assert lease.restored
     assert [p.stat().st_mtime_ns for p in files(folder)] != modified

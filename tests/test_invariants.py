@@ -240,7 +240,7 @@ def test_6_a_committed_segment_is_never_written():
     model = tiny("llama")
     with onefold.PrefixCache(model, "64MB") as cache:
         _, known = turn(cache, model, words(50))
-        node = cache.state.nodes.tree(("", cache._format)).match(cache.lease(known).tokens).path[0]
+        node = cache.state.nodes.tree(("", cache.parts.form)).match(cache.lease(known).tokens).path[0]
         span = node.span
         image = [mx.array(a[..., span.lo : span.hi, :]) for a in span.slab.arrays(0)]
         mx.eval(image)
@@ -252,7 +252,7 @@ def test_6_a_committed_segment_is_never_written():
                 layer.trim(30)  # far below what is committed
             forward(model, lease.layers, [*known[: lease.offset], 5, 5, 5], lease.offset)
         cache.check()
-        found = cache.state.nodes.tree(("", cache._format)).match(cache.lease(known).tokens).path
+        found = cache.state.nodes.tree(("", cache.parts.form)).match(cache.lease(known).tokens).path
         at = 0
         for n in found:
             for a, b in zip(n.span.slab.arrays(0), image, strict=True):
@@ -501,7 +501,7 @@ def test_fingerprints_tell_weights_adapters_and_formats_apart():
         (a, {"max_kv_size": 64}),
     ):
         with onefold.PrefixCache(model, "8MB", **options) as cache:
-            formats.add(cache._format)
+            formats.add(cache.parts.form)
     assert len(formats) == 5
 
 
@@ -573,7 +573,7 @@ def test_a_model_that_quantises_its_kv_by_itself_is_reused(monkeypatch):
         _, known = turn(cache, model, words(40))
         lease, _ = turn(cache, model, [*known, 1])
         assert lease.cached == len(known)
-        assert cache._models.anatomies[0].kinds == {"quantized": 2}
+        assert cache.parts.models.anatomies[0].kinds == {"quantized": 2}
 
 
 def test_other_tokens_than_were_leased_are_refused_before_they_are_stored():

@@ -122,7 +122,7 @@ def test_a_ring_stays_packed() -> None:
                 mx.eval(model(mx.array([[token]]), cache=lease.layers))
             mx.clear_cache()
             held[kv] = cache.stats().bytes["live"]
-            assert lease.nbytes == held[kv] == 128 * cache.token_bytes
+            assert lease.nbytes == held[kv] == 128 * cache.inventory.token_bytes
             cache.check()
     assert held["8"] == held["16"] * (8 + 1) // 32  # fp32: a code, and a scale and a bias for 64 of them
     assert held["4"] == held["16"] * (4 + 1) // 32

@@ -45,6 +45,6 @@ def test_a_lease_is_not_open_while_memory_is_reclaimed_after_it(monkeypatch: pyt
     with PrefixCache(model, "1MB") as cache:
         seen = []
         refill = cache.state.pool.refill
-        monkeypatch.setattr(cache.state.pool, "refill", lambda: (seen.append(cache.open_leases), refill()))
+        monkeypatch.setattr(cache.state.pool, "refill", lambda: (seen.append(cache.inventory.open_leases), refill()))
         turn(model, cache, text(50))
     assert seen[0] == 0

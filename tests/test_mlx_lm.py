@@ -755,7 +755,7 @@ def test_layers_that_are_fetched_and_dropped_do_not_pile_up(cache):
     cache.insert_cache(KEY, prompt, filled(prompt))
     for _ in range(80):
         cache.fetch_nearest_cache(KEY, [*prompt, 1])
-    assert cache._stores.all()[0].cache.open_leases <= 34
+    assert cache._stores.all()[0].cache.inventory.open_leases <= 34
 
 
 @pytest.mark.parametrize(("given", "kept"), [(-1, 0), (0, 0), (2, 2)])

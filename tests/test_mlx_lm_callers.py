@@ -217,7 +217,7 @@ def test_layers_that_were_fed_nothing_are_not_kept(caches):
     cache.insert_cache(KEY, rest, layers)
     assert cache.reasons == {"layers do not fit the tokens": 1}
     assert len(cache) == 0 and cache.nbytes == 0
-    assert not any(store.cache.open_leases for store in cache._stores.all())
+    assert not any(store.cache.inventory.open_leases for store in cache._stores.all())
 
 
 def test_a_running_row_whose_draft_was_fed_nothing_goes_on(caches):
@@ -303,7 +303,7 @@ def test_a_row_finds_its_key_on_another_thread_than_the_fetch(caches):
     assert elsewhere(lambda: cache.fetch_nearest_cache(KEY, prompt)) == (None, prompt)
     generator = BatchGenerator(model, max_tokens=4)
     generator.insert([prompt], caches=[make_prompt_cache(model)])
-    assert [s.cache.open_leases for s in cache._stores.all()] == [1]
+    assert [s.cache.inventory.open_leases for s in cache._stores.all()] == [1]
     while not (ended := [r for r in generator.next()[1] if r.finish_reason]):
         pass
     cache.insert_cache(KEY, ended[0].all_tokens, ended[0].prompt_cache)

@@ -78,7 +78,7 @@ class Fuzz:
         gc.collect()
         for store in self.cache._stores.all():
             store.cache.check()
-            assert store.cache.open_leases == 0
+            assert store.cache.inventory.open_leases == 0
         by_type = self.cache.stats_by_type()
         assert sum(s["n_bytes"] for s in by_type.values()) == self.cache.nbytes <= self.cache.max_bytes
         stored = sum(s.cache.stats().stored_tokens for s in self.cache._stores.all())

@@ -116,7 +116,7 @@ def test_room_is_given_back_before_any_token_is_evicted() -> None:
         stats = cache.stats()
         room = stats.bytes["stored"] - stats.stored_tokens * stats.token_bytes
         assert room > 0
-        cache.shrink(stats.bytes["stored"] - room // 2)
+        cache.inventory.shrink(stats.bytes["stored"] - room // 2)
         assert cache.stats().evicted_tokens == 0
         assert cache.stats().bytes["stored"] <= stats.bytes["stored"] - room // 2
         cache.check()
@@ -143,14 +143,14 @@ def test_one_conversation_can_have_nine_tenths_of_the_budget(heavy: Any) -> None
         said = filled(cache, heavy, 16)
         stats = cache.stats()
         assert len(said) * stats.token_bytes >= 0.9 * stats.budget_bytes
-        assert cache.in_memory(said) * stats.token_bytes >= 0.9 * stats.budget_bytes
+        assert cache.inventory.in_memory(said) * stats.token_bytes >= 0.9 * stats.budget_bytes
         cache.check()
 
 
 def test_a_prompt_can_have_nine_tenths_of_the_budget(heavy: Any) -> None:
     with onefold.PrefixCache(heavy, "64MB") as cache:
-        n = int(0.9 * cache.budget_bytes / cache.token_bytes)
-        assert cache.most_tokens() >= n
+        n = int(0.9 * cache.inventory.budget_bytes / cache.inventory.token_bytes)
+        assert cache.inventory.most_tokens() >= n
         store(cache, heavy, words(n))
         stats = cache.stats()
         assert stats.evicted_tokens == 0 and stats.stored_tokens == n
@@ -167,7 +167,7 @@ def test_a_refused_conversation_can_be_continued_by_one_token(heavy: Any, budget
             assert lease.cached == len(said)
             mx.eval(heavy(mx.array([[1]]), cache=lease.layers))
             lease.commit([*said, 1])
-        assert cache.in_memory([*said, 1]) == len(said) + 1
+        assert cache.inventory.in_memory([*said, 1]) == len(said) + 1
         cache.check()
 
 

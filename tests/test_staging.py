@@ -173,7 +173,7 @@ def test_a_request_gets_the_bytes_that_waiting_records_took(tmp_path: Path) -> N
                 mx.eval(model(mx.array([tokens[lease.cached :]]), cache=lease.layers))
                 lease.commit(tokens)
         cache.check()
-        wanted = cache.budget_bytes - always - cache.stats().bytes["scratch"] - cache.state.ledger.headroom()
+        wanted = cache.inventory.budget_bytes - always - cache.stats().bytes["scratch"] - cache.state.ledger.headroom()
         later = threading.Timer(0.2, disk.go)
         later.start()
         with cache.state.lock:

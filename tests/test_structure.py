@@ -21,7 +21,7 @@ CACHE = {"": 0, "request": 1, "model": 2, "tiers": 2, "memory": 3}
 
 WRITERS = {
     "Hold": {
-        "cache/prefix_cache.py": {"from_disk", "reason"},
+        "cache/leasing.py": {"from_disk", "reason"},
         "cache/request/opening.py": {"cached", "checkpoint", "matched", "node", "reason", "unreserved"},
         "cache/request/forward.py": {"chunk", "rewound", "rotated_at", "unreserved"},
         "cache/request/watcher.py": {"given_up", "running", "unscheduled"},
@@ -30,7 +30,9 @@ WRITERS = {
         "cache/request/closing.py": {"checkpoint", "closed", "node", "taken", "uncached"},
     },
     "CacheState": {
-        "cache/prefix_cache.py": {"closed", "closing", "min_checkpoint_tokens", "uncached_reason", "water"},
+        "cache/prefix_cache.py": {"min_checkpoint_tokens", "water"},
+        "cache/parts.py": {"uncached_reason"},
+        "cache/ending.py": {"closed", "closing"},
         "mlx_lm/stores.py": {"on_dropped"},
     },
 }
@@ -284,11 +286,11 @@ def test_the_engine_uses_what_mlx_lm_shows_and_changes_nothing_there() -> None:
 def test_stock_caches_are_made_in_the_factory_and_for_uncached_models_only() -> None:
     found = {file: list(calls(tree, {"make_prompt_cache"})) for file, tree in TREES.items()}
     found = {file: where for file, where in found.items() if where}
-    assert set(found) == {"cache/model/stock.py", "cache/model/survey.py", "cache/prefix_cache.py"}
+    assert set(found) == {"cache/model/stock.py", "cache/model/survey.py", "cache/leasing.py"}
     assert all(len(where) == 1 for where in found.values())
-    functions = [n for n in ast.walk(TREES["cache/prefix_cache.py"]) if isinstance(n, ast.FunctionDef)]
+    functions = [n for n in ast.walk(TREES["cache/leasing.py"]) if isinstance(n, ast.FunctionDef)]
     uncached = next(f for f in functions if f.name == "_open_uncached")
-    assert list(calls(uncached, {"make_prompt_cache"})) == found["cache/prefix_cache.py"]
+    assert list(calls(uncached, {"make_prompt_cache"})) == found["cache/leasing.py"]
 
 
 @pytest.mark.parametrize("file", TREES)
@@ -339,3 +341,24 @@ def test_kinds_are_asked_and_not_compared(file: str) -> None:
             asked = [x for x in asked if not isinstance(x.value, ast.Attribute) or x.value.attr != "dtype"]
             literal = [x for x in sides if isinstance(x, (ast.Constant, ast.Tuple, ast.Set, ast.List))]
             assert not (asked and literal), f"{file}:{node.lineno} compares a kind"
+
+
+MOST_LINES, MOST_METHODS, MOST_FUNCTION_LINES, MOST_PARAMETERS = 450, 25, 60, 10
+BENCHMARKS = sorted((SOURCE.parents[1] / "benchmarks").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", [*FILES, *BENCHMARKS], ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_nothing_outgrows_its_job(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= MOST_LINES, f"{path.name} has {text.count(chr(10))} lines"
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            methods = [n.name for n in node.body if isinstance(n, functions)]
+            assert len(methods) <= MOST_METHODS, f"{node.name} has {len(methods)} methods"
+        elif isinstance(node, functions):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert lines <= MOST_FUNCTION_LINES, f"{node.name} has {lines} lines"
+            given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            parameters = [a for a in given if a.arg not in ("self", "cls")]
+            assert len(parameters) <= MOST_PARAMETERS, f"{node.name} has {len(parameters)} parameters"

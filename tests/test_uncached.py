@@ -171,7 +171,7 @@ def test_generation_on_a_model_that_runs_uncached_is_mlx_lm_s(unknown: Any, mode
         for n in (40, 60):
             told = [r.token for r in onefold.stream_generate(unknown, tokenizer, words(n), 6, cache=cache)]
             assert told == [r.token for r in mlx_lm.stream_generate(unknown, tokenizer, mx.array(words(n)), 6)]
-        assert cache.open_leases == 0
+        assert cache.inventory.open_leases == 0
         assert cache.nbytes == 0
 
 

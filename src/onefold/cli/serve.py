@@ -266,7 +266,7 @@ def _serve(given: argparse.Namespace) -> int:
 
 def _stop(engine: Engine) -> None:
     """Writes dirty data to disk, then stops the engine. An interrupt skips the rest of the writing."""
-    before, began = engine.cache.written_bytes, time.monotonic()
+    before, began = engine.cache.inventory.written_bytes, time.monotonic()
     why = ""
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -277,7 +277,7 @@ def _stop(engine: Engine) -> None:
         why = "interrupted"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # no thread may be left when the process ends: MLX would abort it
     if why:
-        engine.cache.close_soon()
+        engine.cache.ending.hurry()
         engine.stop()
     if before is not None:
         log.info("%s", _farewell(engine.cache.stats(), before, time.monotonic() - began, why))
@@ -402,9 +402,9 @@ def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
         ("model", engine.model_id),
         ("OpenAI", f"{url}/v1"),
         ("Anthropic", url),
-        ("budget", show_size(engine.cache.budget_bytes)),
+        ("budget", show_size(engine.cache.inventory.budget_bytes)),
         ("disk", _disk_line(engine)),
-        ("one token", f"{show_size(engine.cache.token_bytes)} of KV{_format(engine)}"),
+        ("one token", f"{show_size(engine.cache.inventory.token_bytes)} of KV{_format(engine)}"),
         ("room for", _room(engine)),
     ]
     if engine.context_length is not None:
@@ -433,7 +433,7 @@ def _format(engine: Engine) -> str:
 
 def _room(engine: Engine) -> str:
     """Of all conversations together, and of one."""
-    total = f"about {engine.cache.budget_bytes // max(1, engine.cache.token_bytes):,} tokens"
+    total = f"about {engine.cache.inventory.budget_bytes // max(1, engine.cache.inventory.token_bytes):,} tokens"
     if engine.most_tokens >= sys.maxsize:
         return f"{total}, and conversations of any length"
     return f"{total}, {engine.most_tokens:,} of them in one conversation"

@@ -104,7 +104,7 @@ class Admission:
                 best, leader = max((best, leader), (common, other), key=lambda pair: pair[0])
         if leader is None or best < WORTH_WAITING_FOR:
             return False
-        if best - self._cache.matched(prompt, namespace=job.request.namespace) < WORTH_WAITING_FOR:
+        if best - self._cache.inventory.matched(prompt, namespace=job.request.namespace) < WORTH_WAITING_FOR:
             return False
         reach = min(best, len(leader.request.prompt) - 1)
         if leader in self._jobs.prefilling and leader.position < reach:
@@ -120,7 +120,7 @@ class Admission:
         prompt, namespace, waiting = job.request.prompt.tokens, job.request.namespace, self._jobs.waiting
         others = [j for j in waiting[: waiting.index(job)] if j.restore is not None and not j.restore.done]
         common = [common_length(j.request.prompt.tokens, prompt) for j in others if j.request.namespace == namespace]
-        if common and max(common) - self._cache.in_memory(prompt, namespace=namespace) >= WORTH_WAITING_FOR:
+        if common and max(common) - self._cache.inventory.in_memory(prompt, namespace=namespace) >= WORTH_WAITING_FOR:
             return True
         try:
             return job.look_on_disk(self._cache, self._room(job))

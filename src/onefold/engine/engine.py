@@ -101,7 +101,10 @@ class Engine:
         self._check_budget()
         self._lengths = Lengths(self.cache, self.most_tokens, self.context_length)
         self._prompts = PromptMaker(
-            tokenizer, vocab=self.vocab, checkpoints=not self.cache.resumes_anywhere, between=self._check_running
+            tokenizer,
+            vocab=self.vocab,
+            checkpoints=not self.cache.inventory.resumes_anywhere,
+            between=self._check_running,
         )
 
     def _begin(self, model: nn.Module, config: EngineConfig) -> None:
@@ -125,7 +128,7 @@ class Engine:
     def _check_budget(self) -> None:
         if self.most_tokens < LEAST_TOKENS:
             self.stop()
-            given, each = show_size(self.cache.budget_bytes), show_size(self.cache.token_bytes)
+            given, each = show_size(self.cache.inventory.budget_bytes), show_size(self.cache.inventory.token_bytes)
             raise ConfigError(
                 f"a budget of {given} is too small: a token takes {each} of KV, and a forward its working memory; "
                 f"there is room for a conversation of {self.most_tokens} tokens"
@@ -226,9 +229,9 @@ class Engine:
 
     def clear(self) -> tuple[int, int]:
         """Drops all KV that no running request uses, in every namespace. Returns bytes freed in memory and on disk."""
-        before, on_disk = self.cache.held_bytes, self.cache.stats().disk.used_bytes
+        before, on_disk = self.cache.inventory.held_bytes, self.cache.stats().disk.used_bytes
         self._do(self.cache.clear)
-        return max(0, before - self.cache.held_bytes), max(0, on_disk - self.cache.stats().disk.used_bytes)
+        return max(0, before - self.cache.inventory.held_bytes), max(0, on_disk - self.cache.stats().disk.used_bytes)
 
     def check(self) -> None:
         """Recounts everything that the cache holds. Raises IntegrityError."""
@@ -260,7 +263,7 @@ class Engine:
         """Ends the thread. Running requests fail, and their KV is freed. With a disk this waits until all dirty data is
         written."""
         if timeout_seconds is None:
-            timeout_seconds = 30.0 if not hasattr(self, "cache") else 30.0 + self.cache.closing_seconds
+            timeout_seconds = 30.0 if not hasattr(self, "cache") else 30.0 + self.cache.ending.seconds
         _end_thread(self._mailbox, self._thread, timeout_seconds)
 
     def __enter__(self) -> Engine:

@@ -97,7 +97,7 @@ class Job:
     def open(self, cache: PrefixCache, reserve_tokens: int) -> None:
         """Opens a lease on all tokens so far. Raises BudgetError; then nothing has changed."""
         prompt, namespace, tokens = self.request.prompt, self.request.namespace, self._so_far
-        known = cache.continuation(tokens, namespace=namespace)
+        known = cache.inventory.continuation(tokens, namespace=namespace)
         self.lease = cache.lease(
             tokens,
             namespace=namespace,

@@ -90,7 +90,7 @@ class Prefill:
         rest = _to_do(job)
         chunk_tokens = self._share.chunk(job.position, streams=bool(self._jobs.decoding))
         whole = 1 < rest <= min(SHORT_REST, chunk_tokens) and lease.chunk_limit(rest) == rest
-        if whole and self._cache.resumes_anywhere and job.left:
+        if whole and self._cache.inventory.resumes_anywhere and job.left:
             logits = self._forward(job, job.tokens[job.position :])
             chosen = self._chooser.choose(logits[:, -1, :], [job.turn()])
             chosen.start()

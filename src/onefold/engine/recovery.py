@@ -86,6 +86,6 @@ class Recovery:
 
 def too_long(tokens: int, most: int, cache: PrefixCache, about: str = "") -> TooLong:
     """Returns the error for a prompt of `tokens` tokens, where the budget has room for `most`."""
-    budget = show_size(cache.budget_bytes)
+    budget = show_size(cache.inventory.budget_bytes)
     message = f"this prompt has {about}{tokens} tokens; the memory budget of {budget} has room for {most}"
     return TooLong(message, tokens=tokens, most=most)

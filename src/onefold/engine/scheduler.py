@@ -27,7 +27,7 @@ from onefold.engine.share import Share
 
 class Scheduler:
     def __init__(self, model: Any, cache: PrefixCache, limits: Limits) -> None:
-        self.most_tokens = cache.most_tokens()
+        self.most_tokens = cache.inventory.most_tokens()
         """The longest conversation that the budget has room for."""
         self.jobs = Jobs(limits.rows)
         self._share = Share(limits.prefill_share, limits.prefill_chunk)

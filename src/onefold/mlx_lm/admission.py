@@ -35,9 +35,10 @@ class Admission:
 
     def admit(self, cache: PrefixCache, tokens: Tokens) -> None:
         """Makes room for a request for these tokens. Raises BudgetError if there is none."""
-        pin = cache.pin(tokens) if cache.matched(tokens) else None  # what the request will read is not evicted for it
+        known = cache.inventory.matched(tokens)
+        pin = cache.pin(tokens) if known else None  # what the request will read is not evicted for it
         try:
-            needed = cache.prompt_bytes(tokens) + cache.step_bytes
+            needed = cache.inventory.prompt_bytes(tokens) + cache.inventory.step_bytes
             self._require(needed, f"a prompt of {show_count(len(tokens), 'token')}")
         finally:
             if pin is not None:

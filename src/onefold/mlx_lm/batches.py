@@ -46,7 +46,7 @@ class BatchRows:
             if found is None or missed is None:
                 return None
             (key,) = missed
-            if any(s.table is None and s.cache.open_leases for s in self._stores.of(key)):
+            if any(s.table is None and s.cache.inventory.open_leases for s in self._stores.of(key)):
                 return None  # all rows of one batch have one format
             return self._reasons.attempt(lambda: self._serve_new(key, model, found), None)
 

@@ -61,9 +61,9 @@ class Eviction:
         for store in sorted(self._stores.all(), key=lambda s: s.used):
             if excess <= 0:
                 break
-            before = store.cache.stored_bytes
-            store.cache.shrink(max(0, before - excess))
-            excess -= before - store.cache.stored_bytes
+            before = store.cache.inventory.stored_bytes
+            store.cache.inventory.shrink(max(0, before - excess))
+            excess -= before - store.cache.inventory.stored_bytes
         self._notice_evictions()
 
     def free(self, n_bytes: int) -> int:
@@ -75,10 +75,10 @@ class Eviction:
     def catch_up(self) -> None:
         """Makes entries of what dropped requests left, and removes entries whose KV was evicted."""
         for key, store in [(key, store) for key, stores in self._stores.by_key() for store in stores]:
-            self._reasons.attempt(store.cache.sweep, None)
+            self._reasons.attempt(store.cache.state.sweep, None)
             while store.left_behind:
                 tokens = store.left_behind.pop()
-                known = store.cache.matched(tokens)
+                known = store.cache.inventory.matched(tokens)
                 if known > self._entries.common(key, tokens):
                     self.enter(key, tokens[:known], TYPES[0])
         self._notice_evictions()
@@ -93,18 +93,18 @@ class Eviction:
         if entry.whole is None and len(tokens):
             keep = self._entries.common(entry.key, tokens)
             for store in self._stores.of(entry.key):
-                store.cache.forget(tokens, keep)
+                store.cache.inventory.forget(tokens, keep)
 
     def _notice_evictions(self) -> None:
         """Shortens or removes the entries whose KV was evicted since the last call."""
         stores = self._stores.all()
-        counts = [store.cache.evicted_tokens for store in stores]
+        counts = [store.cache.inventory.evicted_tokens for store in stores]
         if counts == [store.evicted for store in stores]:
             return
         for store, n in zip(stores, counts, strict=True):
             store.evicted = n
         for entry in [e for e in self._entries if e.whole is None]:
             tokens = entry.tokens
-            known = max((s.cache.matched(tokens) for s in self._stores.of(entry.key)), default=0)
+            known = max((s.cache.inventory.matched(tokens) for s in self._stores.of(entry.key)), default=0)
             if known < len(tokens):
                 self._entries.shorten(entry, known)

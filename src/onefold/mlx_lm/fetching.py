@@ -48,7 +48,7 @@ class Fetcher:
         server feeds the rest of an image that was cut as plain tokens."""
         tokens, start = lease.tokens, image_start(lease.tokens, lease.cached)
         lease.cancel()
-        store.cache.forget(tokens, start)
+        store.cache.inventory.forget(tokens, start)
         again = store.cache.lease(tokens)
         if again.cached > start:  # other requests share the image, or use it now
             again.cancel()

@@ -60,7 +60,7 @@ class Inserter:
         if store is None or self._outgrows(store.cache, len(tokens)):
             return 0
         self._stores.touch(store)
-        kept, reason = store.cache.adopt(tokens, layers)
+        kept, reason = store.cache.inventory.adopt(tokens, layers)
         if reason:
             self._reasons.note(reason, f"of {show_count(len(tokens), 'token')} put in, {kept} could be kept")
         return kept
@@ -85,7 +85,7 @@ class Inserter:
             return 0
         except LeaseError as error:
             return self._misfit(store, lease, str(error), ended=ended)
-        return min(held, store.cache.matched(tokens[:held]))
+        return min(held, store.cache.inventory.matched(tokens[:held]))
 
     def _misfit(self, store: Store, lease: Lease, why: str, *, ended: bool) -> int:
         """Keeps nothing of the lease. The lease of a request that still runs stays open: closing it under a batch
@@ -96,4 +96,5 @@ class Inserter:
         return 0
 
     def _outgrows(self, cache: PrefixCache, n_tokens: int) -> bool:
-        return self.exceeds(n_tokens * cache.token_bytes, min(self._limits.max_bytes, cache.budget_bytes))
+        known = cache.inventory
+        return self.exceeds(n_tokens * known.token_bytes, min(self._limits.max_bytes, known.budget_bytes))

@@ -176,7 +176,7 @@ class LRUPromptCache:
                 found[entry.cache_type]["n_bytes"] += entry.nbytes
             counted = self._entries.own_tokens()
             for key, stores in self._stores.by_key():
-                left = sum(store.cache.held_bytes for store in stores)
+                left = sum(store.cache.inventory.held_bytes for store in stores)
                 by_type = counted.get(key, {})
                 tokens = sum(by_type.values())
                 for t, n in by_type.items():

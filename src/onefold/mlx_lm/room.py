@@ -50,9 +50,10 @@ class Room:
         evicted. 0 or less: there is room."""
         if self.limit_bytes is None:
             return 0
-        slack = max((c.step_bytes for c in caches), default=0)  # the allocator rounds, and hands out what it has
+        # the allocator rounds, and hands out what it has
+        slack = max((c.inventory.step_bytes for c in caches), default=0)
         lacking = self._lacking(n_bytes, caches)
-        while 0 < lacking <= sum(c.stored_bytes for c in caches) and evict(lacking + slack):
+        while 0 < lacking <= sum(c.inventory.stored_bytes for c in caches) and evict(lacking + slack):
             lacking = self._lacking(n_bytes, caches)
         return lacking
 
@@ -61,4 +62,4 @@ class Room:
 
     def _promised(self, caches: Sequence[PrefixCache]) -> int:
         """What the requests that run may still allocate: their prompts, and a step of each."""
-        return sum(c.unallocated_bytes + c.open_leases * c.step_bytes for c in caches)
+        return sum(c.inventory.unallocated_bytes + c.inventory.open_leases * c.inventory.step_bytes for c in caches)

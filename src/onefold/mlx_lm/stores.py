@@ -55,7 +55,7 @@ class Store:
             return True
         if len(own) == len(models) and all(a is b for a, b in zip(own, models, strict=True)):
             return True
-        return self.cache.rebind(*(m for m in models if m is not None))
+        return self.cache.inventory.rebind(*(m for m in models if m is not None))
 
 
 class Stores:
@@ -89,12 +89,12 @@ class Stores:
     @property
     def held_bytes(self) -> int:
         """Of all KV, that of running requests included."""
-        return sum(cache.held_bytes for cache in self.caches())
+        return sum(cache.inventory.held_bytes for cache in self.caches())
 
     @property
     def stored_bytes(self) -> int:
         """Of KV that no request uses."""
-        return sum(cache.stored_bytes for cache in self.caches())
+        return sum(cache.inventory.stored_bytes for cache in self.caches())
 
     def touch(self, store: Store) -> None:
         """Makes a store the most recently used one."""
@@ -114,9 +114,9 @@ class Stores:
             self.served(key, models)
         latest = self._models.latest(key)
         stores = [s for s in self.of(key) if s.table is None or s.belongs_to(latest)]
-        running = [s for s in stores if s.table is not None and s.cache.open_leases]
+        running = [s for s in stores if s.table is not None and s.cache.inventory.open_leases]
         stores = running or stores  # all rows of one batch have one format
-        known = [store.cache.matched(tokens) for store in stores]
+        known = [store.cache.inventory.matched(tokens) for store in stores]
         if any(known):
             return stores[known.index(max(known))]
         # no match: where formats differ, mlx-lm makes the layers that it wants
@@ -136,7 +136,7 @@ class Stores:
             self._reasons.note(self._uncached[key][0], "this model runs uncached")
             return None
         for store in self.of(key):
-            if store.cache.fits(layers):
+            if store.cache.inventory.fits(layers):
                 return store
         budget = max(1, min(self._limits.max_bytes, device.default_budget()))
         cache = PrefixCache.of_layers(layers, budget)
@@ -197,8 +197,8 @@ class Stores:
         for entry in [e for e in self._entries if e.key == key and e.whole is None]:
             tokens = entry.tokens
             with known.cache.lease([*tokens.tolist(), 0]) as lease:
-                if not store.cache.fits(lease.layers):
+                if not store.cache.inventory.fits(lease.layers):
                     return False
                 if lease.cached == len(tokens):
-                    store.cache.adopt(tokens, lease.layers)
+                    store.cache.inventory.adopt(tokens, lease.layers)
         return True

@@ -1,0 +1,76 @@
+"""The parts of one cache: its models, its state, and the tier below memory.
+
+`PrefixCache` is their public face; leases are opened, counted, cleared and closed by others that share these parts.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Hashable
+
+import mlx.nn as nn
+
+from onefold.cache.memory.ledger import Ledger
+from onefold.cache.memory.lock import CacheLock
+from onefold.cache.memory.state import CacheState
+from onefold.cache.memory.tier import Tier, TierStats
+from onefold.cache.memory.tree import Tree
+from onefold.cache.model import seam, stock
+from onefold.cache.model.anatomy import Anatomy
+from onefold.cache.model.attention import attention
+from onefold.cache.model.models import Models
+from onefold.cache.model.survey import look_uncached
+from onefold.errors import ConfigError
+
+log = logging.getLogger("onefold")
+
+
+class Parts:
+    def __init__(
+        self, models: list[nn.Module], anatomies: list[Anatomy], ledger: Ledger, form: Hashable, lock: CacheLock
+    ) -> None:
+        """`models` may be fewer than `anatomies`: layers can come without a model. `form` separates the trees of models
+        and formats."""
+        self.refs = [weakref.ref(m) for m in models]
+        self.models = Models(anatomies)
+        self.state = CacheState(self.models, ledger, lock)
+        self.form = form
+        self.tier: Tier | None = None
+        """Below memory; None if there is none."""
+        self.no_tier = TierStats()
+        """What is reported where there is no tier, with the reason if it could not be opened."""
+        self.seam = [name for m in models for name in seam.install(m, attention)]
+        self.watched = [seam.watch(m) for m in models]
+        stock.hook_saving()
+        self.state.uncached_reason = next((a.reason for a in anatomies if a.reason), "")
+        for anatomy in anatomies:
+            for note in anatomy.notes:
+                log.warning("%s", note)
+        if self.state.uncached_reason and models:
+            for anatomy, model in zip(anatomies, models, strict=True):
+                look_uncached(anatomy, model)
+            log.warning("this model runs uncached: %s", self.state.uncached_reason)
+
+    def tree(self, namespace: Hashable) -> Tree:
+        """The tree of a caller's namespace, which knows what the tier has."""
+        tree = self.state.nodes.tree((namespace, self.form))
+        if self.tier is not None:
+            self.tier.attach(tree, namespace)
+        return tree
+
+    def refuse_closed(self) -> None:
+        """Raises ConfigError if the cache is closed."""
+        if self.state.closing:
+            raise ConfigError("this cache is closed")
+
+    def need(self, n_tokens: int, *, states: int = 3) -> int:
+        """Bytes of a lone conversation of `n_tokens` with a forward of one token; where it must lie in one buffer, with
+        a copy of one array, which growing takes. Of windows and recurrent layers `states` states: one that runs, one
+        that is stored, and one that is being made."""
+        store = self.state.store
+        copied = store.array_token_bytes if self.state.model.contiguous else 0
+        slab = n_tokens * (store.token_bytes + copied)
+        scratch = sum(a.scratch_bytes(1, n_tokens) for a in self.models.anatomies)
+        points = sum(a.point_bytes(n_tokens, 1) for a in self.models.anatomies)
+        return slab + scratch + states * points

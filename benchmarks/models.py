@@ -49,8 +49,8 @@ windows of 16 tokens, both kinds of layer in a hybrid, a few experts. It runs th
 continue, branch, rewind, exact repeat, two concurrent readers, eviction and return, retry after a cancel. In each of
 these the logits are those of a cold run on the same calls (1e-4 of their scale, greedy tokens too), all tokens that
 the layers allow are reused, all layers stand at one offset, the ledger equals MLX's active memory less the weights
-(1 % or 1 KiB), and closing the cache returns memory to the weights. Then what a layer has in the cache is disturbed,
-layer by layer: the trial must notice, or it would prove nothing.
+(1 % or 1 KiB), and closing the cache returns memory to the weights. Then each
+layer's cached state is disturbed in turn: the trial must notice it, or it would prove nothing.
 
 How it is reused:
 

@@ -301,7 +301,7 @@ def test_logit_bias(engine):
     assert set(ask(engine, words(90), 6, sampling=only).tokens) == {40}
     never = Sampling(temperature=0, logit_bias={ask(engine, words(90), 1).tokens[0]: -1e4})
     assert ask(engine, words(90), 1, sampling=never).tokens != ask(engine, words(90), 1).tokens
-    with pytest.raises(PromptError, match="logit_bias names token 100000"):
+    with pytest.raises(PromptError, match="logit_bias has token id 100000"):
         engine.submit(request(words(9), sampling=Sampling(logit_bias={100000: 1.0})), lambda events: None)
 
 
@@ -483,7 +483,7 @@ def test_the_queue_is_bounded(loaded):
         running = Pending(engine, request(words(20), 100_000))
         running.wait_for_text()
         waiting = [Pending(engine, request(words(20, seed=i), 1)) for i in range(3)]
-        with pytest.raises(Busy, match="3 requests are waiting") as caught:
+        with pytest.raises(Busy, match="full with 3 requests") as caught:
             engine.submit(request(words(20)), lambda events: None)
         assert 1 <= caught.value.retry_after <= 60
         engine.cancel(running.number)

@@ -219,5 +219,5 @@ def test_an_interrupt_while_the_end_is_written_leaves_that(
     finally:
         signal.signal(signal.SIGINT, handler)
     assert not running._thread.working
-    assert "interrupt once more to leave it" in caplog.text
+    assert "interrupt again to skip it" in caplog.text
     assert "tokens were not written: interrupted" in caplog.text

@@ -156,6 +156,7 @@ def test_the_command_passes_its_arguments_on(model: Path, monkeypatch: pytest.Mo
     assert (seen["cache"].max_kv_size, seen["cache"].keep, seen["cache"].device_limit) == (4096, 8, 10**9)
     assert seen["at"] == ("127.0.0.1", 0)
     assert (mlx_lm_server.run, mlx_lm_server.LRUPromptCache, list(sys.argv)) == before
+    seen["cache"].close()  # the class above is a cycle that holds it
 
 
 def test_the_command_serves(model: Path) -> None:

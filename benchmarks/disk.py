@@ -3,9 +3,9 @@
     make bench-disk     # or: python benchmarks/disk.py [--only restart,restore,decode,commit,turns,open] [--repeats 5]
 
 On the demo model, and a conversation of 4096 tokens. Each part runs in a process of its own, and what is compared runs
-in turn. A restart is a new process; before anything is read back, the operating system's file cache is told to let go
-of the files (where it can be told: not on macOS), so they come from the device, or from whatever cache that has. KV
-that is only written or moved, never computed with, is made of random numbers.
+in turn. A restart is a new process; before anything is read back, the operating system is asked to drop the files from
+its file cache (which macOS cannot), so they come from the device, or from its own cache. KV that is only written or
+moved, never computed with, is random numbers.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def bench_restart(given: Settings) -> Iterator[Row]:
     restart = statistics.median(r["restart"] for r in restarts)
     warm = statistics.median([*made["warm"], *(r["warm"] for r in restarts)])
     seconds = f"{restart:.2f} s; cold {made['cold']:.1f} s, in memory {warm:.2f} s"
-    told = "file cache dropped" if all(r["dropped"] for r in restarts) else "file cache warm"
-    where = f"new process, {told}; opening {1000 * statistics.median(r['opening'] for r in restarts):.0f} ms"
+    state = "file cache dropped" if all(r["dropped"] for r in restarts) else "file cache warm"
+    where = f"new process, {state}; opening {1000 * statistics.median(r['opening'] for r in restarts):.0f} ms"
     yield Row("first token after a restart / cold prefill", f"{restart / made['cold']:.3f}", note=seconds)
     yield Row("first token after a restart / in memory", f"{restart / warm:.2f}", note=where)
     ratio, blocks = made["file_bytes"] / made["kv_bytes"], made["disk_bytes"] / made["kv_bytes"]

@@ -103,8 +103,8 @@ def records(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob("*/*") if parse_name(p.name) is not None)
 
 
-def let_go(paths: list[Path]) -> bool:
-    """Have the operating system forget these files' contents; False if it cannot be told."""
+def drop_from_file_cache(paths: list[Path]) -> bool:
+    """Have the operating system drop these files from its file cache. Returns False if it cannot."""
     if not hasattr(os, "posix_fadvise"):
         return False
     for path in paths:
@@ -118,7 +118,7 @@ def let_go(paths: list[Path]) -> bool:
 
 
 def rss(field: str = "VmRSS") -> int:
-    """Bytes of this process in memory: now, or (VmHWM) at most since `reset_rss`. 0 where nobody says."""
+    """Bytes of this process in memory: now, or (VmHWM) at most since `reset_rss`. 0 where that is unknown."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -163,7 +163,7 @@ def part_restart(given: Settings) -> dict[str, Any]:
     """The next turn in a new process."""
     model, folder = demo(), Path(given.folder) / "conversation"
     history = conversation(given.tokens, 0)
-    dropped = let_go(records(folder))
+    dropped = drop_from_file_cache(records(folder))
     began = time.perf_counter()
     with opened(model, folder, "back") as cache:
         opening = time.perf_counter() - began
@@ -184,7 +184,7 @@ def part_restore(given: Settings) -> dict[str, Any]:
     files, found = records(folder), dict[str, Any](restore=[], plain=[], checked=[])
     with opened(model, folder) as cache:
         for i in range(2 * given.repeats + 2):
-            let_go(files)
+            drop_from_file_cache(files)
             if i % 2:
                 found["plain"].append(timed(lambda: [_read(path) for path in files]))
                 continue
@@ -266,7 +266,7 @@ def part_commit(given: Settings) -> dict[str, Any]:
         for i in range(given.repeats + 1):
             tokens = conversation(given.tokens, 300 + i)
             for name, cache in (("disk", on_disk), ("none", in_memory), ("busy", on_disk)):
-                if name == "busy":  # nobody waits for the turn before to be written
+                if name == "busy":  # the turn before is still being written
                     tokens = conversation(given.tokens, 400 + i)
                 for upto in range(512, given.tokens + 1, 512):
                     with cache.lease(tokens[:upto]) as lease:
@@ -343,7 +343,7 @@ def part_open(given: Settings) -> dict[str, Any]:
     model, folder = FakeModel(["full"] * 4), Path(given.folder) / "open"
     onefold.PrefixCache(model, "1GB").close()
     if given.repeats % 2:
-        let_go(records(folder))
+        drop_from_file_cache(records(folder))
     before = rss()
     began, worked = time.perf_counter(), time.process_time()
     cache = onefold.PrefixCache(model, "1GB", disk=folder, disk_budget="10GB")

@@ -56,7 +56,7 @@ class Child:
     On Linux it is a fork of this process, which never computes anything; elsewhere it starts from nothing."""
 
     def __init__(self, role: str, task: Task) -> None:
-        self.said: list[dict[str, Any]] = []
+        self.reports: list[dict[str, Any]] = []
         self._rest = b""
         if sys.platform == "linux":
             self._out, write = os.pipe()
@@ -81,8 +81,8 @@ class Child:
                 if not (data := os.read(self._out, 1 << 16)):
                     return False
                 *lines, self._rest = (self._rest + data).split(b"\n")
-                self.said += [json.loads(line) for line in lines]
-                if until and any(until in said for said in self.said):
+                self.reports += [json.loads(line) for line in lines]
+                if until and any(until in report for report in self.reports):
                     return True
         return True
 
@@ -189,40 +189,40 @@ def _kill_once(task: Task, result: Result, seconds: float, rng: np.random.Genera
     status = child.ended()
     if not alive or status != -signal.SIGKILL:
         result.failures.append(f"a child ended by itself with {status}: {_named(task)}")
-    result.wrong += [f"{said['wrong_layer']}: {_named(task)}" for said in child.said if "wrong_layer" in said]
-    last = child.said[-1] if child.said else {}
+    result.wrong += [f"{report['wrong_layer']}: {_named(task)}" for report in child.reports if "wrong_layer" in report]
+    last = child.reports[-1] if child.reports else {}
     result.kills["opening" if "opening" in last else "closing" if "closing" in last else "serving"] += 1
-    new = [(said["tokens"], said["durable"]) for said in child.said if "tokens" in said]
+    new = [(report["tokens"], report["durable"]) for report in child.reports if "tokens" in report]
     task.acknowledged += new
     result.acknowledged += sum(n for _, n in new)
-    result.served += sum("reused" in said for said in child.said)
-    result.refused += sum("refused" in said for said in child.said)
-    result.restored_serving += sum(said.get("restored", 0) for said in child.said)
+    result.served += sum("reused" in report for report in child.reports)
+    result.refused += sum("refused" in report for report in child.reports)
+    result.restored_serving += sum(report.get("restored", 0) for report in child.reports)
 
 
 def _check_once(task: Task, result: Result) -> None:
     child = Child("check", task)
     status = child.ended()
-    if status or not child.said:
+    if status or not child.reports:
         result.failures.append(f"the folder could not be checked: {status}: {_named(task)}")
         return
-    said = child.said[-1]
+    report = child.reports[-1]
     for name in ("records", "bad", "leftovers", "lost", "shorter", "resumed", "restored"):
-        setattr(result, name, getattr(result, name) + said[name])
-    result.open_seconds = max(result.open_seconds, said["open_seconds"])
-    result.wrong += said["wrong"]
-    result.failures += said["problems"]
+        setattr(result, name, getattr(result, name) + report[name])
+    result.open_seconds = max(result.open_seconds, report["open_seconds"])
+    result.wrong += report["wrong"]
+    result.failures += report["problems"]
 
 
 def _fault_once(fault: str, task: Task, result: Result) -> None:
     child = Child(fault, task)
     status = child.ended()
-    said = child.said[-1] if child.said else {}
-    problems = said.get("problems", ["it said nothing"])
+    report = child.reports[-1] if child.reports else {}
+    problems = report.get("problems", ["it reported nothing"])
     if status:
         problems = [*problems, f"it ended with {status}"]
     name = f"{fault.replace('_', ' ')}, {task.mode}"
-    result.faults[name] = "; ".join(problems) or "serving goes on, said once"
+    result.faults[name] = "; ".join(problems) or "serving continues, logged once"
     result.failures += [f"{name}: {p}" for p in problems]
 
 

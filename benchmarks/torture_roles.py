@@ -118,7 +118,7 @@ def serve(task: Task, say: Say) -> None:
 
 
 def _prompt(known: list[list[int]], rng: np.random.Generator) -> list[int]:
-    """A conversation that goes on, a branch of one, one asked again, or a new one."""
+    """Returns the prompt of a continued conversation, a branch of one, one asked again, or a new one."""
     more = text(int(rng.integers(4, 60)), int(rng.integers(1 << 30)))
     kind = rng.random()
     if not known or kind < 0.3:
@@ -144,8 +144,8 @@ def _restore_partly(cache: onefold.PrefixCache, known: list[list[int]], rng: np.
 
 
 def kept_of(cache: onefold.PrefixCache, tokens: list[int], n: int) -> int:
-    """How many of the first `n` tokens are kept: all, if a conversation goes on from there that can be resumed further
-    on; the state at that place may then have been thinned out."""
+    """How many of the first `n` tokens are kept: all, if a conversation that continues them can be resumed further
+    on; the checkpoint at that place may then have been thinned out."""
     path, matched = cache.parts.tree("").match(as_tokens(tokens[:n])) if n else ([], 0)
     if path and matched == n:
         beyond = [path[-1], *path[-1].walk()] if path[-1].end > n else list(path[-1].walk())
@@ -252,16 +252,16 @@ def damage(folder: str, rng: np.random.Generator) -> int:
     return 1
 
 
-# -- other faults: serving goes on, it is said once, answers are right --------------------------------------
+# -- other faults: serving continues, the fault is logged once, answers are right --------------------------------------
 
 
 class Warnings(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.said: list[str] = []
+        self.logged: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        self.logged.append(record.getMessage())
 
 
 @contextlib.contextmanager
@@ -291,11 +291,12 @@ def _serve_some(task: Task, fault: Callable[[], None]) -> list[str]:
         settled(cache)
         cache.close()
     if task.mode == "through" and (flushed or not failed):
-        found.append(f"nobody noticed: flush() is {flushed}, failed {failed!r}")
-    told = [s for s in heard.said if "switched off" in s]
-    if len(told) != 1:
-        found.append(f"said {len(told)} times that the disk is switched off")
-    return found + [f"said: {s}" for s in heard.said if "switched off" not in s and "removed unusable record" not in s]
+        found.append(f"not noticed: flush() is {flushed}, failed {failed!r}")
+    switched_off = [s for s in heard.logged if "switched off" in s]
+    if len(switched_off) != 1:
+        found.append(f"logged {len(switched_off)} times that the disk is switched off")
+    expected = ("switched off", "removed unusable record")
+    return found + [f"logged: {s}" for s in heard.logged if not any(e in s for e in expected)]
 
 
 def disk_full(task: Task, say: Say) -> None:

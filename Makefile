@@ -19,7 +19,7 @@ PACKAGES := mlx-cpu mlx-cuda-12 mlx-cuda-13
 OTHERS   := $(filter-out $(patsubst cuda%,mlx-cuda-%,$(BACKEND:cpu=mlx-cpu)),$(PACKAGES))
 PIP      := $(PY) -m pip --disable-pip-version-check --quiet
 
-.PHONY: help setup doctor lint types test test-all dist demo models bench-core bench-dropin bench-serve bench-latency bench-disk soak \
+.PHONY: help setup doctor lint types test test-all test-system dist demo models bench-core bench-dropin bench-serve bench-latency bench-disk soak \
 	torture problems clean
 
 help: ## List the targets.
@@ -52,8 +52,11 @@ types: setup ## Check types.
 test: lint types ## Check style and types, then run the tests that do not take long, in JOBS processes (0: in one).
 	$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "not slow"
 
-test-all: lint types ## The same with all tests, and all examples of what is random.
+test-all: lint types ## The same with all tests, and with every case of what `make test` tries a few cases of.
 	ONEFOLD_TEST_ALL=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal
+
+test-system: setup ## Run the tests that need programs which pip does not install; a missing program is a failure.
+	ONEFOLD_TEST_SYSTEM=1 $(PY) -m pytest -q -m system
 
 dist: setup ## Build the wheel and the sdist into dist.
 	$(PY) -m build

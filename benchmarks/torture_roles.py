@@ -180,7 +180,7 @@ def check(task: Task, say: Say) -> None:
         try:
             session = Session(model, cache, [*tokens, 1])
             resumed, restored = resumed + session.cached, restored + session.lease.restored
-            if task.keeps and session.cached < n and cache.resumes_anywhere:
+            if task.keeps and session.cached < n and cache.inventory.resumes_anywhere:
                 problems.append(f"{session.cached} of {n} acknowledged tokens are reused: {session.lease.reason}")
             shorter += task.keeps and session.cached < n
             session.prefill(CHUNK).decode(1).cancel()

@@ -5,6 +5,7 @@ Also the model folders of tests that serve.
 
 import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: more threads would wait for each other
@@ -16,19 +17,39 @@ import onefold  # noqa: F401  first: it preloads a real BLAS
 # isort: split
 import mlx.core as mx
 import pytest
+from hypothesis import settings
 from local_model import DRAFT, write_model
+from programs import pytest_configure, pytest_runtest_setup, pytest_terminal_summary  # noqa: F401
 
 from onefold import faults
+from onefold.cache.model import stock
 from onefold.errors import IntegrityError
 
 faults.NOT_CAUGHT = (AssertionError, IntegrityError)  # a bug must not pass as a cache miss
+stock.hook_saving()  # for good: otherwise each cache that is the last one to close looks through all loaded modules
 mx.disable_compile()  # on a CPU each graph is a run of a C++ compiler; tests/test_compiled.py has it on
 
+settings.register_profile("any machine", deadline=None)  # how long an example takes is the machine's business
+settings.load_profile("any machine")
 
-def pytest_collection_finish() -> None:
+
+def leave_alone() -> None:
     """Hundreds of thousands of imported objects live for ever: `gc.collect()` in a test need not look at them."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    leave_alone()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Between two modules, when nothing of the first one's is left: what it imported lives for ever, too."""
+    done = yield
+    if nextitem is not None and nextitem.path != item.path:
+        leave_alone()
+    return done
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import anthropic
 import httpx
 import mlx.core as mx
-import openai
 import pytest
 import tiny_gguf
 from listening import listening
@@ -145,6 +143,8 @@ def test_a_bound_does_not_make_the_context_longer_and_a_flag_ignores_it(short: P
 
 
 def test_openai_is_told_in_its_own_words(url: str) -> None:
+    import openai
+
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as long:
@@ -161,6 +161,8 @@ def test_openai_is_told_in_its_own_words(url: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_anthropic_is_told_in_its_own_words(url: str, stream: bool) -> None:
+    import anthropic
+
     client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
 
     def ask(length: int, max_tokens: int) -> Any:

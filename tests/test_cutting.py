@@ -180,25 +180,28 @@ def test_a_text_that_is_too_long_is_not_tokenised_to_its_end() -> None:
 
 def test_many_threads_tokenise_at_once_and_a_short_text_passes_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenising, "LEAST", 100)
-    tokenizer, begun = TOKENIZERS["gpt2"], threading.Event()
-    tokeniser = Tokeniser(tokenizer)
+    tokenizer, go = TOKENIZERS["gpt2"], threading.Event()
+
+    def between() -> None:
+        assert go.wait(60)  # nobody is through before all of them are there
+
+    tokeniser = Tokeniser(tokenizer, between)
     long = [TEXT * n for n in (700, 800, 900)]
-    ends: dict[str, float] = {}
+    ended: list[str] = []
 
     def encode(name: str, text: str) -> Any:
-        begun.set()
         found = tokeniser.encode(text)
-        ends[name] = time.monotonic()
+        ended.append(name)
         return found
 
     with ThreadPoolExecutor(4) as pool:
         running = [pool.submit(encode, f"long {i}", text) for i, text in enumerate(long)]
-        assert begun.wait(60)
         short = pool.submit(encode, "short", TEXT * 2)
+        go.set()
         assert short.result(60).tolist() == tokenizer.encode(TEXT * 2, add_special_tokens=False)
         for future, text in zip(running, long, strict=True):
             assert future.result(120).tolist() == tokenizer.encode(text, add_special_tokens=False)
-    assert ends["short"] < min(end for name, end in ends.items() if name != "short")
+    assert ended[0] == "short"
 
 
 # -- the turnstile -----------------------------------------------------------------------------------
@@ -207,7 +210,7 @@ def test_many_threads_tokenise_at_once_and_a_short_text_passes_long_ones(monkeyp
 def order_of(lefts: list[int], pieces: int) -> list[int]:
     """Who passes, in order, if all of them want `pieces` turns, and are there when the first one leaves."""
     turnstile, passed, ready = Turnstile(), [], threading.Semaphore(0)
-    hold = threading.Event()
+    hold, wanting = threading.Event(), [pieces] * len(lefts)
 
     def first() -> None:
         with turnstile.turn(Visitor(), 0):
@@ -219,7 +222,9 @@ def order_of(lefts: list[int], pieces: int) -> list[int]:
         for _ in range(pieces):
             with turnstile.turn(visitor, lefts[index]):
                 passed.append(index)
-                time.sleep(0.002)  # long enough for the others to queue again
+                wanting[index] -= 1
+                while len(turnstile._waiting) < sum(n > 0 for n in wanting) - (wanting[index] > 0):
+                    time.sleep(0.001)  # until the others have queued again
 
     with ThreadPoolExecutor(len(lefts) + 1) as pool:
         pool.submit(first)

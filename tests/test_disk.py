@@ -7,6 +7,7 @@ compares every call's logits and every layer's tokens with a stock run beside it
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
 import time
@@ -19,6 +20,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from disk_caches import MODES, disk_bytes, files, flip, opened, small_records, turn
+from effort import quick
 from fake import FakeModel, Session, assert_holds, settled, text
 from test_scenarios_fake import CASES, Case
 from tiny import tiny
@@ -41,13 +43,20 @@ def kv(case: Case) -> dict[str, Any]:
     return {"kv": str(case.bits)}
 
 
-@pytest.mark.parametrize("direct", [True, False], ids=["in place", "by operations"])
-@pytest.mark.parametrize("mode", MODES)
+WAYS = list(itertools.product(MODES, [True, False]))
+
+
+@pytest.mark.parametrize(
+    "way",
+    quick(WAYS, ("back", True), ("through", False)),
+    ids=[f"{mode}-{'in place' if direct else 'by operations'}" for mode, direct in WAYS],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_a_conversation_goes_on_after_a_restart(
-    name: str, mode: str, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, way: tuple[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By both ways that bytes have into memory and out of it, whichever this machine takes."""
+    mode, direct = way
     monkeypatch.setattr(arrays, "addressable", lambda: direct)
     case = CASES[name]
     model = model_of(case)
@@ -77,7 +86,7 @@ HYBRID = ("full", "recurrent", "rotating")
 
 
 @pytest.mark.parametrize("kinds", [("full", "full"), HYBRID, ("recurrent",)], ids=["full", "hybrid", "recurrent"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", quick(MODES, "back"))
 def test_what_made_way_in_memory_comes_back_from_disk(kinds: tuple[str, ...], mode: str, tmp_path: Path) -> None:
     """Twenty conversations under a budget that has room for a few; each goes on where it was."""
     model = FakeModel(kinds, dim=64)

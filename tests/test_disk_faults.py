@@ -5,12 +5,15 @@ Every layer of every request is compared with a stock run beside it (`fake.Sessi
 
 from __future__ import annotations
 
+import atexit
 import errno
+import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +21,7 @@ from typing import Any
 
 import pytest
 from disk_caches import files, flip, opened, ordinary_folder, small_records, turn
+from effort import ALL, quick, spread
 from fake import FakeModel, Session, settled, text
 from test_disk import HYBRID
 
@@ -31,11 +35,25 @@ from onefold.errors import ConfigError
 KINDS = {"full": ("full", "full"), "hybrid": HYBRID}
 
 
-def filled(kinds: tuple[str, ...], folder: Path, n: int = 120) -> tuple[FakeModel, list[int]]:
+def filled(kinds: tuple[str, ...], folder: Path) -> tuple[FakeModel, list[int]]:
     model = FakeModel(kinds)
     with opened(model, folder) as cache:
         small_records(cache, 40)
-        return model, turn(model, cache, text(n))
+        return model, turn(model, cache, text(120))
+
+
+@functools.cache
+def kept(kind: str) -> tuple[Path, list[int]]:
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    return folder, filled(KINDS[kind], folder)[1]
+
+
+def copied(kind: str, folder: Path) -> tuple[FakeModel, list[int]]:
+    """What `filled` makes, made once and copied."""
+    source, tokens = kept(kind)
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    return FakeModel(KINDS[kind]), list(tokens)
 
 
 def goes_on(model: FakeModel, folder: Path, tokens: list[int]) -> tuple[int, dict[str, int]]:
@@ -67,36 +85,41 @@ def regions(path: Path) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_flipped_byte_in_any_region_is_a_miss(kind: str, tmp_path: Path) -> None:
-    model, tokens = filled(KINDS[kind], tmp_path / "whole")
+    model, tokens = copied(kind, tmp_path / "whole")
     names = [p.relative_to(tmp_path / "whole") for p in files(tmp_path / "whole")]
     picked = [names[0], names[1], next((n for n in reversed(names) if "point" in n.name), names[-1])]
+    cases: dict[str, list[tuple[Path, int]]] = {}
     for n in dict.fromkeys(picked):
         for region, (lo, hi) in regions(tmp_path / "whole" / n).items():
-            for at in {lo, (lo + hi) // 2, hi - 1}:
-                shutil.rmtree(tmp_path / "broken", ignore_errors=True)
-                shutil.copytree(tmp_path / "whole", tmp_path / "broken")
-                flip(tmp_path / "broken" / n, at)
-                cached, reasons = goes_on(model, tmp_path / "broken", tokens)
-                assert cached < len(tokens), f"byte {at} of {n}, in {region}, was not missed"
-                assert reasons, f"byte {at} of {n}, in {region}: no reason was given"
+            cases.setdefault(region, []).extend((n, at) for at in sorted({lo, (lo + hi) // 2, hi - 1}))
+    for i, (region, places) in enumerate(cases.items()):  # every region, and a few of them at another place each
+        for n, at in places if ALL else [places[5 * i % len(places)]]:
+            shutil.rmtree(tmp_path / "broken", ignore_errors=True)
+            shutil.copytree(tmp_path / "whole", tmp_path / "broken")
+            flip(tmp_path / "broken" / n, at)
+            cached, reasons = goes_on(model, tmp_path / "broken", tokens)
+            assert cached < len(tokens), f"byte {at} of {n}, in {region}, was not missed"
+            assert reasons, f"byte {at} of {n}, in {region}: no reason was given"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_cut_at_any_boundary_is_a_miss(kind: str, tmp_path: Path) -> None:
-    model, tokens = filled(KINDS[kind], tmp_path / "whole")
+    model, tokens = copied(kind, tmp_path / "whole")
     names = [p.relative_to(tmp_path / "whole") for p in files(tmp_path / "whole")]
     ranges = [n for n in names if "point" not in n.name]
+    cases: list[tuple[Path, int]] = []
     for n in [*ranges[:4], *(names[-1:] if names[-1] not in ranges else [])]:  # an earlier point may be made up for
         size = (tmp_path / "whole" / n).stat().st_size
         edges = {0, 1, 7, 8, 9, size - 1, size // 2}
         for lo, hi in regions(tmp_path / "whole" / n).values():
             edges |= {lo, hi}
-        for length in sorted(e for e in edges if e < size):
-            shutil.rmtree(tmp_path / "broken", ignore_errors=True)
-            shutil.copytree(tmp_path / "whole", tmp_path / "broken")
-            os.truncate(tmp_path / "broken" / n, length)
-            cached, reasons = goes_on(model, tmp_path / "broken", tokens)
-            assert cached < len(tokens) and reasons, (n, length)
+        cases += [(n, length) for length in sorted(edges) if length < size]
+    for n, length in spread(cases, 20):
+        shutil.rmtree(tmp_path / "broken", ignore_errors=True)
+        shutil.copytree(tmp_path / "whole", tmp_path / "broken")
+        os.truncate(tmp_path / "broken" / n, length)
+        cached, reasons = goes_on(model, tmp_path / "broken", tokens)
+        assert cached < len(tokens) and reasons, (n, length)
 
 
 def lengthened(path: Path, others: list[Path]) -> None:
@@ -165,10 +188,10 @@ DAMAGE: list[Callable[[Path, list[Path]], None]] = [
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda d: d.__name__)
-@pytest.mark.parametrize("which", [0, 1, -1])
+@pytest.mark.parametrize("which", quick([0, 1, -1], 0, -1))
 @pytest.mark.parametrize("kind", KINDS)
 def test_damage_is_a_miss(kind: str, which: int, damage: Callable[..., None], tmp_path: Path) -> None:
-    model, tokens = filled(KINDS[kind], tmp_path)
+    model, tokens = copied(kind, tmp_path)
     there = files(tmp_path)
     damage(there[which], there)
     cached, _ = goes_on(model, tmp_path, tokens)
@@ -181,7 +204,7 @@ def test_damage_is_a_miss(kind: str, which: int, damage: Callable[..., None], tm
 @pytest.mark.parametrize("kind", KINDS)
 def test_damage_while_running_is_a_miss(kind: str, damage: Callable[..., None], tmp_path: Path) -> None:
     """The tree knows the record already; it is found out when it is read."""
-    model, tokens = filled(KINDS[kind], tmp_path)
+    model, tokens = copied(kind, tmp_path)
     with opened(model, tmp_path) as cache:
         assert cache.inventory.matched(tokens) == len(tokens)
         there = files(tmp_path)

@@ -20,6 +20,7 @@ import mlx.nn as nn
 import pytest
 from disk_caches import Held, files, flip, opened, small_records, turn
 from disk_walk import Walk
+from effort import quick
 from fake import FakeModel, Session, settled, text
 from mlx_lm.tuner.lora import LoRALinear
 
@@ -205,7 +206,7 @@ def test_a_record_between_two_nodes_is_written(model: FakeModel, tmp_path: Path)
             if not seen.is_set():
                 staged.job.record.nodes = Slow(staged.job.record.nodes, seen)
                 taken.set()
-                seen.wait(5)
+                seen.wait(60)
             write(staged)
 
         writer._write = late  # type: ignore[method-assign]
@@ -364,16 +365,23 @@ def test_a_gate_that_was_interrupted_on_the_way_in_is_open() -> None:
     def writer() -> None:
         with gate.inner:
             inside.set()
-            leave.wait(10)
+            leave.wait(60)
 
     held = threading.Thread(target=writer)
     held.start()
     inside.wait(10)
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-    threading.Timer(0.6, leave.set).start()
+
+    def press() -> None:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        leave.set()
+
     try:
-        with pytest.raises(KeyboardInterrupt), gate:
-            time.sleep(1)
+        with pytest.raises(KeyboardInterrupt):
+            threading.Thread(target=press).start()
+            with gate:
+                time.sleep(60)
     finally:
         held.join(10)
     entered: list[int] = []
@@ -391,12 +399,12 @@ def test_a_gate_that_was_interrupted_on_the_way_in_is_open() -> None:
 @pytest.mark.usefixtures("interruptible")
 def test_a_worker_is_waited_for_though_the_wait_was_interrupted() -> None:
     leave = threading.Event()
-    worker = Worker(lambda: leave.wait(10) and None, "test")
+    worker = Worker(lambda: leave.wait(60) and None, "test")
     assert not worker.working
     worker.start()
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        worker.wait(10)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        worker.wait(60)
     assert worker.working and not worker.wait(0.05)
     leave.set()
     assert worker.wait(10) and not worker.working
@@ -441,13 +449,12 @@ def test_a_cache_that_is_collected_on_the_writers_thread_is_written(model: FakeM
         said = [turn(model, cache, text(100, i)) for i in range(2)]
         cache.me = cache  # type: ignore[attr-defined]
         del cache
-        began = time.monotonic()
         go.set()
-        thread.join(20)
-        assert not thread.is_alive() and time.monotonic() - began < 10
+        thread.join(120)
+        assert not thread.is_alive()
     finally:
         gc.enable()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(t.name == "onefold-abandon" for t in threading.enumerate()) and time.monotonic() < deadline:
         time.sleep(0.01)
     with opened(model, tmp_path) as again:
@@ -457,7 +464,7 @@ def test_a_cache_that_is_collected_on_the_writers_thread_is_written(model: FakeM
 # -- anything, in any order -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", quick(range(3), 0))
 @pytest.mark.parametrize(
     "kinds", [("full", "full"), ("full", "recurrent"), ("full", "rotating"), ("recurrent",)], ids="+".join
 )
@@ -472,7 +479,7 @@ def test_any_order_of_things_on_a_disk_that_fails_leaves_everything_right(
     walk.cache.close()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", quick(range(3), 0))
 @pytest.mark.parametrize("bound", [None, (100, 4)], ids=["unbounded", "bounded"])
 @pytest.mark.parametrize("kinds", [("full", "full"), ("full", "recurrent"), ("recurrent",)], ids="+".join)
 @pytest.mark.parametrize("direct", [True, False], ids=["in place", "by operations"])

@@ -363,13 +363,16 @@ FINE = 'print(json.dumps({"finding": {"check": "device", "state": "ok", "message
     (BEGIN + FINE + 'print(json.dumps({"begins": "blas"})); sys.exit("libgomp is missing")', "blas",
      "failed with exit code 1: libgomp is missing"),
     ("sys.exit(3)", "device", "failed with exit code 3: it gave no reason"),
-    (BEGIN + FINE + 'print(json.dumps({"begins": "blas"}), flush=True); time.sleep(60)', "blas",
+    (BEGIN + FINE + 'print(json.dumps({"begins": "blas"}), flush=True); time.sleep(600)', "blas",
      "did not finish in 2 seconds"),
 ])  # fmt: skip
 def test_a_process_that_ends_early_is_a_problem_of_its_check(code: str, check: str, said: str) -> None:
-    found, skipped = doctor.on_device(child(code), seconds=2)
+    for seconds in (2, 10, 60) if "sleep" in code else (60,):
+        found, skipped = doctor.on_device(child(code), seconds=seconds)
+        if found[-1].check == check:  # a busy machine may not have begun it after two
+            break
     assert (found[-1].check, found[-1].state) == (check, "problem")
-    assert found[-1].message == f"the process of this check {said}"
+    assert found[-1].message == f"the process of this check {said.replace('2 seconds', f'{seconds} seconds')}"
     assert found[-1].remedy.startswith("Run: pip install --force-reinstall --no-deps mlx==")
     assert [f.check for f in found] + skipped == ON_DEVICE
 

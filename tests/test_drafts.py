@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from driving import cold, forward, greedy, same
+from effort import effort, quick
 from mlx_lm.generate import generate_step, speculative_generate_step
 from tiny import tiny
 
@@ -60,7 +61,7 @@ def is_right(cache: onefold.PrefixCache, tokens: list[int], namespace: Any = "")
         return lease.cached
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick(FAMILIES, "llama", "llama_sliding", "qwen3_next", "llama4", "deepseek_v41"))
 def test_a_draft_changes_neither_the_answer_nor_what_is_stored(family: str) -> None:
     model, draft = tiny(family), tiny(family, seed=3)
     prompt = words(50)
@@ -78,7 +79,7 @@ def test_a_draft_changes_neither_the_answer_nor_what_is_stored(family: str) -> N
 
 
 @pytest.mark.parametrize("keep", [0, 4])
-@pytest.mark.parametrize("bound", [40, 64, 96])
+@pytest.mark.parametrize("bound", quick([40, 64, 96], 40, 96))
 def test_a_bounded_conversation_with_a_draft_is_the_plain_one(bound: int, keep: int) -> None:
     model, draft, prompt = tiny("llama"), tiny("llama", seed=3), words(50)
     reference = plain(model, prompt, 70, max_kv_size=bound, keep=keep)
@@ -90,7 +91,7 @@ def test_a_bounded_conversation_with_a_draft_is_the_plain_one(bound: int, keep: 
         cache.check()
 
 
-@pytest.mark.parametrize("draft_tokens", [2, 4])
+@pytest.mark.parametrize("draft_tokens", quick([2, 4], 2))
 @pytest.mark.parametrize("family", ["jamba", "qwen3_next", "falcon_h1"])
 def test_a_hybrid_that_rotates_in_the_middle_of_a_round(family: str, draft_tokens: int) -> None:
     model, draft, prompt = tiny(family), tiny(family, seed=3), words(20)
@@ -117,7 +118,7 @@ def test_any_sequence_of_drafted_turns(family: str) -> None:
     model, draft, rng = tiny(family), tiny(family, seed=3), random.Random(7)
     with onefold.PrefixCache(model, "256MB", draft_model=draft, min_checkpoint_tokens=1) as cache:
         known = [words(30)]
-        for step in range(12):
+        for step in range(effort(4, 12)):
             base = rng.choice(known)
             tokens = base[: rng.randint(1, len(base))] + words(rng.randint(1, 20), step + 20)
             n, k = rng.randint(1, 25), rng.randint(1, 5)

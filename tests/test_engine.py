@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from asking import GREEDY, Pending, ask, ask_all, cold, prompt_of, request
+from effort import quick
 from tiny import tiny, with_unknown_caches
 
 from onefold.engine.config import EngineConfig, EngineOptions
@@ -395,6 +396,7 @@ def test_a_prompt_that_can_never_fit_is_refused_with_the_number_that_would(loade
         engine.check()
 
 
+@pytest.mark.slow  # the next but one preempts and resumes, too
 def test_shortage_in_mid_generation_preempts_the_youngest_and_resumes_it(loaded):
     with Engine(*loaded, budget=SMALL) as engine:
         most = engine.most_tokens
@@ -428,7 +430,7 @@ def test_a_preempted_request_with_a_seed_goes_on_as_it_would_have(loaded):
         assert [a.tokens for a in answers] == wide
 
 
-@pytest.mark.parametrize("share", [0.05, 0.3])
+@pytest.mark.parametrize("share", quick([0.05, 0.3], 0.3))
 @pytest.mark.parametrize("first, second", [(0.7, 0.7), (0.9, 0.9), (0.5, 0.8)])
 def test_what_is_stored_never_keeps_out_a_prompt_that_fits(loaded, share, first, second):
     with Engine(*loaded, budget=SMALL) as engine:

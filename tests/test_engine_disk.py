@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import mlx_lm
 import pytest
 from asking import ask, ask_all, cold, prompt_of, request
-from disk_caches import Held, files, flip
+from disk_caches import Held, files, flip, small_records
+from listening import wait_until
 from test_engine import words
 
 from onefold.cache.tiers.disk.pace import Pace
@@ -199,25 +201,44 @@ def test_clearing_reaches_the_disk(loaded: tuple[Any, Any], tmp_path: Path) -> N
 
 @pytest.mark.parametrize("told", [False, True], ids=["and not before", "when it has been told to end"])
 def test_an_interrupt_while_the_end_is_written_leaves_that(
-    told: bool, loaded: tuple[Any, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    told: bool,
+    loaded: tuple[Any, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a disk that takes for ever; the engine's thread has ended all the same, and what is lost is said."""
     caplog.set_level("INFO", "onefold")
     running = engine(loaded, tmp_path)
+    small_records(running.cache)  # the first one is held, and the others are left
     ask(running, words(200), 1)
     disk = Held(running.cache)
     if told:
         running.stop(timeout_seconds=0)
-        assert disk.begun.wait(10)
-    pressed = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-    released = threading.Timer(1.0, disk.go)
+        assert disk.begun.wait(60)
+    left, close_soon = threading.Event(), running.cache.close_soon
+
+    def leave() -> None:
+        close_soon()
+        left.set()
+
+    def press() -> None:
+        wait_until(lambda: "interrupt once more to leave it" in caplog.text, "it does not write")
+        disk.begun.wait(60)
+        time.sleep(0.2)  # it waits for the disk by now
+        os.kill(os.getpid(), signal.SIGINT)
+        left.wait(60)
+        disk.go()
+
+    monkeypatch.setattr(running.cache, "close_soon", leave)
     handler = signal.getsignal(signal.SIGINT)
-    pressed.start()
-    released.start()
+    pressing = threading.Thread(target=press)
+    pressing.start()
     try:
         serve._stop(running)
     finally:
         signal.signal(signal.SIGINT, handler)
+        pressing.join()
     assert not running._thread.working
     assert "interrupt again to skip it" in caplog.text
     assert "tokens were not written: interrupted" in caplog.text

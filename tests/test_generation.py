@@ -386,7 +386,7 @@ def test_an_async_iterator_that_is_left_by_break_commits_without_the_collector(
             told.append(response.token)
             break
         async with asyncio.timeout(10):
-            while cache.open_leases:
+            while cache.inventory.open_leases:
                 await asyncio.sleep(0.01)
 
     gc.disable()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -109,13 +110,13 @@ def test_two_threads_in_one_forward_are_refused() -> None:
 
         def slowly(*args: Any) -> Any:
             inside.set()
-            assert go.wait(10)
+            assert go.wait(60)
             return real(*args)
 
         first.update_and_fetch = slowly
         thread = threading.Thread(target=forward, args=(model, lease.layers, prompt, 0))
         thread.start()
-        assert inside.wait(10)
+        assert inside.wait(60)
         for use in (
             lambda: model(mx.array([prompt]), cache=lease.layers),
             lambda: lease.commit(prompt),
@@ -142,7 +143,7 @@ def test_ending_a_lease_during_another_threads_forward_is_done_by_that_thread(ho
 
     def slowly(*args: Any) -> Any:
         inside.set()
-        assert go.wait(10)
+        assert go.wait(60)
         return real(*args)
 
     def run() -> None:
@@ -157,9 +158,16 @@ def test_ending_a_lease_during_another_threads_forward_is_done_by_that_thread(ho
     first.update_and_fetch = slowly
     thread = threading.Thread(target=run)
     thread.start()
-    assert inside.wait(10)
+    assert inside.wait(60)
     if how == "close":
-        threading.Timer(0.2, go.set).start()
+
+        def let_go() -> None:
+            while not cache.closed:
+                time.sleep(0.01)
+            time.sleep(0.2)
+            go.set()
+
+        threading.Thread(target=let_go).start()
         cache.close()
     else:
         getattr(lease, how)()
@@ -183,11 +191,11 @@ def test_what_only_another_thread_can_compute() -> None:
         def run() -> None:
             model.model(mx.array([prompt]), cache=lease.layers)
             ready.set()
-            wait.wait(10)
+            wait.wait(60)
 
         thread = threading.Thread(target=run, name="another")
         thread.start()
-        assert ready.wait(10)
+        assert ready.wait(60)
         with pytest.raises(onefold.WrongThread, match="'another'"):
             model(mx.array([[1]]), cache=lease.layers)
         wait.set()
@@ -212,13 +220,13 @@ def test_a_reader_waits_for_a_forward_and_shares_what_it_finds() -> None:
 
         def slowly(*args: Any) -> Any:
             inside.set()
-            assert go.wait(10)
+            assert go.wait(60)
             return real(*args)
 
         first.update_and_fetch = slowly
         thread = threading.Thread(target=forward, args=(model, lease.layers, [*prompt, 1, 2], 41))
         thread.start()
-        assert inside.wait(10)
+        assert inside.wait(60)
         threading.Timer(0.2, go.set).start()
         other = cache.lease([*prompt, 3])
         assert other.cached == len(prompt)

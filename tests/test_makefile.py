@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
-pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+pytestmark = pytest.mark.system("make")
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -7,6 +7,7 @@ import random
 import mlx.core as mx
 import pytest
 from driving import cold, forward, greedy, same, turn
+from effort import quick
 from tiny import tiny
 
 import onefold
@@ -18,6 +19,10 @@ COMPOSITE = ["falcon_h1", "deepseek_v32"]
 MLA = ["deepseek_v3"]
 ALL = DENSE + SLIDING + RECURRENT + COMPOSITE + MLA
 SLICEABLE = [*DENSE, "deepseek_v32", "deepseek_v3"]
+
+
+FEW = quick(ALL, "gemma2", "gemma3", "llama4", "qwen3_next", "mamba", "falcon_h1", "deepseek_v3")
+"""For what takes long: one family of each kind."""
 
 
 def words(n: int, seed: int = 0) -> list[int]:
@@ -151,6 +156,7 @@ def test_two_readers_and_a_writer(cache, model):
     cache.check()
 
 
+@pytest.mark.parametrize("family", FEW, indirect=True)
 def test_evicted_and_back(model, family):
     with onefold.PrefixCache(model, "3MB", min_checkpoint_tokens=1) as cache:
         prompts = [words(60, seed=i) for i in range(12)]
@@ -159,6 +165,7 @@ def test_evicted_and_back(model, family):
                 turn(cache, model, prompt, n=2)
 
 
+@pytest.mark.parametrize("family", FEW, indirect=True)
 def test_many_turns(cache, model):
     known = words(12)
     for i in range(12):
@@ -167,6 +174,7 @@ def test_many_turns(cache, model):
 
 
 @pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("family", FEW, indirect=True)
 def test_batch_equals_single_runs(cache, model, pooled):
     _, known = turn(cache, model, words(40))
     prompts = [[*known, 70 + i, *words(2 + i, seed=i)] for i in range(3)] + [words(11, seed=9)]
@@ -192,6 +200,7 @@ def test_batch_equals_single_runs(cache, model, pooled):
 
 
 @pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("family", FEW, indirect=True)
 def test_rows_come_and_go(cache, model, pooled):
     """Rows join and leave between steps, one outgrows its region, one is read by a newcomer meanwhile."""
     _, known = turn(cache, model, words(40))

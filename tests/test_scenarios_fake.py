@@ -7,6 +7,7 @@ every layer's tokens are compared. How much was reused is asserted too: a cache 
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from effort import quick
 from fake import (
     KEEP,
     WINDOW,
@@ -121,7 +123,7 @@ def test_a_continued_conversation_is_reused_whole(world: World, chunk: int) -> N
 
 @on("rotating", "rotating_keep", "chunked", "full+rotating", "chunked+full", "all")
 @pytest.mark.parametrize("length", [WINDOW - 2, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW])
-@pytest.mark.parametrize("chunk", [1, 9])
+@pytest.mark.parametrize("chunk", quick([1, 9], 9))
 def test_resuming_is_right_around_the_edge_of_a_window(world: World, length: int, chunk: int) -> None:
     said = world.turn(text(length - 1), chunk=chunk, new=1)
     again = world.open(said + text(20, seed=1))
@@ -563,7 +565,7 @@ def test_an_error_in_a_batch_step_leaves_every_row_as_it_was(world: World, at: F
 SMALL = ("full", "rotating", "recurrent", "composite", "composite_kv", "outside", "full+rotating")
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", quick(SMALL, "full", "recurrent", "composite", "full+rotating"))
 def test_requests_stay_right_while_conversations_are_evicted(name: str) -> None:
     world = World(CASES[name], budget="420KB")
     with world.cache:
@@ -724,9 +726,16 @@ def test_below_its_bound_a_conversation_is_reused_like_any_other(bounded: Bounde
         assert [getattr(ours, f) for f in same] == [getattr(theirs, f) for f in same]
 
 
-@pytest.mark.parametrize("chunk", [1, 9, 40])
-@pytest.mark.parametrize("length", [28, 31, 32, 33, 50])
-def test_beyond_its_bound_it_equals_a_stock_ring(bounded: Bounded, length: int, chunk: int) -> None:
+LENGTHS_AND_CHUNKS = list(itertools.product([28, 31, 32, 33, 50], [1, 9, 40]))
+
+
+@pytest.mark.parametrize(
+    "both",
+    quick(LENGTHS_AND_CHUNKS, (28, 40), (31, 9), (32, 1), (33, 9), (50, 40)),
+    ids=["-".join(map(str, both)) for both in LENGTHS_AND_CHUNKS],
+)
+def test_beyond_its_bound_it_equals_a_stock_ring(bounded: Bounded, both: tuple[int, int]) -> None:
+    length, chunk = both
     said = bounded.turn(text(length), chunk=chunk, new=3)
     again = bounded.open(said + text(12, seed=1))
     assert again.cached == len(said)

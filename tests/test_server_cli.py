@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from effort import quick
 from tiny import tiny
 
 import onefold
@@ -311,7 +312,7 @@ def ends_while_it_streams(process: Any, client: httpx.Client, press: Callable[[]
     return said
 
 
-@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("how", quick(["SIGINT", "SIGTERM"], "SIGINT"))
 def test_a_signal_in_the_moment_before_the_port_listens_is_not_lost(model, how):
     code = (
         "import os, signal, sys; from onefold.cli import main; from onefold.server import running; real = "
@@ -323,7 +324,7 @@ def test_a_signal_in_the_moment_before_the_port_listens_is_not_lost(model, how):
     assert ended.returncode == 0 and "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("presses", [2, 3])
+@pytest.mark.parametrize("presses", quick([2, 3], 2))
 def test_an_impatient_interrupt_ends_the_grace_and_nothing_else(model, tmp_path, presses):
     """The stream is told, what is in memory is written, and there are no tracebacks."""
     arguments = ("--grace", "60", "--disk", str(tmp_path / "kept"))
@@ -339,7 +340,7 @@ def test_an_impatient_interrupt_ends_the_grace_and_nothing_else(model, tmp_path,
         assert [*(tmp_path / "kept").glob("*/*.safetensors")]
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", quick([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
 def test_it_serves_and_ends_cleanly_while_it_is_asked(model, how):
     with running(str(model), "--grace", "0.3", "--temperature", "0") as (process, url), ready(url) as client:
         answer = client.post("/v1/chat/completions", json={"model": model.name, "messages": MESSAGES, "max_tokens": 4})

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
-import openai
 import pytest
 from listening import listening, wait_until
 from local_model import write_model
@@ -36,6 +34,9 @@ SYSTEM = "You are the keeper of a lighthouse. " * 20
 
 class Served:
     def __init__(self, url: str, engine: Engine, name: str) -> None:
+        import anthropic
+        import openai
+
         self.url, self.engine, self.name = url, engine, name
         self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60)
         self.anthropic = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0, timeout=60)
@@ -255,6 +256,8 @@ def test_openai_completions(babbler):
 
 
 def test_openai_errors(babbler):
+    import openai
+
     ask = babbler.openai.chat.completions.create
     with pytest.raises(openai.NotFoundError) as missing:
         ask(model="gpt-5", messages=[QUESTION])
@@ -331,6 +334,8 @@ def test_anthropic_tools_there_and_back(talker, stream):
 @pytest.mark.parametrize("stream", [False, True])
 def test_anthropics_tool_runner_goes_on_with_the_whole_conversation(talker, stream):
     """It asks the server to hold the conversation as a thread; told that there are none, it sends all of it."""
+    import anthropic
+
 
     @anthropic.beta_tool
     def get_weather(city: str, days: int) -> str:
@@ -348,6 +353,8 @@ def test_anthropics_tool_runner_goes_on_with_the_whole_conversation(talker, stre
 
 
 def test_anthropic_a_thread_is_refused_with_the_code_that_its_client_looks_for(talker):
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError, match="send all messages") as refused:
         talker.anthropic.beta.messages.create(
             model=talker.name,
@@ -359,6 +366,8 @@ def test_anthropic_a_thread_is_refused_with_the_code_that_its_client_looks_for(t
 
 
 def test_anthropic_a_schema_for_the_answer_is_refused(talker):
+    import anthropic
+
     wanted: Any = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
     with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format"):
         talker.anthropic.messages.create(model=talker.name, max_tokens=5, messages=[QUESTION], output_config=wanted)
@@ -461,6 +470,8 @@ def test_anthropic_an_answer_that_is_begun_goes_on(babbler):
 
 
 def test_anthropic_errors(babbler):
+    import anthropic
+
     ask = babbler.anthropic.messages.create
     with pytest.raises(anthropic.NotFoundError) as missing:
         ask(model="claude-opus", max_tokens=5, messages=[QUESTION])
@@ -502,16 +513,23 @@ def test_whoever_goes_away_frees_the_row(babbler):
 
 
 def test_whoever_stops_waiting_for_a_whole_answer_frees_the_row(babbler):
+    import openai
+
     stats = babbler.engine.stats
     before = stats().cancelled
-    impatient = babbler.openai.with_options(timeout=0.5)
-    with pytest.raises(openai.APITimeoutError):
-        impatient.chat.completions.create(model="default", messages=[QUESTION], max_tokens=100_000)
-    babbler.at_rest()
+    for seconds in (0.5, 3, 20):  # a busy machine may not have begun it in half a second
+        impatient = babbler.openai.with_options(timeout=seconds)
+        with pytest.raises(openai.APITimeoutError):
+            impatient.chat.completions.create(model="default", messages=[QUESTION], max_tokens=100_000)
+        babbler.at_rest()
+        if stats().cancelled > before:
+            break
     assert stats().cancelled == before + 1
 
 
 def test_many_at_once_answer_as_they_do_alone(babbler):
+    import openai
+
     async def ask_all() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{babbler.url}/v1", api_key="any", max_retries=0) as client:
 
@@ -541,7 +559,8 @@ def test_a_full_queue_is_said_with_a_time(model):
         )
         next(iter(running))
         body = {"messages": [QUESTION], "max_tokens": 1}
-        with httpx.Client(base_url=busy.url, timeout=0.5) as client, pytest.raises(httpx.ReadTimeout):
+        patience = httpx.Timeout(60, read=0.5)
+        with httpx.Client(base_url=busy.url, timeout=patience) as client, pytest.raises(httpx.ReadTimeout):
             client.post("/v1/chat/completions", json=body)
         wait_until(lambda: busy.engine.stats().queued == 0, "still queued")  # it was cancelled while it waited
         answer = httpx.post(f"{busy.url}/v1/chat/completions", json={**body, "n": 2}, timeout=30)

@@ -63,9 +63,9 @@ def test_a_countdown_of_the_clients_own_goes_from_user_text_and_one_that_is_quot
 
 def test_long_text_takes_no_longer_than_it_is_long():
     for text in ("\n" * 1_000_000, "<system-reminder>" + " " * 1_000_000, "<total_tokens>1\n" * 100_000):
-        began = time.monotonic()
+        began = time.thread_time()
         normalise.system_text(text), normalise.user_text(text)
-        assert time.monotonic() - began < 2
+        assert time.thread_time() - began < 2
 
 
 def test_other_text_is_left_as_it_is():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,19 @@ PATHS: dict[str, tuple[bool, dict[str, Any]]] = {
     "draft": (True, {}),
 }
 """Whether there is a draft model, and what a request says: with a seed it is served alone."""
+
+
+@functools.cache
+def alone(model: Path, *bodies: str) -> list[str]:
+    """What the server answers to these without a cache."""
+    with serving(prompt_cache_class("none")(), model=model) as server:
+        return [text_of(server.post(*json.loads(body))) for body in bodies]
+
+
+@functools.cache
+def turns_alone(model: Path) -> list[str]:
+    with serving(prompt_cache_class("none")(), model=model) as server:
+        return turns(server, seed=1)[0]
 
 
 def turns(server: Server, **options: Any) -> tuple[list[str], list[int]]:
@@ -32,8 +47,7 @@ def turns(server: Server, **options: Any) -> tuple[list[str], list[int]]:
 @pytest.mark.parametrize("cache", AVAILABLE)
 def test_turns_are_continued_and_answered_as_without_a_cache(cache: str, path: str, model: Path, draft: Path) -> None:
     drafted, options = PATHS[path]
-    with serving(prompt_cache_class("none")(), model=model) as server:
-        expected, _ = turns(server, seed=1)
+    expected = turns_alone(model)
     with serving(prompt_cache_class(cache)(), model=model, draft=draft if drafted else None) as server:
         answers, cached = turns(server, **options)
     assert cached[0] == 0
@@ -49,8 +63,7 @@ def test_turns_are_continued_and_answered_as_without_a_cache(cache: str, path: s
 def test_requests_at_once_are_answered_as_one_by_one(cache: str, model: Path) -> None:
     prompts = ["one and two and", "one and two or", "something else", "x" * 300, "one and two and three"]
     bodies = [{"prompt": prompt, "max_tokens": 3 + 4 * i} for i, prompt in enumerate(prompts)]
-    with serving(prompt_cache_class("none")(), model=model) as server:
-        expected = [text_of(server.post(TEXT, body)) for body in bodies]
+    expected = alone(model, *(json.dumps([TEXT, body]) for body in bodies))
     with serving(prompt_cache_class(cache)(), model=model) as server:
         assert [text_of(a) for a in server.together(TEXT, bodies)] == expected
         assert [text_of(a) for a in server.together(TEXT, bodies[::-1])] == expected[::-1]
@@ -59,9 +72,8 @@ def test_requests_at_once_are_answered_as_one_by_one(cache: str, model: Path) ->
 @pytest.mark.parametrize("path", ["single", "batched"])
 @pytest.mark.parametrize("cache", AVAILABLE)
 def test_a_client_that_hangs_up_leaves_a_server_that_serves(cache: str, path: str, model: Path) -> None:
-    body = {"messages": [{"role": "user", "content": "Tell me everything"}], "max_tokens": 400, **PATHS[path][1]}
-    with serving(prompt_cache_class("none")(), model=model) as server:
-        expected = text_of(server.post(CHAT, body))
+    body = {"messages": [{"role": "user", "content": "Tell me everything"}], "max_tokens": 150, **PATHS[path][1]}
+    (expected,) = alone(model, json.dumps([CHAT, body]))
     with serving(prompt_cache_class(cache)(), model=model) as server:
         events = server.stream(CHAT, body)
         begun = text_of(next(events)) + text_of(next(events))

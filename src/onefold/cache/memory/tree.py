@@ -1,12 +1,12 @@
 """The radix tree: token ids to nodes.
 
-- A node is an edge: `tokens` spans exactly [start, end) of every sequence below it.
+- A node is an edge: its `tokens` are [start, end) of every sequence below it.
 - Children of a node differ in their first token; a root has no tokens.
-- What a node carries (`span`, `checkpoint`, `below`) is opaque here. A payload spans exactly its edge;
-  `cut` is told how to cut it when an edge is split.
-- Matching compares arrays; it never looks at tokens one by one, and touches no payload.
-- A node counts the branches below it that have something in memory, and tells its watch of every change that may move
-  it in an order of eviction. Both happen where an attribute is set, so that nobody has to remember it.
+- The payloads of a node (`span`, `checkpoint`, `below`) are opaque here. A payload covers exactly its edge, and has a
+  `cut` method for when the edge is split.
+- Matching compares whole arrays, not single tokens, and touches no payload.
+- A node counts its children that have something in memory, and notifies its watch of every change that may move it in
+  an order of eviction. The setters of its attributes do both.
 
 No MLX in this file.
 """
@@ -26,11 +26,11 @@ from onefold.errors import TokenError
 Tokens = npt.NDArray[np.int32]
 
 NAMED = 1 << 30
-"""Ids from here on are no vocabulary's: they name something else that a model was fed, such as an image."""
+"""Ids from here on are not in any vocabulary: the caller uses them to name other inputs of a model, such as images."""
 
 
 def unboxed(tokens: Any) -> Any:
-    """A list of integers as an array, which is quicker so than by way of numpy; anything else as it is."""
+    """Returns a list of integers as an array, which is quicker than `np.asarray`; anything else unchanged."""
     if isinstance(tokens, list) and tokens and type(tokens[0]) is int:
         with contextlib.suppress(TypeError, OverflowError):
             return np.frombuffer(array.array("q", tokens), np.int64)
@@ -38,18 +38,19 @@ def unboxed(tokens: Any) -> Any:
 
 
 def as_tokens(tokens: Any) -> Tokens:
-    """A one-dimensional int32 array of token ids, without a copy where it is one already."""
+    """Returns the tokens as a one-dimensional int32 array, without a copy if they are one. Raises TokenError if they
+    are empty, or not integers from 0 to 2147483647."""
     if isinstance(tokens, (str, bytes)):
-        raise TokenError("tokens are integers, and this is text: encode it first (tokenizer.encode)")
+        raise TokenError("tokens must be integers, got text: encode it first (tokenizer.encode)")
     if isinstance(tokens, (list, tuple)) and tokens and isinstance(tokens[0], Mapping):
         raise TokenError(
-            "tokens are integers, and these are messages: apply the tokenizer's chat template first "
+            "tokens must be integers, got messages: apply the tokenizer's chat template first "
             "(tokenizer.apply_chat_template)"
         )
     if tokens is None:
-        raise TokenError("tokens are a sequence of integers, and this is None")
+        raise TokenError("tokens must be a sequence of integers, got None")
     if isinstance(tokens, Mapping):
-        raise TokenError("tokens are integers, and this is a mapping: pass the ids in it, such as its input_ids")
+        raise TokenError("tokens must be integers, got a mapping: pass the ids in it, such as its input_ids")
     try:
         found = np.asarray(unboxed(tokens))
     except (ValueError, TypeError) as error:
@@ -71,12 +72,12 @@ def as_tokens(tokens: Any) -> Tokens:
 
 
 def as_tokens_or_none(tokens: Any) -> Tokens:
-    """Like `as_tokens`, for a caller that may mean no tokens at all."""
+    """Like `as_tokens`, but accepts an empty sequence."""
     return as_tokens(tokens) if len(tokens) else np.empty(0, np.int32)
 
 
 def common_length(a: Tokens, b: Tokens) -> int:
-    """How many leading tokens agree."""
+    """Returns how many leading tokens of `a` and `b` are equal."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     first = int(differ.argmax()) if n else 0
@@ -88,22 +89,22 @@ class TierPayload(Protocol):
 
     @property
     def kv(self) -> int:
-        """Up to here the tier has the node's KV."""
+        """The tier has the node's KV up to here."""
         ...
 
     @property
     def fetchable(self) -> int:
-        """Up to here the tier can give the node's KV back now."""
+        """The tier can read the node's KV up to here now."""
         ...
 
     @property
     def known(self) -> int:
-        """Up to here the tier has the node's tokens, with KV or without."""
+        """The tier has the node's tokens up to here, with KV or without."""
         ...
 
     @property
     def readable(self) -> int:
-        """Up to here the tier has what memory has of the node."""
+        """The tier has everything that memory has of the node up to here."""
         ...
 
     @property
@@ -117,11 +118,11 @@ class TierPayload(Protocol):
         ...
 
     def reaches_beyond(self, lower: Node) -> bool:
-        """Whether what the tier has of the node continues into another node than `lower`, its child."""
+        """Whether a record of the node continues into another child than `lower`."""
         ...
 
     def cut(self, at: int, upper: Node, lower: Node) -> tuple[TierPayload | None, TierPayload | None]:
-        """Split it with its node, at the `at`-th token. Returns the payloads of `upper` and `lower`."""
+        """Split the payload with its node, at the `at`-th token. Returns the payloads of `upper` and `lower`."""
         ...
 
     def join(self, upper: TierPayload | None) -> None:
@@ -129,18 +130,19 @@ class TierPayload(Protocol):
         ...
 
     def moved(self, node: Node) -> TierPayload:
-        """Returns the same for `node`, which has taken over the payload's own."""
+        """Returns the payload for `node`, which has taken over the payload's node."""
         ...
 
 
 class Watch(Protocol):
-    """Told of changes, right after each."""
+    """Is notified of changes of a tree, right after each."""
 
     def changed(self, node: Node) -> None:
-        """Its use, its leases or pins, or what it has in memory changed; or it entered or left the tree."""
+        """The node's last use, leases, pins or content in memory changed; or it was added to or removed from the
+        tree."""
 
     def branched(self, node: Node) -> None:
-        """It gained or lost a child."""
+        """The node gained or lost a child."""
 
 
 class Node:
@@ -167,7 +169,7 @@ class Node:
         self.parent = parent
         self.children: dict[int, Node] = {}
         self.held_below = 0
-        """Children that have something in memory, themselves or below them."""
+        """How many children have something in memory, or a descendant that has."""
         self._watch = watch
         self._span: Any = None
         self._checkpoint: Any = None
@@ -196,7 +198,7 @@ class Node:
 
     @property
     def below(self) -> TierPayload | None:
-        """What the tier below memory has of the node; that may be all of it, with nothing in memory."""
+        """What the tier has of the node, whether or not it is in memory too; None if nothing."""
         return self._below
 
     @below.setter
@@ -206,7 +208,7 @@ class Node:
 
     @property
     def leases(self) -> int:
-        """Open leases whose path goes through here."""
+        """The number of open leases whose path includes this node."""
         return self._leases
 
     @leases.setter
@@ -217,7 +219,7 @@ class Node:
 
     @property
     def pins(self) -> int:
-        """`pin()` calls that cover this node."""
+        """The number of pins that cover this node."""
         return self._pins
 
     @pins.setter
@@ -241,7 +243,7 @@ class Node:
             self._watch.changed(self)
 
     def _payload_changed(self, held: bool, *, always: bool = False) -> None:
-        """`held` says whether it had something in memory before."""
+        """Update counts and notify the watch. `held`: whether the node had something in memory before."""
         if self.in_memory != held:
             if self.parent is not None and not self.held_below:
                 self.parent.count_branch(-1 if held else 1)
@@ -250,7 +252,7 @@ class Node:
             self._tell()
 
     def count_branch(self, n: int) -> None:
-        """So many more children have something in memory now; or fewer. Told upwards as far as it matters."""
+        """Add `n` to the number of children that have something in memory, and update ancestors as far as needed."""
         node: Node | None = self
         while node is not None and n:
             before = node.held_below
@@ -264,7 +266,7 @@ class Node:
 
     @property
     def holds(self) -> bool:
-        """Whether it has something in memory, or a node below it has."""
+        """Whether the node or a descendant has something in memory."""
         return self.in_memory or self.held_below > 0
 
     @property
@@ -273,7 +275,7 @@ class Node:
 
     @property
     def in_memory(self) -> bool:
-        """Whether it has something in memory, or nothing anywhere."""
+        """Whether the node has something in memory, or nothing in memory and nothing in the tier."""
         return self._span is not None or self._checkpoint is not None or self._below is None
 
     @property
@@ -288,7 +290,7 @@ class Node:
         return node
 
     def path(self) -> list[Node]:
-        """From the first node below the root down to this one."""
+        """Returns the nodes from the first below the root down to this one."""
         nodes: list[Node] = []
         node: Node | None = self
         while node is not None and node.parent is not None:
@@ -297,8 +299,7 @@ class Node:
         return nodes[::-1]
 
     def walk(self) -> Iterator[Node]:
-        """This node's descendants, parents before children. Looks only at what is asked for; the tree must not change
-        meanwhile."""
+        """Yields this node's descendants, parents before children. Lazy: the tree must not change meanwhile."""
         stack = [reversed(self.children.values())]
         while stack:
             node = next(stack[-1], None)
@@ -312,9 +313,9 @@ class Node:
 
 class Match(NamedTuple):
     path: list[Node]
-    """Nodes that agree wholly, and last perhaps one that agrees in part."""
+    """Fully matched nodes; the last one may be matched only partially."""
     matched: int
-    """Tokens that agree."""
+    """The number of matched tokens."""
 
 
 class Tree:
@@ -325,7 +326,7 @@ class Tree:
         self.root = Node(np.empty(0, np.int32), 0, None)
 
     def match(self, tokens: Tokens, above: Node | None = None) -> Match:
-        """How far these tokens are known, from the root on or from the end of a node."""
+        """Returns the longest known prefix of these tokens, from the root on or from the end of `above`."""
         node, at, path = above or self.root, 0, list[Node]()
         while at < len(tokens):
             child = node.children.get(int(tokens[at]))
@@ -340,8 +341,8 @@ class Tree:
         return Match(path, at)
 
     def children_first(self) -> Iterator[Node]:
-        """Every node that is there when its parent is come to, children before parents. The tree may change meanwhile:
-        a node may be gone when it is told."""
+        """Yields every node, children before parents. The tree may change meanwhile: nodes that are added below a node
+        already visited are left out, and a node may have been removed when it is yielded."""
         above: list[Node] = []
         left = [list(self.root.children.values())]
         while left:
@@ -354,17 +355,19 @@ class Tree:
                     yield above.pop()
 
     def reach(self, tokens: Tokens, above: Node | None = None) -> tuple[Node, int]:
-        """The node that ends where these tokens stop being known, split there if need be; and how far that is."""
+        """Returns the node that ends where the known prefix of these tokens ends, and the length of that prefix. Splits
+        a node if necessary."""
         above = above or self.root
         path, matched = self.match(tokens, above)
         node, end = path[-1] if path else above, above.end + matched
         return (self.split(node, end) if end < node.end else node), matched
 
     def add(self, parent: Node, tokens: Tokens) -> Node:
-        """A new leaf below `parent`, which must have no child with the same first token."""
+        """Adds a leaf below `parent`, and returns it. Raises ValueError if `parent` has a child with the same first
+        token."""
         first = int(tokens[0])
         if first in parent.children:
-            raise ValueError(f"token {first} is a child of the node at {parent.end} already")
+            raise ValueError(f"the node that ends at {parent.end} already has a child that begins with token {first}")
         node = Node(np.array(tokens, np.int32), parent.end, parent, self._watch)
         parent.children[first] = node
         parent.count_branch(1)
@@ -373,8 +376,9 @@ class Tree:
         return node
 
     def split(self, node: Node, at: int) -> Node:
-        """Cut the edge at position `at`; returns the new upper node. `node` keeps its lower part,
-        its children and its checkpoint, so that whoever holds it still holds the deeper end."""
+        """Cut the edge at position `at`. Returns the new upper node. `node` keeps the lower part, its children and its
+        checkpoint, so that a lease that holds it still holds the deeper end. Raises ValueError if `at` is not inside
+        the edge."""
         if not node.start < at < node.end or node.parent is None:
             raise ValueError(f"cannot split [{node.start}, {node.end}) at {at}")
         k, above, held = at - node.start, node.parent, node.holds
@@ -394,7 +398,8 @@ class Tree:
         return upper
 
     def join(self, upper: Node, lower: Node) -> None:
-        """The opposite of `split`: `lower`, the only child, takes over its parent's edge."""
+        """The opposite of `split`: `lower`, the only child of `upper`, takes over its parent's edge. Raises ValueError
+        if there is another child."""
         if upper.parent is None or upper.children != {int(lower.tokens[0]): lower}:
             raise ValueError(f"node [{upper.start}, {upper.end}) has more than one child")
         above, held = upper.parent, upper.holds
@@ -414,7 +419,7 @@ class Tree:
         self._tell(lower)
 
     def remove(self, node: Node) -> None:
-        """Take a leaf out of the tree."""
+        """Remove a leaf from the tree. Raises ValueError if the node has children."""
         if node.children or node.parent is None:
             raise ValueError(f"node [{node.start}, {node.end}) is not a leaf")
         above = node.parent
@@ -433,5 +438,5 @@ class Tree:
             self._watch.branched(node)
 
     def index_bytes(self) -> int:
-        """What the tree itself occupies: its tokens, and about 400 bytes of objects per node."""
+        """Returns about how many bytes the tree itself occupies: its tokens, and 400 bytes of objects per node."""
         return sum(n.tokens.nbytes + 400 for n in self.root.walk())

@@ -84,7 +84,7 @@ def attend(caches: list[Any], watcher: Any) -> None:
 def watch(model: nn.Module) -> type:
     """Wrap the `__call__` of the model's class. Returns the class, for `unwatch`. Counted like `install`.
 
-    Each forward calls the `watchers()` of the first layer that it was given: `begun`, then `ended` or `failed`, then
+    Each forward notifies the `watchers()` of the first layer that it was given: `begun`, then `ended` or `failed`, then
     `left`. If the first member of the list has a `drive` method, it only represents layers, and runs the forward with
     the real ones. So layers are reset after a forward that raised, before they are read again; what a forward wrote is
     scheduled before its thread returns; and tokens are counted for models that do not count them (mamba, rwkv7,

@@ -374,7 +374,8 @@ def test_a_child_process_lets_the_cache_be_and_ends(tmp_path: Path, mode: str) -
         print(os.getpid())
     """
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(script)],  # Python 3.12 warns of fork
+        # Python 3.12 warns of fork in a process with threads
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(script)],
         capture_output=True,
         text=True,
         timeout=60,

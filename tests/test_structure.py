@@ -48,6 +48,8 @@ NO_MLX = (
     "cache/tiers/disk/ondisk.py",
     "cache/tiers/disk/pace.py",
     "cache/memory/ranking.py",
+    "cache/memory/reasons.py",
+    "cache/tiers/records/reasons.py",
     "worker.py",
     "cache/tiers/records/census.py",
     "cache/tiers/records/directory.py",

@@ -70,6 +70,19 @@ def as_tokens(tokens: Any) -> Tokens:
     return found
 
 
+def frozen(tokens: Tokens) -> Tokens:
+    """The same tokens in an array that nobody can change: itself if it is one, else a copy."""
+    if not is_frozen(tokens):
+        tokens = tokens.copy()
+        tokens.flags.writeable = False
+    return tokens
+
+
+def is_frozen(tokens: Tokens) -> bool:
+    """Whether nobody can change these tokens: the array owns them, and is read-only."""
+    return not tokens.flags.writeable and tokens.base is None
+
+
 def as_tokens_or_none(tokens: Any) -> Tokens:
     """Like `as_tokens`, for a caller that may mean no tokens at all."""
     return as_tokens(tokens) if len(tokens) else np.empty(0, np.int32)
@@ -323,10 +336,22 @@ class Tree:
     def __init__(self, watch: Watch | None = None) -> None:
         self._watch = watch
         self.root = Node(np.empty(0, np.int32), 0, None)
+        self._version = 0
+        """Counts the changes to which nodes there are."""
+        self._last: tuple[Tokens, int, Match] | None = None
+        """The last walk of frozen tokens, and the version that it is of."""
 
     def match(self, tokens: Tokens, above: Node | None = None) -> Match:
-        """How far these tokens are known, from the root on or from the end of a node."""
-        node, at, path = above or self.root, 0, list[Node]()
+        """How far these tokens are known, from the root on or from the end of a node. The path must not be changed. A
+        request asks several times before its first forward: with frozen tokens the tree is walked once."""
+        if above is not None or not is_frozen(tokens):
+            return self._walk(tokens, above or self.root)
+        if self._last is None or self._last[0] is not tokens or self._last[1] != self._version:
+            self._last = (tokens, self._version, self._walk(tokens, self.root))
+        return self._last[2]
+
+    def _walk(self, tokens: Tokens, node: Node) -> Match:
+        at, path = 0, list[Node]()
         while at < len(tokens):
             child = node.children.get(int(tokens[at]))
             if child is None:
@@ -366,6 +391,7 @@ class Tree:
         if first in parent.children:
             raise ValueError(f"token {first} is a child of the node at {parent.end} already")
         node = Node(np.array(tokens, np.int32), parent.end, parent, self._watch)
+        self._version += 1
         parent.children[first] = node
         parent.count_branch(1)
         self._tell(node)
@@ -377,6 +403,7 @@ class Tree:
         its children and its checkpoint, so that whoever holds it still holds the deeper end."""
         if not node.start < at < node.end or node.parent is None:
             raise ValueError(f"cannot split [{node.start}, {node.end}) at {at}")
+        self._version += 1
         k, above, held = at - node.start, node.parent, node.holds
         upper = Node(node.tokens[:k].copy(), node.start, above, self._watch)
         above.children[int(upper.tokens[0])] = upper
@@ -397,6 +424,7 @@ class Tree:
         """The opposite of `split`: `lower`, the only child, takes over its parent's edge."""
         if upper.parent is None or upper.children != {int(lower.tokens[0]): lower}:
             raise ValueError(f"node [{upper.start}, {upper.end}) has more than one child")
+        self._version += 1
         above, held = upper.parent, upper.holds
         if lower._span is not None:
             lower._span.join(upper._span)
@@ -417,6 +445,7 @@ class Tree:
         """Take a leaf out of the tree."""
         if node.children or node.parent is None:
             raise ValueError(f"node [{node.start}, {node.end}) is not a leaf")
+        self._version += 1
         above = node.parent
         del above.children[int(node.tokens[0])]
         node.parent = None

@@ -46,10 +46,10 @@ class MeanLayer(Point, RunningMean):
     def __init__(self, listener: ForwardListener | None) -> None:
         RunningMean.__init__(self)
         self.epoch = 0
-        self._pulse = listener or NoListener()
+        self._listener = listener or NoListener()
 
     def mean(self, x: mx.array) -> mx.array:
-        self._pulse.enter(self, x.shape[1])  # room is reserved, or the forward refused, before anything is written
+        self._listener.enter(self, x.shape[1])  # room is reserved, or the forward refused, before anything is written
         found = super().mean(x)
         self.total = own_bytes(self.total)  # a slice would keep all of the forward's sums alive
         return found

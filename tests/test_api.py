@@ -16,7 +16,8 @@ from fake import FakeModel, Session, text
 from tiny import tiny, with_unknown_caches
 
 import onefold
-from onefold.cache.memory.tree import Match, Node, Tokens, Tree, frozen
+from onefold.cache.memory.tokens import Tokens, frozen
+from onefold.cache.memory.tree import Match, Node, Tree
 from onefold.mlx_lm import LRUPromptCache, install
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -383,7 +383,8 @@ def test_a_child_process_lets_the_cache_be_and_ends(tmp_path: Path, mode: str) -
     )
     assert ran.returncode == 0 and not ran.stderr, ran
     *refused, status, pid = ran.stdout.splitlines()
-    words = f"this cache is process {pid}'s: a child of that needs one of its own"
+    made = f"a PrefixCache cannot be used after a fork: this one was made in process {pid}"
+    words = f"{made}. Make another one in the child"
     assert status == "0" and refused == [words] * (1 if mode == "off" else 2)
     assert bool(files(tmp_path / "kept")) == (mode != "off")
 

@@ -39,6 +39,7 @@ WRITERS = {
 """Which file may assign which field of the two objects that hold the state of a request and of a cache."""
 
 NO_MLX = (
+    "cache/memory/tokens.py",
     "cache/memory/tree.py",
     "cache/memory/ledger.py",
     "mlx_lm/entries.py",

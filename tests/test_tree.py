@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onefold.cache.memory.tree import Match, Node, Tokens, Tree, as_tokens, common_length, frozen
+from onefold.cache.memory.tokens import Tokens, as_tokens, common_length, frozen
+from onefold.cache.memory.tree import Match, Node, Tree
 from onefold.errors import OnefoldError, TokenError
 
 # -- as_tokens -------------------------------------------------------------------------------

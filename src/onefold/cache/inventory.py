@@ -17,7 +17,7 @@ from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.reach import readable_length
 from onefold.cache.memory.segment import STEP, Slab, round_up
-from onefold.cache.memory.tree import Tokens, as_tokens, frozen
+from onefold.cache.memory.tokens import Tokens, as_tokens, frozen
 from onefold.cache.model.fingerprint import model_digest
 from onefold.cache.parts import Parts
 from onefold.cache.request import adopting

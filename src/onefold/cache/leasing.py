@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.reasons import Reason
 from onefold.cache.memory.tier import Fetch
-from onefold.cache.memory.tree import Tokens
+from onefold.cache.memory.tokens import Tokens
 from onefold.cache.model import stock
 from onefold.cache.model.kinds.registry import bounded_caches
 from onefold.cache.parts import Parts

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from onefold.cache.memory.tree import frozen
+from onefold.cache.memory.tokens import frozen
 from onefold.errors import OnefoldError
 
 Finish = Literal["stop", "length", "tool_calls"]

@@ -1,8 +1,8 @@
-"""How far a path of the tree reaches: what can be read, fetched, and resumed.
+"""How many tokens of a path can be read, fetched and resumed.
 
     tokens     |<-------------- matched: the tree knows them ---------------->|
-    KV         |<-- readable: in memory -->|<-- kv_reach: below it, on disk -->|
-    resumable  |<-- resume_point: every layer can be put back here -->|
+    KV         |<-- readable: in memory -->|<-- kv_reach: in the tier below -->|
+    resumable  |<-- resume_point: every layer can be restored here -->|
 
 Called with the cache's lock held. Changes nothing.
 """
@@ -17,11 +17,11 @@ from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tree import Node
 
 NEAR = 16
-"""Descendants of a path's end that are looked at for a checkpoint that can be clamped."""
+"""How many descendants of a path's end are searched for a checkpoint that can be clamped."""
 
 
 def readable_length(state: CacheState, path: list[Node], matched: int) -> tuple[int, Reason]:
-    """How far the path's segments can be read by this thread now, and why no further."""
+    """Returns how many of the path's tokens this thread can read now, and the reason why not more."""
     if not state.store.specs:
         return matched, Reason.NONE
     at = 0
@@ -37,7 +37,8 @@ def readable_length(state: CacheState, path: list[Node], matched: int) -> tuple[
 def resume_point(
     state: CacheState, path: list[Node], readable: int, usable: int
 ) -> tuple[int, Checkpoint | None, Reason]:
-    """The deepest point at which every layer can be put back."""
+    """Returns the deepest point at which every layer can be restored, the checkpoint for it, and the reason why it is
+    no deeper."""
     if usable == 0:
         return 0, None, Reason.NOTHING_KNOWN
     for node in reversed(path):
@@ -56,7 +57,8 @@ def resume_point(
 
 
 def _clampable(state: CacheState, path: list[Node], target: int) -> Checkpoint | None:
-    """A checkpoint at or behind `target` whose windows still hold everything before it."""
+    """Returns a checkpoint at or behind `target` whose windows still hold everything before `target`; None if there is
+    none."""
     if not path or not target or state.model.recurrent:
         return None
     near = [*path, *itertools.islice(path[-1].walk(), NEAR)]
@@ -70,7 +72,7 @@ def _clampable(state: CacheState, path: list[Node], target: int) -> Checkpoint |
 
 
 def kv_reach(state: CacheState, path: list[Node], matched: int) -> int:
-    """How far the path's KV can be had, from memory and then from disk."""
+    """Returns how many of the path's tokens have KV in memory or, from there on, in the tier."""
     if not state.store.specs:
         return matched
     at = 0

@@ -102,7 +102,7 @@ class Anatomy:
     def make(
         self,
         track: Track,
-        pulse: ForwardListener | None = None,
+        listener: ForwardListener | None = None,
         *,
         first_index: int = 0,
         always_handles: bool = False,
@@ -110,7 +110,7 @@ class Anatomy:
         """The factory: layers as mlx-lm wants them, and the leaves that hold state, flat."""
         flat = {
             leaf.path: leaf.make(
-                track, pulse, first_index=first_index, bound=self.bound, always_handles=always_handles
+                track, listener, first_index=first_index, bound=self.bound, always_handles=always_handles
             )
             for leaf in self.leaves
         }

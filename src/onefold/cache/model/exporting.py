@@ -24,12 +24,12 @@ from onefold.cache.model import stock
 class Exportable:
     """A layer that can be copied into one of mlx-lm's caches."""
 
-    _pulse: Any
+    _listener: Any
 
     def export(self) -> Any:
         """Returns a copy of this layer as mlx-lm's own cache; its bytes are in the ledger while it lives. Raises
         BudgetError, or LeaseClosed if the lease was settled."""
-        account = None if self._pulse is None else self._pulse.reserve_copy(self.export_bytes)
+        account = None if self._listener is None else self._listener.reserve_copy(self.export_bytes)
         return counted(account, self.as_stock)
 
     @property

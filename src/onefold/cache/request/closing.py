@@ -19,7 +19,8 @@ from onefold.cache.memory.reach import kv_reach
 from onefold.cache.memory.reasons import Reason
 from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.state import CacheState
-from onefold.cache.memory.tree import Node, Tokens
+from onefold.cache.memory.tokens import Tokens
+from onefold.cache.memory.tree import Node
 from onefold.cache.request import committing
 from onefold.cache.request.hold import Hold
 from onefold.errors import BudgetError, DeviceError

@@ -21,8 +21,9 @@ from onefold.cache.memory.checkpoints import Checkpoint
 from onefold.cache.memory.ledger import Account, Purpose
 from onefold.cache.memory.reasons import Reason
 from onefold.cache.memory.state import CacheState
+from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
-from onefold.cache.memory.tree import Node, Tokens
+from onefold.cache.memory.tree import Node
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.uncached import Uncached
 from onefold.cache.request.fed import Fed

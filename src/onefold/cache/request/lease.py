@@ -30,7 +30,7 @@ import mlx.nn as nn
 from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.reasons import Reason
 from onefold.cache.memory.state import CacheState
-from onefold.cache.memory.tree import Tokens, as_tokens_or_none
+from onefold.cache.memory.tokens import Tokens, as_tokens_or_none
 from onefold.cache.model import exporting, stock
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.request import chunking, closing, committing

@@ -124,7 +124,7 @@ class Watched(Exportable):
     """Its state lies in the track until it rotates."""
     is_plain = False
     """Its keys and values are kept as the model made them, and read piece by piece where they lie."""
-    _pulse: Any
+    _listener: Any
     offset: int
 
     @staticmethod
@@ -139,11 +139,11 @@ class Watched(Exportable):
         return False
 
     def watchers(self) -> list[Any]:
-        return [] if self._pulse is None else [self._pulse]
+        return [] if self._listener is None else [self._listener]
 
     def trim(self, n: int) -> int:
         """Rewind by `n` tokens. Returns how many were taken back: all of them, or none."""
-        return self.pulse.trim(self, n)
+        return self.listener.trim(self, n)
 
     def clear(self) -> None:
         """Hold nothing. What lies in the track stays there."""
@@ -170,14 +170,14 @@ class Watched(Exportable):
         raise NotImplementedError
 
     @property
-    def pulse(self) -> ForwardListener:
-        found: ForwardListener = _ALONE if self._pulse is None else self._pulse
+    def listener(self) -> ForwardListener:
+        found: ForwardListener = _ALONE if self._listener is None else self._listener
         return found
 
     def __del__(self) -> None:
-        pulse = getattr(self, "_pulse", None)
-        if pulse is not None:
-            pulse.dropped(self)
+        listener = getattr(self, "_listener", None)
+        if listener is not None:
+            listener.dropped(self)
 
 
 class Ranged(Watched):
@@ -263,7 +263,7 @@ class Window(Point):
         raise NotImplementedError
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        self._pulse.enter(self, keys.shape[2])
+        self._listener.enter(self, keys.shape[2])
         if self.keys is not None:
             self.keys, self.values = own_name(self.keys), own_name(self.values)
         return super().update_and_fetch(keys, values)  # type: ignore[misc]

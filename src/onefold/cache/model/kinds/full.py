@@ -68,7 +68,7 @@ class SegmentedLayer(Ranged):
         index: int,
         codec: Any = None,
         *,
-        pulse: ForwardListener | None = None,
+        listener: ForwardListener | None = None,
         bound: Bound | None = None,
         always_handles: bool = False,
     ) -> None:
@@ -83,7 +83,7 @@ class SegmentedLayer(Ranged):
         self.ring: Any = None
         """What it has become, once it has outgrown its bound."""
         self.consumed = [0]
-        self._pulse = pulse
+        self._listener = listener
         self._always_handles = always_handles
 
     # -- what mlx-lm's models call ---------------------------------------------------------
@@ -95,8 +95,8 @@ class SegmentedLayer(Ranged):
 
     def admit(self, n: int) -> None:
         """Before a write of `n` tokens: room for them is made, or refused."""
-        if self._pulse is not None:
-            self._pulse.enter(self, n)
+        if self._listener is not None:
+            self._listener.enter(self, n)
             return
         if self.outgrows(n):
             self.rotate()
@@ -136,7 +136,7 @@ class SegmentedLayer(Ranged):
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         if self.bound is not None and (self.ring is not None or self.offset + N > self.bound.max_size):
-            if N > 1 and self.bound.keep and self.pulse.verifies:
+            if N > 1 and self.bound.keep and self.listener.verifies:
                 return steps_mask(N, self.offset, *self.bound)
             ring = self.ring or _mask_ring(self.bound, self.offset)
             return ring.make_mask(N, return_array=return_array, window_size=window_size)
@@ -148,7 +148,7 @@ class SegmentedLayer(Ranged):
         return stock.BatchKVCache.merge(caches)
 
     def is_trimmable(self) -> bool:
-        return self.ring is None or self.ring.is_trimmable() or self.pulse.rolls_back
+        return self.ring is None or self.ring.is_trimmable() or self.listener.rolls_back
 
     keys = _buffer(0)
     values = _buffer(1)
@@ -191,7 +191,7 @@ class SegmentedLayer(Ranged):
         ring = self._ring_for(snapshot)
         if ring is not None:
             ring.restore(self._as_window(snapshot), target)
-            if self.ring is None and self._pulse is None:
+            if self.ring is None and self._listener is None:
                 self.track.free()
             self.ring, self.offset = ring, ring.offset
             return True
@@ -307,14 +307,14 @@ class FullLeaf(Leaf):
     def make(
         self,
         track: Track,
-        pulse: ForwardListener | None,
+        listener: ForwardListener | None,
         *,
         first_index: int = 0,
         bound: Bound | None = None,
         always_handles: bool = False,
     ) -> SegmentedLayer:
         index = first_index + max(0, self.index)
-        return SegmentedLayer(track, index, self.codec, pulse=pulse, bound=bound, always_handles=always_handles)
+        return SegmentedLayer(track, index, self.codec, listener=listener, bound=bound, always_handles=always_handles)
 
     def fits(self, cache: Any) -> bool:
         if not super().fits(cache):

@@ -94,7 +94,7 @@ class Leaf:
     def make(
         self,
         track: Track,
-        pulse: ForwardListener | None,
+        listener: ForwardListener | None,
         *,
         first_index: int = 0,
         bound: Bound | None = None,

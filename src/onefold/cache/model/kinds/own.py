@@ -24,7 +24,7 @@ from onefold.cache.model.kinds.base import ForwardListener, NoListener, Point, S
 from onefold.cache.model.kinds.leaf import Leaf, forms
 from onefold.cache.model.kinds.plain import Bound
 
-_OURS = ("epoch", "_pulse", "_pristine")
+_OURS = ("epoch", "_listener", "_pristine")
 
 
 class OwnSnapshot(Snapshot):
@@ -57,23 +57,23 @@ class _Opening:
 
     def __init__(self, layer: OwnLayer) -> None:
         self._layer = layer
-        self._pulse = layer._pulse
+        self._listener = layer._listener
 
     def begun(self, model: Any, inputs: mx.array | None, row: int, *, n_layers: int, embedded: bool) -> None:
-        self._pulse.begun(model, inputs, row, n_layers=n_layers, embedded=embedded)
-        self._pulse.enter(self._layer, None if inputs is None else inputs.shape[1])
+        self._listener.begun(model, inputs, row, n_layers=n_layers, embedded=embedded)
+        self._listener.enter(self._layer, None if inputs is None else inputs.shape[1])
 
     def ended(self, n_tokens: int, stepped: bool) -> list[mx.array]:
-        return self._pulse.ended(n_tokens, stepped)
+        return self._listener.ended(n_tokens, stepped)
 
     def failed(self) -> list[mx.array]:
-        return self._pulse.failed()
+        return self._listener.failed()
 
     def lost(self, error: RuntimeError) -> None:
-        self._pulse.lost(error)
+        self._listener.lost(error)
 
     def left(self) -> None:
-        self._pulse.left()
+        self._listener.left()
 
 
 @functools.cache
@@ -91,13 +91,13 @@ class OwnLayer(Point):
     _pristine: dict[str, Any]
 
     @staticmethod
-    def like(pristine: Any, pulse: ForwardListener | None = None) -> OwnLayer:
+    def like(pristine: Any, listener: ForwardListener | None = None) -> OwnLayer:
         """A live layer that stands where `pristine` stood when the model made it."""
         base: Any = type(pristine)
         derived = _leased(base)
         layer: OwnLayer = derived.__new__(derived)
         attributes = dict(vars(pristine))
-        vars(layer).update(attributes, epoch=0, _pulse=pulse or NoListener(), _pristine=attributes)
+        vars(layer).update(attributes, epoch=0, _listener=listener or NoListener(), _pristine=attributes)
         return layer
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -107,7 +107,7 @@ class OwnLayer(Point):
         return [_Opening(self)]
 
     def is_trimmable(self) -> bool:
-        return self.pulse.rolls_back
+        return self.listener.rolls_back
 
     def snapshot(self, from_offset: int = 0) -> OwnSnapshot | None:
         if self.offset <= max(0, from_offset):
@@ -184,8 +184,8 @@ class OwnLeaf(Leaf):
     def read(self, cache: Any) -> None:
         """What it comes to is seen by running the model for longer: see `survey`."""
 
-    def make(self, track: Track, pulse: ForwardListener | None, **_: Any) -> OwnLayer:
-        return OwnLayer.like(self._pristine, pulse)
+    def make(self, track: Track, listener: ForwardListener | None, **_: Any) -> OwnLayer:
+        return OwnLayer.like(self._pristine, listener)
 
     def point_bytes(self, offset: int, n_tokens: int) -> int:
         return self.state_bytes + self.token_bytes * (offset + n_tokens)

@@ -65,8 +65,10 @@ class AffineCodec:
 class PackedLayer(SegmentedLayer, stock.QuantizedKVCache):  # type: ignore[misc, valid-type]
     """For a model that reads its quantised layers by mlx-lm's own attention: it *is* one of them, in one buffer."""
 
-    def __init__(self, track: Track, index: int, codec: AffineCodec, *, pulse: ForwardListener | None = None) -> None:
-        SegmentedLayer.__init__(self, track, index, codec, pulse=pulse)
+    def __init__(
+        self, track: Track, index: int, codec: AffineCodec, *, listener: ForwardListener | None = None
+    ) -> None:
+        SegmentedLayer.__init__(self, track, index, codec, listener=listener)
         self.bits = codec.bits
         self.group_size = codec.group_size
 
@@ -99,15 +101,15 @@ class QuantizedLeaf(FullLeaf):
     def make(
         self,
         track: Track,
-        pulse: ForwardListener | None,
+        listener: ForwardListener | None,
         *,
         first_index: int = 0,
         bound: Bound | None = None,
         always_handles: bool = False,
     ) -> SegmentedLayer:
         if self.packed:
-            return PackedLayer(track, first_index + max(0, self.index), self.codec, pulse=pulse)
-        return super().make(track, pulse, first_index=first_index, bound=bound, always_handles=always_handles)
+            return PackedLayer(track, first_index + max(0, self.index), self.codec, listener=listener)
+        return super().make(track, listener, first_index=first_index, bound=bound, always_handles=always_handles)
 
     def bounded(self, cache: Any, bound: Bound) -> Any:
         return cache

@@ -28,16 +28,16 @@ class RecurrentLayer(Point, stock.ArraysCache):  # type: ignore[misc, valid-type
     kind = "recurrent"
     cache: list[mx.array | None]  # type: ignore[assignment]
 
-    def __init__(self, size: int, *, pulse: ForwardListener | None = None) -> None:
+    def __init__(self, size: int, *, listener: ForwardListener | None = None) -> None:
         super().__init__(size)
         self.offset = 0
         self.epoch = 0
-        self._pulse: ForwardListener = pulse or NoListener()
+        self._listener: ForwardListener = listener or NoListener()
         self._written: set[int] | None = None
 
     def __setitem__(self, slot: int, value: mx.array | None) -> None:
         if self._written is None or slot in self._written:
-            self._pulse.enter(self, None)  # a slot's second write is the next forward's first
+            self._listener.enter(self, None)  # a slot's second write is the next forward's first
             self._written = set()
         self._written.add(slot)
         self.cache[slot] = None if value is None else own_bytes(value)
@@ -85,7 +85,7 @@ class RecurrentLayer(Point, stock.ArraysCache):  # type: ignore[misc, valid-type
         return True
 
     def is_trimmable(self) -> bool:
-        return self.pulse.rolls_back
+        return self.listener.rolls_back
 
     def empty(self) -> bool:
         return all(a is None for a in self.cache)
@@ -155,8 +155,8 @@ class RecurrentLeaf(Leaf):
         arrays = [a for a in cache.cache if a is not None]
         self.used, self.state_bytes = bool(arrays), sum(a.nbytes for a in arrays)
 
-    def make(self, track: Track, pulse: ForwardListener | None, **_: Any) -> RecurrentLayer:
-        return RecurrentLayer(self.n_slots, pulse=pulse)
+    def make(self, track: Track, listener: ForwardListener | None, **_: Any) -> RecurrentLayer:
+        return RecurrentLayer(self.n_slots, listener=listener)
 
     def point_bytes(self, offset: int, n_tokens: int) -> int:
         return self.state_bytes

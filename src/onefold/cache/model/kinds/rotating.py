@@ -25,10 +25,10 @@ class RotatingLayer(Window, stock.RotatingKVCache):  # type: ignore[misc, valid-
     kind = "rotating"
     rows = staticmethod(AttentionRows)  # type: ignore[assignment]
 
-    def __init__(self, max_size: int, keep: int = 0, *, pulse: ForwardListener | None = None) -> None:
+    def __init__(self, max_size: int, keep: int = 0, *, listener: ForwardListener | None = None) -> None:
         super().__init__(max_size, keep)
         self.epoch = 0
-        self._pulse: ForwardListener = pulse or NoListener()
+        self._listener: ForwardListener = listener or NoListener()
 
     # a ring is put back and trimmed through the contract; it is never quantised behind our back
     to_quantized = property()  # type: ignore[assignment]
@@ -74,7 +74,7 @@ class RotatingLayer(Window, stock.RotatingKVCache):  # type: ignore[misc, valid-
 
     def is_trimmable(self) -> bool:
         """Whether what it holds can be rewound by a token at least."""
-        return self.offset < self.max_size or self.can_restore(None, self.offset - 1) or self.pulse.rolls_back
+        return self.offset < self.max_size or self.can_restore(None, self.offset - 1) or self.listener.rolls_back
 
     def _left(self, target: int) -> int:
         """Entries that a rewind of a full window to `target` leaves; 0 if they would not fill it. A forward of several
@@ -150,8 +150,8 @@ class RotatingLeaf(Leaf):
         self.max_size: int = cache.max_size
         self.keep: int = cache.keep
 
-    def make(self, track: Track, pulse: ForwardListener | None, **_: Any) -> RotatingLayer:
-        return RotatingLayer(self.max_size, self.keep, pulse=pulse)
+    def make(self, track: Track, listener: ForwardListener | None, **_: Any) -> RotatingLayer:
+        return RotatingLayer(self.max_size, self.keep, listener=listener)
 
     def point_bytes(self, offset: int, n_tokens: int) -> int:
         return ring_entries(self.max_size, offset, n_tokens) * self.token_bytes

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from onefold.cache.memory.tree import Tokens
+from onefold.cache.memory.tokens import Tokens
 from onefold.cache.tiers.records.reasons import DiskReason
 from onefold.errors import RecordError
 

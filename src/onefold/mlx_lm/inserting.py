@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from onefold.cache.memory.tree import Tokens
+from onefold.cache.memory.tokens import Tokens
 from onefold.cache.model import stock
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.request import adopting, committing

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 
 from onefold.cache.memory.checkpoints import Checkpoint
+from onefold.cache.memory.reasons import Reason
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tree import Node
 
@@ -19,27 +20,27 @@ NEAR = 16
 """How many descendants of a path's end are searched for a checkpoint that can be clamped."""
 
 
-def readable_length(state: CacheState, path: list[Node], matched: int) -> tuple[int, str]:
+def readable_length(state: CacheState, path: list[Node], matched: int) -> tuple[int, Reason]:
     """Returns how many of the path's tokens this thread can read now, and the reason why not more."""
     if not state.store.specs:
-        return matched, ""
+        return matched, Reason.NONE
     at = 0
     for node in path:
         if node.span is None:
-            return at, "rotated" if node.below is None else "left on disk"
+            return at, Reason.ROTATED if node.below is None else Reason.LEFT_BELOW
         if node.span.slab.writers and state.busy_writer(node) is not None:
-            return at, "held by another thread"
+            return at, Reason.BUSY
         at = min(node.end, matched)
-    return at, ""
+    return at, Reason.NONE
 
 
 def resume_point(
     state: CacheState, path: list[Node], readable: int, usable: int
-) -> tuple[int, Checkpoint | None, str]:
+) -> tuple[int, Checkpoint | None, Reason]:
     """Returns the deepest point at which every layer can be restored, the checkpoint for it, and the reason why it is
     no deeper."""
     if usable == 0:
-        return 0, None, "nothing known"
+        return 0, None, Reason.NOTHING_KNOWN
     for node in reversed(path):
         found = node.checkpoint
         if found is None or node.end > usable or not (found.spanless or node.end <= readable):
@@ -47,12 +48,12 @@ def resume_point(
         if state.model.pointwise or node.end > readable:
             clamped = _clampable(state, path, readable) if node.end < readable else None
             if clamped is not None:
-                return readable, clamped, ""
-            return node.end, found, "" if node.end == usable else "no checkpoint"
+                return readable, clamped, Reason.NONE
+            return node.end, found, Reason.NONE if node.end == usable else Reason.NO_CHECKPOINT
     if not state.model.pointwise:
-        return readable, None, "" if readable else "nothing known"
+        return readable, None, Reason.NONE if readable else Reason.NOTHING_KNOWN
     clamped = _clampable(state, path, readable)
-    return (0, None, "no checkpoint") if clamped is None else (readable, clamped, "")
+    return (0, None, Reason.NO_CHECKPOINT) if clamped is None else (readable, clamped, Reason.NONE)
 
 
 def _clampable(state: CacheState, path: list[Node], target: int) -> Checkpoint | None:

@@ -28,6 +28,7 @@ from onefold.cache.memory.ledger import Ledger
 from onefold.cache.memory.lock import CacheLock, Work
 from onefold.cache.memory.nodes import NodeStore
 from onefold.cache.memory.placement import Placement
+from onefold.cache.memory.reasons import Reason
 from onefold.cache.memory.reclaiming import PATIENCE, Reclaiming
 from onefold.cache.memory.scratch import Scratch
 from onefold.cache.memory.segment import Store
@@ -223,7 +224,7 @@ class CacheState:
 
     def note_rotation(self, n_tokens: int, max_size: int) -> None:
         """Count that a conversation outgrows the bound; log it once per cache."""
-        self.reasons["rotated"] += 1
+        self.reasons[Reason.ROTATED] += 1
         if not self._has_logged_rotation:
             self._has_logged_rotation = True
             log.warning(

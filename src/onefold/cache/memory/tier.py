@@ -20,8 +20,9 @@ from typing import Protocol
 
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.segment import Slab
+from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
-from onefold.cache.memory.tree import Node, TierPayload, Tokens, Tree
+from onefold.cache.memory.tree import Node, TierPayload, Tree
 
 __all__ = ["Fetch", "NoTier", "Tier", "TierPayload", "TierStats"]
 

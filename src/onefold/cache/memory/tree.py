@@ -13,75 +13,12 @@ No MLX in this file.
 
 from __future__ import annotations
 
-import array
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from onefold.errors import TokenError
-
-Tokens = npt.NDArray[np.int32]
-
-NAMED = 1 << 30
-"""Ids from here on are not in any vocabulary: the caller uses them to name other inputs of a model, such as images."""
-
-
-def unboxed(tokens: Any) -> Any:
-    """Returns a list of integers as an array, which is quicker than `np.asarray`; anything else unchanged."""
-    if isinstance(tokens, list) and tokens and type(tokens[0]) is int:
-        with contextlib.suppress(TypeError, OverflowError):
-            return np.frombuffer(array.array("q", tokens), np.int64)
-    return tokens
-
-
-def as_tokens(tokens: Any) -> Tokens:
-    """Returns the tokens as a one-dimensional int32 array, without a copy if they are one. Raises TokenError if they
-    are empty, or not integers from 0 to 2147483647."""
-    if isinstance(tokens, (str, bytes)):
-        raise TokenError("tokens must be integers, got text: encode it first (tokenizer.encode)")
-    if isinstance(tokens, (list, tuple)) and tokens and isinstance(tokens[0], Mapping):
-        raise TokenError(
-            "tokens must be integers, got messages: apply the tokenizer's chat template first "
-            "(tokenizer.apply_chat_template)"
-        )
-    if tokens is None:
-        raise TokenError("tokens must be a sequence of integers, got None")
-    if isinstance(tokens, Mapping):
-        raise TokenError("tokens must be integers, got a mapping: pass the ids in it, such as its input_ids")
-    try:
-        found = np.asarray(unboxed(tokens))
-    except (ValueError, TypeError) as error:
-        raise TokenError(f"tokens must be a flat sequence of integers: {error}") from error
-    if found.ndim != 1:
-        raise TokenError(f"tokens must be one-dimensional, got shape {found.shape}")
-    if found.size == 0:
-        raise TokenError("tokens are empty: give at least one, such as the beginning-of-text token")
-    if found.dtype.kind not in "iu":
-        raise TokenError(f"tokens must be integers, got {found.dtype}")
-    if found.dtype != np.int32:
-        low, high = int(found.min()), int(found.max())
-        if low < 0 or high > np.iinfo(np.int32).max:
-            raise TokenError(f"token ids must be from 0 to 2147483647, got {low if low < 0 else high}")
-        found = found.astype(np.int32)
-    elif int(found.min()) < 0:
-        raise TokenError(f"token ids must not be negative, got {int(found.min())}")
-    return found
-
-
-def as_tokens_or_none(tokens: Any) -> Tokens:
-    """Like `as_tokens`, but accepts an empty sequence."""
-    return as_tokens(tokens) if len(tokens) else np.empty(0, np.int32)
-
-
-def common_length(a: Tokens, b: Tokens) -> int:
-    """Returns how many leading tokens of `a` and `b` are equal."""
-    n = min(len(a), len(b))
-    differ = a[:n] != b[:n]
-    first = int(differ.argmax()) if n else 0
-    return first if n and differ[first] else n
+from onefold.cache.memory.tokens import Tokens, common_length, is_frozen
 
 
 class TierPayload(Protocol):
@@ -324,10 +261,22 @@ class Tree:
     def __init__(self, watch: Watch | None = None) -> None:
         self._watch = watch
         self.root = Node(np.empty(0, np.int32), 0, None)
+        self._version = 0
+        """Counts the changes to which nodes there are."""
+        self._last: tuple[Tokens, int, Match] | None = None
+        """The last walk of frozen tokens, and the version that it is of."""
 
     def match(self, tokens: Tokens, above: Node | None = None) -> Match:
-        """Returns the longest known prefix of these tokens, from the root on or from the end of `above`."""
-        node, at, path = above or self.root, 0, list[Node]()
+        """Returns the longest known prefix of these tokens, from the root on or from the end of `above`. The path must
+        not be changed. A request asks several times before its first forward: frozen tokens are walked once."""
+        if above is not None or not is_frozen(tokens):
+            return self._walk(tokens, above or self.root)
+        if self._last is None or self._last[0] is not tokens or self._last[1] != self._version:
+            self._last = (tokens, self._version, self._walk(tokens, self.root))
+        return self._last[2]
+
+    def _walk(self, tokens: Tokens, node: Node) -> Match:
+        at, path = 0, list[Node]()
         while at < len(tokens):
             child = node.children.get(int(tokens[at]))
             if child is None:
@@ -369,6 +318,7 @@ class Tree:
         if first in parent.children:
             raise ValueError(f"the node that ends at {parent.end} already has a child that begins with token {first}")
         node = Node(np.array(tokens, np.int32), parent.end, parent, self._watch)
+        self._version += 1
         parent.children[first] = node
         parent.count_branch(1)
         self._tell(node)
@@ -381,6 +331,7 @@ class Tree:
         the edge."""
         if not node.start < at < node.end or node.parent is None:
             raise ValueError(f"cannot split [{node.start}, {node.end}) at {at}")
+        self._version += 1
         k, above, held = at - node.start, node.parent, node.holds
         upper = Node(node.tokens[:k].copy(), node.start, above, self._watch)
         above.children[int(upper.tokens[0])] = upper
@@ -402,6 +353,7 @@ class Tree:
         if there is another child."""
         if upper.parent is None or upper.children != {int(lower.tokens[0]): lower}:
             raise ValueError(f"node [{upper.start}, {upper.end}) has more than one child")
+        self._version += 1
         above, held = upper.parent, upper.holds
         if lower._span is not None:
             lower._span.join(upper._span)
@@ -422,6 +374,7 @@ class Tree:
         """Remove a leaf from the tree. Raises ValueError if the node has children."""
         if node.children or node.parent is None:
             raise ValueError(f"node [{node.start}, {node.end}) is not a leaf")
+        self._version += 1
         above = node.parent
         del above.children[int(node.tokens[0])]
         node.parent = None

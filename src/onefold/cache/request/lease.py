@@ -28,8 +28,9 @@ from typing import Any
 import mlx.nn as nn
 
 from onefold.cache.memory.ledger import Purpose
+from onefold.cache.memory.reasons import Reason
 from onefold.cache.memory.state import CacheState
-from onefold.cache.memory.tree import Tokens, as_tokens_or_none
+from onefold.cache.memory.tokens import Tokens, as_tokens_or_none
 from onefold.cache.model import exporting, stock
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.request import chunking, closing, committing
@@ -104,7 +105,7 @@ class Lease:
     @property
     def reason(self) -> str:
         """Why `cached` is less than it might be; empty for a whole hit."""
-        return self.hold.reason
+        return self.hold.reason.value
 
     @property
     def closed(self) -> bool:
@@ -219,7 +220,7 @@ class Lease:
             self.state.on_dropped(self)
         except DeviceError:
             log.debug("a dropped lease could not be evaluated", exc_info=True)
-        self.state.reasons["dropped"] += 1
+        self.state.reasons[Reason.DROPPED] += 1
 
     def __enter__(self) -> Lease:
         return self

@@ -1,7 +1,7 @@
-"""Chunked attention (llama4): mlx-lm's cache keeps what follows `start_position`.
+"""Chunked attention (llama4): mlx-lm's cache keeps the entries from `start_position` on.
 
-A snapshot holds [start_position, offset). A query attends only within its own chunk, so a point can be
-clamped or rewound to as long as the start of that point's chunk is still there.
+A snapshot holds [start_position, offset). A query attends only within its own chunk, so a snapshot can be clamped, and
+a layer rewound, to a point if the start of that point's chunk is still kept.
 """
 
 from __future__ import annotations

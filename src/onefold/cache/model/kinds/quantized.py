@@ -1,7 +1,7 @@
 """mlx-lm's affine quantisation, attended without dequantising.
 
-`quantized_matmul` copies a slice that has slack behind it, so it is given the whole buffer: scores beyond the
-range are cut off, and weights are padded with zeros. A short range of a long buffer is copied instead.
+`quantized_matmul` copies a slice of a longer buffer, so it gets the whole buffer: scores beyond the range are cut off,
+and weights are padded with zeros. A range shorter than half of its buffer is sliced, and so copied.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class AffineCodec:
 
 
 class PackedLayer(SegmentedLayer, stock.QuantizedKVCache):  # type: ignore[misc, valid-type]
-    """For a model that reads its quantised layers by mlx-lm's own attention: it *is* one of them, in one buffer."""
+    """For a model that reads its quantised layers with mlx-lm's own attention: a `QuantizedKVCache` in one buffer."""
 
     def __init__(
         self, track: Track, index: int, codec: AffineCodec, *, listener: ForwardListener | None = None

@@ -1,11 +1,10 @@
-"""Recurrent states (Mamba, gated delta nets, short convolutions): a point, nothing else.
+"""Recurrent states (Mamba, gated delta nets, short convolutions), which can be restored only where they were taken.
 
-- It *is* an `ArraysCache`, because some models ask.
-- Models replace states, they never write into them, so a snapshot is a second reference and costs nothing
-  until the state moves on.
-- States are often slices of a whole forward's activations: each is given a buffer of its own when it is set.
-- Most models say how many tokens passed (`advance`); for the others their owner does, when a
-  forward has ended.
+- The layer is an `ArraysCache`, because some models check the class.
+- Models replace states and never write into them, so a snapshot is a second reference and costs nothing until the state
+  changes.
+- States are often slices of a whole forward's activations: each is copied to its own buffer when it is set.
+- Most models report how many tokens passed (`advance`); for the others the layer's owner does, after each forward.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class RecurrentLayer(Point, stock.ArraysCache):  # type: ignore[misc, valid-type
 
     def __setitem__(self, slot: int, value: mx.array | None) -> None:
         if self._written is None or slot in self._written:
-            self._listener.enter(self, None)  # a slot's second write is the next forward's first
+            self._listener.enter(self, None)  # the second write to a slot belongs to the next forward
             self._written = set()
         self._written.add(slot)
         self.cache[slot] = None if value is None else own_bytes(value)
@@ -67,7 +66,7 @@ class RecurrentLayer(Point, stock.ArraysCache):  # type: ignore[misc, valid-type
         return Snapshot(list(self.cache), max(0, from_offset), self.offset)
 
     def copied_states(self) -> list[mx.array | None]:
-        """The states, each in a buffer of its own."""
+        """Returns the states, each copied to its own buffer."""
         copies = [None if a is None else own_bytes(a) for a in self.cache]
         mx.eval([a for a in copies if a is not None])
         return copies
@@ -108,7 +107,7 @@ class RecurrentLayer(Point, stock.ArraysCache):  # type: ignore[misc, valid-type
 
 
 class RecurrentRows(RowsOf, stock.ArraysCache):  # type: ignore[misc, valid-type]
-    """Reads the rows' states side by side, writes each row's back to it."""
+    """Reads the rows' states as one array, and writes each row's state back to its layer."""
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__(len(layers[0].cache))

@@ -26,7 +26,7 @@ import numpy as np
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
-from onefold.cache.memory.tree import as_tokens
+from onefold.cache.memory.tokens import as_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
 NONE = "—"

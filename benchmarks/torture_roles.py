@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from disk_caches import ordinary_folder
 from fake import FakeModel, Session, settled, text
 
-from onefold.cache.memory.tree import as_tokens
+from onefold.cache.memory.tokens import as_tokens
 from onefold.cache.tiers.records.entry import BLOCK, on_disk
 from onefold.cache.tiers.records.files import TEMPORARY
 from onefold.cache.tiers.records.record import content_of, parse_head, parse_name

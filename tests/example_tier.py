@@ -22,8 +22,9 @@ from onefold.cache.memory.reach import kv_reach, readable_length
 from onefold.cache.memory.segment import Slab, Span
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tier import NoTier, TierPayload, TierStats
+from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
-from onefold.cache.memory.tree import Node, Tokens, Tree
+from onefold.cache.memory.tree import Node, Tree
 from onefold.cache.tiers.identity import Identity
 from onefold.sizes import parse_size
 

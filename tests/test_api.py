@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from driving import forward, turn
+from fake import FakeModel, Session, text
 from tiny import tiny, with_unknown_caches
 
 import onefold
+from onefold.cache.memory.tokens import Tokens, frozen
+from onefold.cache.memory.tree import Match, Node, Tree
 from onefold.mlx_lm import LRUPromptCache, install
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -127,3 +131,25 @@ def test_rotation_is_logged_once_with_the_conversation_s_length(caplog: pytest.L
     assert len(said) == 1
     assert said[0].startswith("a conversation of 40 tokens outgrows max_kv_size=32")
     assert "stats().reasons['rotated']" in said[0] and "GET /v1/cache" in said[0]
+
+
+def test_one_walk_of_the_tree_before_the_first_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a server asks of a request's tokens before it has a lease, and the lease itself: the tree is walked
+    once, as long as it does not change."""
+    model = FakeModel(("full", "full"))
+    with onefold.PrefixCache(model, "8MB", disk=tmp_path) as cache:
+        known = Session(model, cache, text(200)).prefill(50).commit()
+        asked = frozen(np.array([*known, 1], np.int32))
+        walks, walk = [], Tree._walk
+
+        def counted(tree: Tree, tokens: Tokens, node: Node) -> Match:
+            walks.append(len(tokens))
+            return walk(tree, tokens, node)
+
+        monkeypatch.setattr(Tree, "_walk", counted)
+        assert cache.inventory.matched(asked) == cache.inventory.in_memory(asked) == len(known)
+        assert len(cache.inventory.continuation(asked)) == 0
+        assert cache.restore(asked) is None
+        with cache.lease(asked, after=[]) as lease:
+            assert lease.cached == len(known) and lease.tokens is asked
+            assert walks == [len(asked)]

@@ -385,6 +385,7 @@ def test_threads_that_want_one_conversation_from_disk_read_it_once(
         return load(reader, record)
 
     monkeypatch.setattr(RangeReader, "_load", slow)
+    monkeypatch.setattr("onefold.cache.leasing.FORWARD_MOST", 60.0)  # a thread that ends its lease is waited for
     with onefold.PrefixCache(model, 8_000_000, disk=tmp_path) as cache:
         tokens = Session(model, cache, text(900)).prefill(50).commit()
     with onefold.PrefixCache(model, 8_000_000, disk=tmp_path) as cache, ThreadPoolExecutor(4) as pool:

@@ -18,7 +18,7 @@ from fake import FakeModel, Session, logits_of, settled, text
 from onefold import BudgetError, PrefixCache
 from onefold.cache.memory import arrays
 from onefold.cache.memory.ledger import Purpose
-from onefold.cache.memory.tree import as_tokens
+from onefold.cache.memory.tokens import as_tokens
 from onefold.cache.tiers.disk import host, jobs
 from onefold.cache.tiers.records.folder import Folder
 

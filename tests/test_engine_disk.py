@@ -164,7 +164,7 @@ def test_a_request_that_is_cancelled_while_it_is_read_leaves_nothing_behind(
         number = second.submit(request(prompt_of([*tokens, 5]), 5), lambda events: None)
         second.cancel(number)
         second.check()
-        assert second.stats().cache.inventory.open_leases == 0 and not second.cache.state.restores
+        assert second.stats().cache.open_leases == 0 and not second.cache.state.restores
         assert ask(second, [*tokens, 5], 3).tokens == cold(loaded[0], [*tokens, 5], 3)
 
 
@@ -180,7 +180,7 @@ def test_under_pressure_everything_comes_back(mode: str, loaded: tuple[Any, Any]
         for prompt, answer in zip(longer, answers, strict=True):
             assert answer.tokens == cold(loaded[0], prompt, 4)
         stats = made.stats()
-        assert stats.cache.inventory.evicted_tokens > 0 and stats.cache.tokens_from_disk > 0
+        assert stats.cache.evicted_tokens > 0 and stats.cache.tokens_from_disk > 0
         assert stats.prefilled_tokens - before < 12 * 60
         made.check()
 
@@ -216,21 +216,21 @@ def test_an_interrupt_while_the_end_is_written_leaves_that(
     if told:
         running.stop(timeout_seconds=0)
         assert disk.begun.wait(60)
-    left, close_soon = threading.Event(), running.cache.close_soon
+    left, close_soon = threading.Event(), running.cache.ending.hurry
 
     def leave() -> None:
         close_soon()
         left.set()
 
     def press() -> None:
-        wait_until(lambda: "interrupt once more to leave it" in caplog.text, "it does not write")
+        wait_until(lambda: "interrupt again to skip it" in caplog.text, "it does not write")
         disk.begun.wait(60)
         time.sleep(0.2)  # it waits for the disk by now
         os.kill(os.getpid(), signal.SIGINT)
         left.wait(60)
         disk.go()
 
-    monkeypatch.setattr(running.cache, "close_soon", leave)
+    monkeypatch.setattr(running.cache.ending, "hurry", leave)
     handler = signal.getsignal(signal.SIGINT)
     pressing = threading.Thread(target=press)
     pressing.start()

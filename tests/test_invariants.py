@@ -199,7 +199,7 @@ def test_4_the_ledger_never_exceeds_the_budget_and_growth_is_refused_at_the_firs
                 for _ in range(100):
                     model(mx.array([prompt]), cache=lease.layers)
             assert refused.value.needed_bytes > refused.value.available_bytes
-            assert lease.hold.watchers[0].uniform
+            assert lease.hold.uniform
         stats = cache.stats()
         assert stats.peak_bytes <= stats.budget_bytes
         cache.check()

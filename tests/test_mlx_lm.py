@@ -737,7 +737,7 @@ def test_nothing_that_fails_inside_reaches_the_server(cache, monkeypatch):
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(onefold.PrefixCache, "lease", broken)
+    monkeypatch.setattr("onefold.cache.leasing.Leasing.lease", broken)
     assert cache.fetch_nearest_cache(KEY, [*prompt, 1]) == (None, [*prompt, 1])
     cache.insert_cache(KEY, words(50, 1), filled(words(50, 1)))
     assert cache.reasons == {"failed: RuntimeError": 2} and len(cache) == 1

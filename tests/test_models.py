@@ -23,13 +23,15 @@ SLICEABLE = [*DENSE, "deepseek_v32", "deepseek_v3"]
 
 FEW = quick(ALL, "gemma2", "gemma3", "llama4", "qwen3_next", "mamba", "falcon_h1", "deepseek_v3")
 """For what takes long: one family of each kind."""
+TWINS = ("llama_sliding", "qwen3_5", "mamba2")
+"""Their layers are of the kinds that gemma3, qwen3_next and mamba have."""
 
 
 def words(n: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(90), k=n)
 
 
-@pytest.fixture(params=ALL)
+@pytest.fixture(params=quick(ALL, *(name for name in ALL if name not in TWINS)))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

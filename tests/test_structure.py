@@ -39,6 +39,7 @@ WRITERS = {
 """Which file may assign which field of the two objects that hold the state of a request and of a cache."""
 
 NO_MLX = (
+    "cache/memory/tokens.py",
     "cache/memory/tree.py",
     "cache/memory/ledger.py",
     "mlx_lm/entries.py",
@@ -48,6 +49,8 @@ NO_MLX = (
     "cache/tiers/disk/ondisk.py",
     "cache/tiers/disk/pace.py",
     "cache/memory/ranking.py",
+    "cache/memory/reasons.py",
+    "cache/tiers/records/reasons.py",
     "worker.py",
     "cache/tiers/records/census.py",
     "cache/tiers/records/directory.py",

@@ -254,7 +254,7 @@ def test_a_lock_that_cannot_be_taken_is_closed(folder: Folder, monkeypatch: pyte
 
 
 def test_whoever_asks_who_holds_the_lock_is_waited_for(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onefold.cache.tiers.records.folder._LOCK_SECONDS", 60)
+    monkeypatch.setattr("onefold.cache.tiers.records.locking._LOCK_SECONDS", 60)
     folder.unlock()
     asking = os.open(folder.path / "lock", os.O_RDONLY)
     fcntl.flock(asking, fcntl.LOCK_SH)

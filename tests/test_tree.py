@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onefold.cache.memory.tree import Node, Tree, as_tokens, common_length
+from onefold.cache.memory.tokens import Tokens, as_tokens, common_length, frozen
+from onefold.cache.memory.tree import Match, Node, Tree
 from onefold.errors import OnefoldError, TokenError
 
 # -- as_tokens -------------------------------------------------------------------------------
@@ -276,3 +277,38 @@ def test_index_bytes_per_token(turn: int) -> None:
     assert real <= 16 * n
     assert real <= tree.index_bytes() * 1.5 + 4096
     assert tree.match(tokens).matched == n
+
+
+def test_frozen_tokens_are_walked_once_until_the_tree_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    walks, walk = [], Tree._walk
+
+    def counted(tree: Tree, tokens: Tokens, node: Node) -> Match:
+        walks.append(len(tokens))
+        return walk(tree, tokens, node)
+
+    monkeypatch.setattr(Tree, "_walk", counted)
+    tree = Tree()
+    first = tree.add(tree.root, np.arange(1, 9, dtype=np.int32))
+    asked = frozen(np.array([1, 2, 3, 9], np.int32))
+    assert tree.match(asked) == Match([first], 3) and tree.match(asked).matched == 3 and len(walks) == 1
+    assert tree.match(asked.copy()).matched == 3 and len(walks) == 2  # it could be changed by its owner
+    upper = tree.split(first, 3)
+    assert tree.match(asked) == Match([upper], 3) and len(walks) == 3
+    leaf = tree.add(upper, np.array([9], np.int32))
+    assert tree.match(asked) == Match([upper, leaf], 4)
+    tree.remove(leaf)
+    assert tree.match(asked) == Match([upper], 3)
+    tree.join(upper, first)
+    assert tree.match(asked) == Match([first], 3) and len(walks) == 6
+    other = frozen(np.array([1, 5], np.int32))
+    assert tree.match(other).matched == 1 and tree.match(asked).matched == 3 and len(walks) == 8
+
+
+def test_what_is_frozen_cannot_be_changed_and_is_not_copied_again() -> None:
+    own = np.array([1, 2], np.int32)
+    kept = frozen(own)
+    own[0] = 7
+    assert kept.tolist() == [1, 2] and frozen(kept) is kept
+    view = own[:]
+    view.flags.writeable = False  # its owner can still change it
+    assert frozen(view) is not view

@@ -26,7 +26,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from onefold.cache.memory.tree import Tokens, as_tokens
+from onefold.cache.memory.tokens import Tokens, as_tokens
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.request.lease import Lease
 from onefold.engine import stock

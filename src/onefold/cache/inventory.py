@@ -17,7 +17,7 @@ from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.reach import readable_length
 from onefold.cache.memory.segment import STEP, Slab, round_up
-from onefold.cache.memory.tree import Tokens, as_tokens
+from onefold.cache.memory.tokens import Tokens, as_tokens, frozen
 from onefold.cache.model.fingerprint import model_digest
 from onefold.cache.parts import Parts
 from onefold.cache.request import adopting
@@ -181,7 +181,7 @@ class Inventory:
             kept, reason = adopting.sound_length(layers, anatomies, len(found))
             if kept == 0:
                 return 0, reason
-            with self._leasing.lease(found[:kept].copy()) as lease:
+            with self._leasing.lease(frozen(found[:kept])) as lease:
                 if lease.matched < kept or self._state.model.pointwise:
                     adopting.fill(lease.hold, layers, kept)
                     lease.commit(found[:kept])

@@ -7,8 +7,9 @@ import time
 from collections.abc import Hashable, Iterable, Sequence
 
 from onefold.cache.memory.lock import Work
+from onefold.cache.memory.reasons import Reason
 from onefold.cache.memory.tier import Fetch
-from onefold.cache.memory.tree import Tokens
+from onefold.cache.memory.tokens import Tokens
 from onefold.cache.model import stock
 from onefold.cache.model.kinds.registry import bounded_caches
 from onefold.cache.parts import Parts
@@ -16,6 +17,8 @@ from onefold.cache.request import closing, opening, stock_caches
 from onefold.cache.request.lease import Lease
 from onefold.errors import BudgetError, ConfigError, LeaseClosed
 
+_HIDDEN = (Reason.NONE, Reason.NOTHING_KNOWN, Reason.NO_CHECKPOINT)
+"""Reasons that a damaged record explains better."""
 FORWARD_MOST = 2.0
 """Seconds that a lease waits for another thread's forward."""
 
@@ -84,7 +87,7 @@ class Leasing:
                 self._state.lock.run(self._parts.tier.awaiting_others(tree, tokens))
                 found = self.fetch(tokens, namespace, reserve_tokens, driver=threading.current_thread())
             except BudgetError:
-                self._state.reasons["no room to restore"] += 1
+                self._state.reasons[Reason.NO_ROOM_TO_RESTORE] += 1
                 found = None
             if found is None:
                 break
@@ -119,7 +122,7 @@ class Leasing:
                 yield from opening.giving_room(lease.hold, reserve_tokens)
             opened = True
         except BudgetError as error:
-            self._state.reasons["no room"] += 1
+            self._state.reasons[Reason.NO_ROOM] += 1
             raise error.advised("shorten the prompt, end other leases, release pins, or raise the budget") from None
         except LeaseClosed:
             self._parts.refuse_closed()  # closed by another thread meanwhile
@@ -134,11 +137,11 @@ class Leasing:
         self._state.totals["tokens_cached"] += lease.cached
         if fetches:
             lease.hold.from_disk = min(sum(r.tokens for r in fetches), max(0, lease.cached - fetches[0].before))
-        if any(r.rejected for r in fetches) and lease.reason in ("", "nothing known", "no checkpoint"):
-            lease.hold.reason = "damaged on disk"
+        if any(r.rejected for r in fetches) and lease.hold.reason in _HIDDEN:
+            lease.hold.reason = Reason.DAMAGED
         self._state.totals["tokens_from_disk"] += lease.restored
-        if lease.reason:
-            self._state.reasons[lease.reason] += 1
+        if lease.hold.reason:
+            self._state.reasons[lease.hold.reason] += 1
         return lease
 
     def _await_writers(self, tokens: Tokens, namespace: Hashable) -> None:
@@ -156,7 +159,7 @@ class Leasing:
 
     def _open_uncached(self, lease: Lease) -> None:
         """A model that we do not understand gets its own caches, and nothing is kept."""
-        lease.hold.reason = "unknown cache"
+        lease.hold.reason = Reason.UNCACHED
         models = [m for ref in self._parts.refs if (m := ref()) is not None]
         made = [bounded_caches(stock.make_prompt_cache(m), self._parts.models.anatomies[0].bound) for m in models]
         stock_caches.hand_out(lease.usage, list(zip(self._parts.models.anatomies, made, strict=False)))

@@ -29,7 +29,7 @@ from onefold.cache.memory.recount import recount
 from onefold.cache.memory.segment import STEP
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tier import Fetch, TierStats
-from onefold.cache.memory.tree import as_tokens
+from onefold.cache.memory.tokens import as_tokens, frozen
 from onefold.cache.model.fingerprint import lasting_digest, model_digest, model_name
 from onefold.cache.model.survey import read_off, survey
 from onefold.cache.parts import Parts
@@ -161,7 +161,7 @@ class PrefixCache:
         stored was lost.
         """
         return self._leasing.lease(
-            as_tokens(tokens).copy(),  # the caller may change its buffer
+            frozen(as_tokens(tokens)),  # the caller may change its own array
             namespace,
             checkpoints=checkpoints,
             reserve_tokens=reserve_tokens,

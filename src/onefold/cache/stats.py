@@ -68,7 +68,7 @@ def count(state: CacheState, disk: DiskStats, disk_reasons: Counter[str]) -> Sta
         peak_bytes=state.ledger.peak_bytes,
         token_bytes=state.store.token_bytes,
         bytes=state.ledger.by_purpose(),
-        reasons=dict(state.reasons + disk_reasons),
+        reasons={str(reason): n for reason, n in (state.reasons + disk_reasons).items()},
         tokens_from_disk=t["tokens_from_disk"],
         disk=disk,
     )

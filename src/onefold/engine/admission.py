@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 
-from onefold.cache.memory.tree import common_length
+from onefold.cache.memory.tokens import common_length
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.engine.job import Job
 from onefold.engine.jobs import Jobs, request_failed

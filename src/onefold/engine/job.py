@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from onefold.cache.memory.tier import Fetch
-from onefold.cache.memory.tree import Tokens
+from onefold.cache.memory.tokens import Tokens
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.request.lease import Lease
 from onefold.engine.answer import Answer

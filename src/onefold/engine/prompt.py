@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
-from onefold.cache.memory.tree import common_length
+from onefold.cache.memory.tokens import common_length
 from onefold.engine.request import Prompt
 from onefold.engine.system_messages import SystemMessages
 from onefold.engine.tokenising import Encoded, Tokeniser

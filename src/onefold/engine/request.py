@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from onefold.cache.memory.tokens import frozen
 from onefold.errors import OnefoldError
 
 Finish = Literal["stop", "length", "tool_calls"]
@@ -50,6 +51,10 @@ class Prompt:
     """Where each part begins, in characters of the decoded prompt, and what it is: "messages[3] (user)"."""
     pieces: tuple[tuple[int, int], ...] = ()
     """Some places of the prompt, in characters and in tokens."""
+
+    def __post_init__(self) -> None:
+        if self.tokens.dtype == np.int32:  # the form that the cache has them in: it walks its tree once for them
+            object.__setattr__(self, "tokens", frozen(self.tokens))
 
     def __len__(self) -> int:
         return len(self.tokens)

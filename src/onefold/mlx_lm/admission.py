@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 
 from onefold.cache.memory.segment import STEP
-from onefold.cache.memory.tree import Tokens
+from onefold.cache.memory.tokens import Tokens
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.request.lease import Lease
 from onefold.errors import BudgetError

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from onefold.cache.memory.tree import Tokens
+from onefold.cache.memory.tokens import Tokens
 from onefold.mlx_lm.admission import Admission
 from onefold.mlx_lm.models import Models
 from onefold.mlx_lm.reasons import Reasons

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onefold.cache.memory.tree import Node, Tokens, Tree
+from onefold.cache.memory.tokens import Tokens
+from onefold.cache.memory.tree import Node, Tree
 
 TYPES = ("assistant", "user", "system")
 

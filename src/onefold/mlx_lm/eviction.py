@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from onefold.cache.memory.tree import Tokens
+from onefold.cache.memory.tokens import Tokens
 from onefold.mlx_lm.entries import TYPES, Entries, Entry
 from onefold.mlx_lm.limits import Limits
 from onefold.mlx_lm.reasons import Reasons

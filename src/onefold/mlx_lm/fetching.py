@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from onefold.cache.memory.tree import Tokens
+from onefold.cache.memory.tokens import Tokens
 from onefold.cache.request.lease import Lease
 from onefold.mlx_lm import layers
 from onefold.mlx_lm.entries import Entries

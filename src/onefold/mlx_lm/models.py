@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import mlx.nn as nn
 
-from onefold.cache.memory.tree import Tokens
+from onefold.cache.memory.tokens import Tokens
 from onefold.errors import ConfigError
 
 OPEN_MISSES = 64

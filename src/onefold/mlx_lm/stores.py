@@ -16,7 +16,7 @@ from typing import Any
 import mlx.nn as nn
 
 from onefold.cache.memory import device
-from onefold.cache.memory.tree import Tokens
+from onefold.cache.memory.tokens import Tokens
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.request.lease import Lease
 from onefold.mlx_lm.entries import Entries

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onefold.cache.memory.tree import NAMED, Tokens, as_tokens, unboxed
+from onefold.cache.memory.tokens import NAMED, Tokens, as_tokens, unboxed
 from onefold.errors import TokenError
 from onefold.mlx_lm.reasons import Reasons
 

@@ -1,8 +1,7 @@
-"""Arrays of MLX's: buffers of their own, and their bytes as the processor sees them.
+"""Copies MLX arrays to their own buffers, and gives access to their bytes as the processor sees them.
 
-Where MLX computes in memory that the processor can address (its CPU, and Apple's GPU), bytes are read and written where
-they lie: no copy of an array, no operation of MLX's, any thread. Only evaluated arrays that no thread is writing may be
-given to these.
+Where MLX computes in memory that the processor can address (its CPU, and Apple's GPU), bytes are read and written in
+place, on any thread, without a copy and without an MLX operation. Pass only evaluated arrays that no thread is writing.
 """
 
 from __future__ import annotations
@@ -20,32 +19,33 @@ from onefold.cache.memory import device
 Bytes = npt.NDArray[np.uint8]
 
 _SLOP = 1 << 20
-"""`mx.contiguous` leaves up to 16 KiB of a parent behind an array: nothing for one of this size, much for a
-small one."""
+"""`mx.contiguous` may keep up to 16 KiB of the parent's buffer: negligible from this size on, much for a small
+array."""
 
 
 def own_bytes(array: mx.array) -> mx.array:
-    """The same values in a buffer of their own: a slice would pin all of its parent."""
+    """Returns the same values in their own buffer. A slice would pin the whole buffer of its parent."""
     if array.nbytes < _SLOP and array.ndim:
         return mx.concatenate([array, array[:0]], axis=0)  # always a new, exact allocation
     return mx.contiguous(array)
 
 
 def own_name(array: mx.array) -> mx.array:
-    """Another Python object for the same values. A write through `array[...] = x` changes the Python object
-    that it is made on; whoever else holds that object (a snapshot, an undo mark) would see it."""
+    """Returns another Python object for the same values. A write `array[...] = x` changes the Python object that it is
+    made on, and every holder of that object (a snapshot, an undo mark) would see it."""
     return copy.copy(array)
 
 
 def addressable() -> bool:
-    """Whether the processor can read and write MLX's memory where it lies."""
+    """Whether the processor can read and write MLX's memory in place."""
     return not device.on_cuda()
 
 
 def bytes_of(array: mx.array) -> Bytes:
-    """An array's own memory. What is written there is written into the array; the array must outlive its use."""
+    """Returns the array's memory: a write to it changes the array. The array must outlive its use. Raises ValueError
+    for an array that is not contiguous."""
     if not in_order(array):
-        raise ValueError("an array whose bytes do not lie in order")
+        raise ValueError("the array is not contiguous: copy it with mx.contiguous first")
     return np.frombuffer(array, np.uint8)  # type: ignore[call-overload, no-any-return]
 
 
@@ -54,8 +54,8 @@ def in_order(array: Any) -> bool:
 
 
 class Payload:
-    """The bytes of some arrays, in their order, to be gone through as often as needed. They are read where they lie;
-    what cannot be is copied, no more than `most` bytes at a time."""
+    """Iterates over the bytes of some arrays, in their order, any number of times. Contiguous arrays are read in place
+    if `direct`; the others are copied, at most `most` bytes at a time."""
 
     def __init__(self, arrays: Iterable[mx.array], most: int, *, direct: bool) -> None:
         self._arrays, self._most, self._direct = list(arrays), most, direct
@@ -69,7 +69,7 @@ class Payload:
 
 
 def _pieces(array: mx.array, most: int) -> Iterator[mx.array]:
-    """Slices of it, in the order of their bytes."""
+    """Yields slices of the array, at most `most` bytes each, in the order of their bytes."""
     if array.nbytes <= most or not array.ndim:
         yield array
         return

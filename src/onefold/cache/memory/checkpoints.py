@@ -1,9 +1,9 @@
 """Checkpoints: the state of every window and recurrent layer at one position, and which of them to keep.
 
-- A checkpoint is about a point, a segment about a range. One that holds only windows that are not full yet
-  can be clamped to any earlier point; a recurrent state cannot.
-- At most `PER_PATH` stay on a path: the deepest first, then points where the tree branches, then those whose
-  loss would cost the most, which thins a grid exponentially towards the start.
+- A checkpoint belongs to a point, a segment to a range. A checkpoint that holds only windows that are not full yet can
+  be clamped to any earlier point; a recurrent state cannot.
+- At most `PER_PATH` stay on a path: the deepest first, then points where the tree branches, then those whose loss would
+  cost the most tokens. So a grid becomes exponentially sparser towards the start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GRID = 8192
 
 
 class Checkpoint:
-    """Snapshots by leaf; None where the leaf's state lies in the path's segments."""
+    """One snapshot for each leaf; None where the leaf's state lies in the path's segments."""
 
     __slots__ = ("_closing", "_holders", "account", "position", "snapshots", "spanless")
 
@@ -34,13 +34,13 @@ class Checkpoint:
         self.snapshots = snapshots
         self.account = account
         self.spanless = spanless
-        """No leaf needs the path's segments: every one is in here."""
+        """Every leaf has its snapshot here, and none needs the path's segments."""
         self._holders = 0
         self._closing = False
 
     @classmethod
     def of(cls, position: int, snapshots: list[Any], account: Account) -> Checkpoint:
-        """A checkpoint that needs the path's segments only where a leaf has no snapshot."""
+        """Makes a checkpoint that needs the path's segments only where a leaf has no snapshot."""
         return cls(position, snapshots, account, spanless=all(s is not None for s in snapshots))
 
     @property
@@ -51,7 +51,7 @@ class Checkpoint:
         return {id(a) for s in self.snapshots if s is not None for a in s.arrays if a is not None}
 
     def hold(self) -> None:
-        """It is being written elsewhere: its bytes are there, and counted, until `release`."""
+        """Keep its bytes, and count them, until `release`: the tier is writing it."""
         self._holders += 1
 
     def release(self) -> None:
@@ -70,7 +70,7 @@ class Checkpoint:
         self.account.close()
 
     def arrays(self) -> dict[str, mx.array]:
-        """By name, in a fixed order: what it consists of, with `describe`."""
+        """Returns its arrays by name, in a fixed order. With `describe` they are the whole checkpoint."""
         return {
             f"state.{i}.{j}": a
             for i, s in enumerate(self.snapshots)
@@ -80,44 +80,45 @@ class Checkpoint:
         }
 
     def describe(self) -> str:
-        """The rest of it, as JSON. Raises ValueError or TypeError for what JSON does not have."""
+        """Returns everything but the arrays, as JSON. Raises ValueError or TypeError for a value that JSON does not
+        have."""
         leaves = [None if s is None else s.describe() for s in self.snapshots]
         return json.dumps({"position": self.position, "leaves": leaves}, separators=(",", ":"), allow_nan=False)
 
 
 class Place(NamedTuple):
-    """A checkpoint on a path, as far as keeping it goes."""
+    """A checkpoint on a path, reduced to what decides whether it is kept."""
 
     position: int
     branches: bool
-    """Another conversation goes off here."""
+    """Another conversation branches off here."""
 
 
 def surplus(places: list[Place], limit: int = PER_PATH) -> list[int]:
-    """Positions to give up, for a path whose checkpoints are `places` (shallow to deep)."""
-    kept, gone = sorted(places), list[int]()
+    """Returns the positions of the checkpoints to drop, for a path whose checkpoints are `places` (shallow to deep)."""
+    kept, dropped = sorted(places), list[int]()
     while len(kept) > limit:
         end = kept[-1].position
 
         def worth(i: int, kept: list[Place] = kept, end: int = end) -> tuple[bool, float]:
             before = kept[i - 1].position if i else 0
-            lost = kept[i].position - before  # tokens to prefill again if this one is gone
+            lost = kept[i].position - before  # tokens to prefill again if this one is dropped
             return kept[i].branches, lost / (end - kept[i].position + 1)
 
         victim = min(range(len(kept) - 1), key=worth)
-        gone.append(kept.pop(victim).position)
-    return gone
+        dropped.append(kept.pop(victim).position)
+    return dropped
 
 
 def superfluous(held: list[Node]) -> list[Node]:
-    """Of the nodes of a path that have a checkpoint, those whose checkpoint is to go."""
-    gone = set(surplus([Place(n.end, len(n.children) > 1) for n in held]))
-    return [n for n in held if n.end in gone]
+    """Returns the nodes whose checkpoint is to be dropped. `held` are the nodes of a path that have one."""
+    dropped = set(surplus([Place(n.end, len(n.children) > 1) for n in held]))
+    return [n for n in held if n.end in dropped]
 
 
 class Points:
-    """The nodes that have a checkpoint, in the order in which those are dropped when their share of the budget is used
-    up: first those that one further on makes up for, then the least recently used. A watch of the trees, like
+    """The nodes that have a checkpoint, in the order in which checkpoints are dropped when their share of the budget is
+    used up: first those that a deeper one replaces, then the least recently used. A watch of the trees, like
     `eviction.Leaves`."""
 
     def __init__(self) -> None:
@@ -142,7 +143,8 @@ class Points:
             self.branched(node.parent)
 
     def branched(self, node: Node) -> None:
-        """Look again at the nearest checkpoint above, or here: it may be made up for now, or no longer."""
+        """Rank the nearest checkpoint at or above this node again: whether a deeper one replaces it may have
+        changed."""
         at: Node | None = node if self._bytes else None
         while at is not None and at.checkpoint is None:
             at = at.parent
@@ -150,34 +152,35 @@ class Points:
             self._order.place(at, _drop_rank(at))
 
     def pop(self) -> Node | None:
-        """Take out the node whose checkpoint goes next; None if there is none. `changed` has it in the order again."""
+        """Remove and return the node whose checkpoint is dropped next; None if there is none. `changed` adds the node
+        to the order again."""
         return self._order.pop()
 
     def pass_over(self, node: Node) -> None:
-        """This node was taken out and its checkpoint is not to go now."""
+        """Keep the checkpoint of a node that `pop` returned, and leave it out of the order until `put_back`."""
         self._order.pass_over(node, _drop_rank(node))
 
     def put_back(self) -> None:
-        """Have the nodes that were passed over in the order again."""
+        """Add the nodes that were passed over to the order again."""
         self._order.put_back()
 
     def check(self, nodes: Iterable[Node]) -> list[str]:
-        """Recount from all nodes and say what differs."""
+        """Recounts from all nodes; returns a sentence for each difference."""
         held = [n for n in nodes if n.checkpoint is not None]
         found = []
         if self._bytes != {n: n.checkpoint.account.bytes for n in held} or self.bytes != sum(self._bytes.values()):
-            found.append(f"the checkpoints are noted to have {self.bytes} bytes, and have another number")
+            found.append(f"the checkpoints are counted as {self.bytes} bytes, and have another size")
         if self._order.keys() != {n: _drop_rank(n) for n in held}:
-            found.append("the order in which checkpoints are dropped is not that of the tree")
+            found.append("the order in which checkpoints are dropped does not match the tree")
         return found
 
 
 def _drop_rank(node: Node) -> tuple[bool, float, int]:
-    return not _made_up_for(node), node.last_use, node.end
+    return not _is_replaced(node), node.last_use, node.end
 
 
-def _made_up_for(node: Node) -> bool:
-    """Whether the only way on from here leads to another checkpoint."""
+def _is_replaced(node: Node) -> bool:
+    """Whether every continuation of the node leads to one deeper checkpoint."""
     while len(node.children) == 1:
         (node,) = node.children.values()
         if node.checkpoint is not None:
@@ -186,7 +189,7 @@ def _made_up_for(node: Node) -> bool:
 
 
 def wanted(position: int, last: int, prompt_tokens: int, asked: frozenset[int]) -> bool:
-    """Whether a forward boundary at `position` deserves a checkpoint, the last one being at `last`."""
+    """Whether to take a checkpoint at a forward boundary at `position`, if the last one is at `last`."""
     if position <= last:
         return False
     if position in asked:

@@ -1,8 +1,8 @@
 """A copy of a buffer that is made in steps, a layer at a time, and that any thread with the lock may continue.
 
-Between two steps some layers are copied and others are not: nobody can read such a buffer. A thread that needs it
+Between two steps some layers are copied and others are not, so no thread can read the buffer. A thread that needs it
 does the remaining steps itself (`finishing`), instead of waiting for the thread that began the copy. If a step fails
-there, the thread that began gets the error.
+there, the thread that began the copy gets the error.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from onefold.errors import OnefoldError
 
 
 class Copied(Protocol):
-    """A buffer: it refers to the copy that is being made of it, so that others find it."""
+    """A buffer. It refers to the copy that is being made of it, so that other threads find it."""
 
     copying: Copying | None  # type: ignore[type-arg]
 
 
 class Copying(Generic[Result]):
     def __init__(self, work: Work[Result], buffers: Sequence[Copied]) -> None:
-        """`work` puts everything in order before it returns, also where it fails."""
+        """`work` must leave everything consistent when it returns or raises."""
         self._work = work
         self._buffers = buffers
         self._running = False
@@ -34,12 +34,12 @@ class Copying(Generic[Result]):
 
     @property
     def is_suspended(self) -> bool:
-        """Whether steps are left, and none of them is running. (One that is running belongs to the caller itself.)"""
+        """Whether steps are left, and none of them is running. (A running step is the calling thread's own.)"""
         return not self._done and not self._running
 
     def steps(self) -> Work[Result | None]:
-        """Does the remaining steps, on the thread that began; returns the result. Raises an error that another thread
-        met when it did them."""
+        """Does the remaining steps, on the thread that began the copy; returns the result. Raises the error of a step
+        that failed on another thread."""
         yield from self._rest()
         error, self._error = self._error, None
         if error is not None:
@@ -47,7 +47,7 @@ class Copying(Generic[Result]):
         return self._result
 
     def finishing(self) -> Work[None]:
-        """Does the remaining steps, on another thread. Errors are kept for the thread that began."""
+        """Does the remaining steps, on another thread. Errors are kept for the thread that began the copy."""
         try:
             yield from self._rest()
         except (RuntimeError, MemoryError, OnefoldError) as error:
@@ -60,17 +60,17 @@ class Copying(Generic[Result]):
                 yield pause
 
     def _advance(self) -> float:
-        self._running, went_on = True, False
+        self._running, has_more = True, False
         try:
             pause = next(self._work)
-            went_on = True
+            has_more = True
             return pause
         except StopIteration as end:
             self._result = end.value
             return 0.0
         finally:
             self._running = False
-            if not went_on:
+            if not has_more:
                 self._done = True
                 for buffer in self._buffers:
                     buffer.copying = None

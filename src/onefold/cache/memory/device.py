@@ -1,4 +1,4 @@
-"""What the machine has: memory, weights, and MLX's own buffer pool."""
+"""The device: its memory, the bytes of the weights, and MLX's own buffer pool."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ POOL_MOST = 1 << 30
 
 
 def memory_bytes() -> int:
-    """What a process may use of the device: the recommended working set if there is one, else its memory."""
+    """Returns how many bytes of the device a process may use: the recommended working set if there is one, else all its
+    memory."""
     if mx.metal.is_available() or _cuda():
         info = mx.device_info()
         for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
@@ -25,12 +26,12 @@ def memory_bytes() -> int:
 
 
 def on_gpu() -> bool:
-    """Whether MLX computes on a GPU here and now."""
+    """Whether MLX's default device is a GPU."""
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
 def on_cuda() -> bool:
-    """Whether MLX computes in a memory of the GPU's own here and now."""
+    """Whether MLX's default device is a GPU with separate memory (CUDA)."""
     return on_gpu() and _cuda()
 
 
@@ -43,20 +44,20 @@ def weight_bytes(*models: nn.Module | None) -> int:
 
 
 def default_budget(*models: nn.Module | None) -> int:
-    """Four fifths of the device's memory, less the weights."""
+    """Returns four fifths of the device's memory, less the weights."""
     return max(1 << 20, memory_bytes() * 4 // 5 - weight_bytes(*models))
 
 
 def pool_bytes(budget_bytes: int) -> int:
-    """The share of a budget that is left to MLX's pool."""
+    """Returns the share of a budget that is reserved for MLX's pool."""
     return min(POOL_MOST, budget_bytes // POOL_SHARE)
 
 
 class Pool:
-    """The buffers that MLX keeps for reuse: bounded by their share of a budget, and the bound is counted.
+    """Limits the buffers that MLX keeps for reuse to a share of the budget, and reserves that share in the ledger.
 
-    The share gives way where a reservation would be refused otherwise, and comes back out of free bytes. The bound is
-    the process's, from here to `close`.
+    The share shrinks where a reservation would be refused otherwise, and grows again from free bytes. The limit applies
+    to the whole process until `close`.
     """
 
     def __init__(self, ledger: Ledger, share_bytes: int) -> None:
@@ -73,11 +74,11 @@ class Pool:
         return self._account.bytes
 
     def give_way(self, n_bytes: int) -> None:
-        """Have so many bytes less, or none."""
+        """Shrink the pool by `n_bytes`, or to nothing."""
         self._set(max(0, self.bytes - n_bytes))
 
     def refill(self) -> None:
-        """Have the whole share again, as far as bytes are free. Nothing once it is closed."""
+        """Grow to the whole share again, as far as bytes are free. Does nothing after `close`."""
         if self._account.closed:
             return
         free = self._ledger.free_bytes - self._ledger.headroom()
@@ -85,14 +86,14 @@ class Pool:
             self._set(min(self._share, self.bytes + free))
 
     def set_share(self, share_bytes: int) -> None:
-        """Have another share: at once if that is less, else as far as bytes are free."""
+        """Change the share. A smaller one applies at once, a larger one as far as bytes are free."""
         self._share = share_bytes
         if self.bytes > share_bytes:
             self._set(share_bytes)
         self.refill()
 
     def close(self) -> None:
-        """Give the bound back to the process. May be called again."""
+        """Restore the process's former limit. May be called again."""
         if not self._account.closed:
             self._account.close()
             mx.set_cache_limit(self._before)

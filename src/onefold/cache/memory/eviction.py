@@ -1,10 +1,10 @@
-"""Who goes first when bytes are short.
+"""Which leaf is evicted first when bytes are short.
 
-Leaves of the tree (nodes below which nothing is in memory) that nobody leases or pins, least recently used first; among
-those used together the deeper goes first. A victim is ranked by what it would really free: a range whose buffer a lease
-still reads frees nothing. A long leaf is not thrown away whole where cutting its end is enough.
+Candidates are leaves of the tree (nodes with no descendant in memory) without a lease or a pin, least recently used
+first; among those used together the deeper first. A victim is ranked by what it would really free: a range whose buffer
+a lease still reads frees nothing. A long leaf is not evicted whole where cutting its end is enough.
 
-No MLX in this file: what a node would free is asked of the caller.
+No MLX in this file: the caller computes what a node would free.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from onefold.cache.memory.ranking import Ranking
 from onefold.cache.memory.tree import Node
 
 SMALLEST_CUT = 64
-"""Tokens: less than this is not worth keeping of a leaf that is being cut."""
+"""Tokens. A leaf that is cut keeps at least this many, or it is evicted whole."""
 
 
 class Victim(NamedTuple):
     node: Node
     keep_tokens: int
-    """How much of its head may stay; 0 takes it whole."""
+    """How many of its first tokens stay; 0 evicts it whole."""
 
 
 class Leaves:
-    """The nodes that may be evicted, in order. A watch of the trees: it hears of every change, and so never has to look
-    through all nodes. `busy` are the nodes that a lease or a pin holds."""
+    """The nodes that may be evicted, in order. A watch of the trees: it is notified of every change, and so never
+    iterates over all nodes. `busy` are the nodes that a lease or a pin holds."""
 
     def __init__(self) -> None:
         self.busy: set[Node] = set()
@@ -44,38 +44,38 @@ class Leaves:
             self._queue.remove(node)
 
     def branched(self, node: Node) -> None:
-        """Nothing: what has something in memory below it is told as a change."""
+        """Does nothing: the tree reports a descendant in memory as a change of the node."""
 
     def pop(self) -> Node | None:
-        """Take out the next leaf; None if there is none. It comes again if it changes, or with `put_back`."""
+        """Remove and return the next leaf; None if there is none. A change of the leaf adds it again."""
         return self._queue.pop()
 
     def pass_over(self, node: Node) -> None:
-        """This leaf was taken out and is not to go now."""
+        """Keep a leaf that `pop` returned, and leave it out of the order until `put_back`."""
         self._queue.pass_over(node, _rank(node))
 
     def put_back(self) -> None:
-        """Have the leaves that were passed over in the order again."""
+        """Add the leaves that were passed over to the order again."""
         self._queue.put_back()
 
     def check(self, nodes: Iterable[Node]) -> list[str]:
-        """Recount from all nodes and say what differs."""
+        """Recounts from all nodes; returns a sentence for each difference."""
         found, known = [], list(nodes)
         for node in known:
             below = sum(child.holds for child in node.children.values())
             if node.held_below != below:
                 where = f"node [{node.start}, {node.end})"
-                found.append(f"{where} counts {node.held_below} branches in memory, not {below}")
+                found.append(f"{where} counts {node.held_below} children in memory, not {below}")
         queued = self._queue.keys()
         if queued != {n: _rank(n) for n in known if is_leaf(n)}:
-            found.append(f"the order of eviction has {len(queued)} leaves, and not those of the tree")
+            found.append(f"the order of eviction has {len(queued)} leaves, and they are not the tree's")
         if self.busy != {n for n in known if not n.idle}:
-            found.append(f"{len(self.busy)} nodes are noted as held, and others are")
+            found.append(f"{len(self.busy)} nodes are counted as held, and they are not the ones that are")
         return found
 
 
 def is_leaf(node: Node) -> bool:
-    """Whether it may be evicted now."""
+    """Whether the node may be evicted now."""
     return node.parent is not None and node.in_memory and not node.held_below and node.idle
 
 
@@ -84,12 +84,13 @@ def _rank(node: Node) -> tuple[float, int]:
 
 
 def leaves(nodes: Iterable[Node]) -> list[Node]:
-    """The leaves among these nodes, in the order in which they would go."""
+    """Returns the leaves among these nodes, in the order of eviction."""
     return sorted((n for n in nodes if is_leaf(n)), key=_rank)
 
 
 def consider(node: Node, missing: int, freed: int, token_bytes: int, *, may_cut: bool) -> Victim | None:
-    """What of a leaf is to go for `missing` bytes, if all of it frees `freed`; None if it frees nothing."""
+    """Returns which part of a leaf to evict for `missing` bytes, if the whole leaf frees `freed`; None if it frees
+    nothing."""
     if freed <= 0:
         return None
     if may_cut and freed > missing and token_bytes and node.checkpoint is None:

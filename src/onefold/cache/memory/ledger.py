@@ -1,13 +1,13 @@
-"""The ledger: every byte, by what it is for, under one hard budget.
+"""The ledger: every byte, by purpose, under one hard budget.
 
 - Reserve before allocate. A reservation that does not fit is refused, and nothing changes.
 - Its figures come from its own accounts; MLX's counters are never read here.
 - used = live + stored + checkpoint + inflight + disk + scratch + pool, and used <= budget, always.
 - An account is closed exactly once. It knows its purpose, so bytes can move between purposes
   without being counted twice or not at all.
-- When bytes are short, `make_room` is asked to free some, and only if that can succeed.
+- When bytes are short, the ledger calls `make_room` to free some.
 
-Knows nothing of MLX, of nodes, or of what an account stands for.
+Knows nothing of MLX, of nodes, or of the arrays that an account covers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HELD: Final = (Purpose.LIVE, Purpose.STORED, Purpose.CHECKPOINT)
 
 
 class Account:
-    """Some bytes, reserved. Made by `Ledger.open`, ended by `close`."""
+    """Some reserved bytes. Made by `Ledger.open`, released by `close`."""
 
     __slots__ = ("_ledger", "bytes", "closed", "purpose")
 
@@ -53,7 +53,8 @@ class Account:
         self.closed = False
 
     def resize(self, n_bytes: int, *, force: bool = False) -> None:
-        """Grow (which may be refused) or shrink. `force` records bytes that exist already."""
+        """Grow or shrink. Growing raises BudgetError if there is no room, unless `force`: that records bytes that exist
+        already."""
         self._ledger._resize(self, n_bytes, force)
 
     def move(self, purpose: Purpose) -> None:
@@ -63,16 +64,16 @@ class Account:
         self._ledger._close(self)
 
     def close_later(self) -> None:
-        """Closes before the ledger is next read: for finalisers, which run on any thread and at any time."""
+        """Close before the ledger is next read. For finalizers, which run on any thread and at any time."""
         self._ledger._ended.append(self)
 
 
 class Ledger:
     elastic = False
-    """Never refuses."""
+    """Whether it grants every reservation."""
 
     def __init__(self, budget_bytes: int, lock: threading.RLock | None = None) -> None:  # type: ignore[valid-type]
-        """`lock` is the one of whoever makes room, so that making room may wait."""
+        """`lock` is the cache's, so that `make_room` can wait on it."""
         if budget_bytes <= 0:
             raise ConfigError(f"the budget must be positive, got {budget_bytes} bytes")
         self._lock: Any = lock or threading.RLock()
@@ -82,17 +83,17 @@ class Ledger:
         self._by_purpose = dict.fromkeys(Purpose, 0)
         self.peak_bytes = 0
         self.make_room: Callable[[int], None] | None = None
-        """Called with the bytes that are missing; frees what it can."""
+        """Called with the number of missing bytes; frees them if that is possible."""
         self.making_room: Callable[[int], Work[None]] = _nothing
-        """The same, as work between whose steps the lock may be let go."""
+        """The same, as work that may release the lock between its steps."""
         self.headroom: Callable[[], int] = lambda: 0
         """Bytes that only copies in flight may use, so that reclaiming itself has room."""
         self.reclaimable: Callable[[], int] = lambda: 0
         """Bytes that `make_room` could free."""
         self.spare: Callable[[], int] = lambda: 0
-        """Bytes that are reserved and can be done without: MLX's pool."""
+        """Reserved bytes that can be released on demand: MLX's pool."""
         self.give_way: Callable[[int], None] = lambda n_bytes: None
-        """Called with spare bytes that are needed, before a reservation is refused."""
+        """Releases so many of the spare bytes. Called before a reservation is refused."""
 
     @property
     def budget_bytes(self) -> int:
@@ -106,7 +107,7 @@ class Ledger:
 
     @property
     def held_bytes(self) -> int:
-        """What the arrays of the cache occupy between steps (no scratch, no pool)."""
+        """The bytes that the cache's arrays occupy between steps (no scratch, no pool)."""
         with self._lock:
             self._close_ended()
             return sum(self._by_purpose[p] for p in HELD)
@@ -121,7 +122,7 @@ class Ledger:
             return {p.value: n for p, n in self._by_purpose.items()}
 
     def open(self, purpose: Purpose, n_bytes: int, what: str = "") -> Account:
-        """Reserve. Raises BudgetError, with both numbers, if room cannot be made."""
+        """Reserve bytes. Raises BudgetError, with both numbers, if room cannot be made."""
         with self._lock:
             account = Account(self, purpose, 0)
             self._take(purpose, n_bytes, what or purpose.value)
@@ -131,7 +132,7 @@ class Ledger:
             return account
 
     def granting(self, purpose: Purpose, n_bytes: int) -> Work[None]:
-        """Makes room for a reservation that follows, without holding the lock throughout. If another thread takes that
+        """Makes room for a reservation that follows, and may release the lock meanwhile. If another thread takes that
         room in between, the reservation makes room once more."""
         if n_bytes > 0 and (missing := self._missing(purpose, n_bytes)) > 0:
             yield from self.making_room(missing)
@@ -139,17 +140,18 @@ class Ledger:
                 yield from self.making_room(missing)
 
     def fits(self, n_bytes: int) -> bool:
-        """Whether a reservation would be granted as things are, without freeing anything."""
+        """Whether a reservation would be granted now, without freeing anything."""
         with self._lock:
             return n_bytes <= self.free_bytes - self.headroom()
 
     def attainable(self, n_bytes: int) -> bool:
-        """Whether a reservation would be granted, if need be by freeing what can be freed."""
+        """Whether a reservation would be granted, if necessary by freeing what can be freed."""
         with self._lock:
             return n_bytes <= self.free_bytes - self.headroom() + self.reclaimable()
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Change the budget while running; what no longer fits is freed first, or it is refused."""
+        """Change the budget while running. Frees what no longer fits first; raises BudgetError if that is not
+        possible."""
         if budget_bytes <= 0:
             raise ConfigError(f"the budget must be positive, got {budget_bytes} bytes")
         with self._lock:
@@ -166,7 +168,7 @@ class Ledger:
             self._budget = budget_bytes
 
     def recount(self) -> list[str]:
-        """Sum the accounts from nothing and say where the running totals differ."""
+        """Sums the accounts from scratch; returns a sentence for each running total that differs."""
         with self._lock:
             totals = dict.fromkeys(Purpose, 0)
             for account in self._accounts:
@@ -208,7 +210,7 @@ class Ledger:
             )
 
     def _missing(self, purpose: Purpose, n_bytes: int) -> int:
-        """What a reservation lacks as things are; at most 0 if nothing."""
+        """Returns how many bytes a reservation lacks now; 0 or less if none."""
         kept = 0 if purpose is Purpose.INFLIGHT else self.headroom()
         return self.used_bytes + n_bytes + kept - self._budget
 
@@ -250,10 +252,11 @@ class Ledger:
 
 
 class ElasticLedger(Ledger):
-    """For a server that can neither wait nor refuse (mlx-lm's dies of an exception in the middle of a batch).
+    """For a server that can neither wait nor refuse (an exception in the middle of a batch ends mlx-lm's server
+    thread).
 
-    The budget is for KV alone, and what is stored makes way for what is live. A live request that needs more than all
-    of it is let through: it is over the budget for as long as it runs, and frees nothing that could not help it.
+    The budget is for KV alone, and stored KV is evicted for live KV. A live request that needs more than the whole
+    budget is granted: it exceeds the budget while it runs, and evicts nothing, because that would not make it fit.
     """
 
     elastic = True

@@ -1,18 +1,18 @@
-"""The lock of a cache, which one thread holds while it changes something, and which the disk writer can still get past.
+"""The lock of a cache. It has an outer and an inner part, so that a caller can wait for the disk writer.
 
-A thread that calls the cache goes through both doors, so that no other caller sees a change half done. The writer
-thread uses the inner one alone. A caller that must wait for the writer in the middle of a change opens the inner door
-for that long, and not the outer.
+A thread that calls the cache takes both parts, so that no other caller sees a change half done. The writer thread takes
+the inner part alone. A caller that must wait for the writer in the middle of a change releases only the inner part
+meanwhile.
 
-Long work is a generator of steps (`Work`), which `run` advances with the lock held. At each `yield` everything is in
-order, and the lock may be let go:
+Long work is a generator of steps (`Work`), which `run` advances with the lock held. At each `yield` everything is
+consistent, and the lock may be released:
 
-- `yield 0.0`   a step is done: evicting a node, copying a layer. The lock is let go once a stretch is over.
-- `yield s`     there is nothing to do before the writer has done something: wait for that, at most `s` seconds.
+- `yield 0.0`   a step is done: a node is evicted, a layer is copied. `run` releases the lock after `STRETCH_SECONDS`.
+- `yield s`     the work needs the writer to make progress: wait for that, at most `s` seconds.
 
 After a `yield` other threads may have changed anything that the work does not hold.
 
-A child of the process is refused: the thread that held the lock when it was forked is not there to let go of it.
+A child process gets an error: after a fork, the thread that held the lock does not exist there to release it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Result = TypeVar("Result")
 Work = Generator[float, None, Result]
 
 STRETCH_SECONDS = 0.005
-"""That work holds the lock for at a stretch; a step that takes longer is a stretch of its own."""
+"""How long work holds the lock before it releases it for other threads; one step may take longer."""
 GIVE_WAY_SECONDS = 0.0005
-"""Enough for a thread that waits to be woken and to take the lock."""
+"""Enough time for a waiting thread to wake up and take the lock."""
 
 
 def run_through(work: Work[Result], wait: Callable[[float], object] = lambda seconds: None) -> Result:
@@ -58,12 +58,16 @@ class CacheLock:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether this is a child of the process that the cache is of."""
+        """Whether this is a child of the process that made the cache."""
         return os.getpid() != self._process
 
     def refuse_elsewhere(self) -> None:
+        """Raises ConfigError in a child of the process that made the cache."""
         if self.is_elsewhere:
-            raise ConfigError(f"this cache is process {self._process}'s: a child of that needs one of its own")
+            raise ConfigError(
+                f"a PrefixCache cannot be used after a fork: this one was made in process {self._process}. "
+                "Make another one in the child"
+            )
 
     def __enter__(self) -> None:
         self.refuse_elsewhere()
@@ -90,7 +94,7 @@ class CacheLock:
 
     @property
     def is_held_here(self) -> bool:
-        """Whether this thread has the lock already."""
+        """Whether this thread holds the lock."""
         if not self._outer.acquire(blocking=False):
             return False
         held = self._depth > 0
@@ -102,8 +106,8 @@ class CacheLock:
             self._waiting += n
 
     def run(self, work: Work[Result]) -> Result:
-        """Runs all steps of some work and returns its result. The lock is let go after each stretch, so that threads
-        that wait get it. A thread that has the lock already keeps it throughout."""
+        """Runs all steps of some work and returns its result. Releases the lock after every `STRETCH_SECONDS`, so that
+        waiting threads get it. If this thread held the lock before, it keeps it throughout."""
         if self.is_held_here:
             return self.run_held(work)
         try:
@@ -123,7 +127,7 @@ class CacheLock:
                 work.close()  # if it was interrupted in between: cleaning up needs the lock
 
     def between(self, pause: float) -> None:
-        """Called without the lock, between two stretches of one piece of work."""
+        """Wait for the writer, or let waiting threads take the lock. Called without the lock, in the middle of work."""
         if pause:
             with self.inner:
                 self._changed.wait(pause)
@@ -131,13 +135,14 @@ class CacheLock:
             time.sleep(GIVE_WAY_SECONDS)
 
     def run_held(self, work: Work[Result]) -> Result:
-        """Runs all steps while the caller holds the lock; only the disk writer gets in, where the work waits for it."""
+        """Runs all steps while the caller holds the lock. Only the disk writer can take its inner part, where the work
+        waits for the writer."""
         return run_through(work, self.wait)
 
     @contextlib.contextmanager
     def released(self) -> Iterator[None]:
-        """Lets go of the lock for something slow, in the middle of what else needs it; not where a caller further up
-        has it too, whose change may be half done."""
+        """Releases the lock during a slow operation. Keeps it if a caller further up holds it too, because that
+        caller's change may be half done."""
         if self._depth > 1:
             yield
             return
@@ -148,9 +153,10 @@ class CacheLock:
             self.__enter__()
 
     def wait(self, seconds: float) -> None:
-        """Until something has changed, or so long. Both the writer and those who wait for it call this, inside."""
+        """Wait for `tell`, at most `seconds`. The writer, and callers that wait for it, call this with the inner part
+        held."""
         self._changed.wait(seconds)
 
     def tell(self) -> None:
-        """Something has changed. Called inside."""
+        """Wake the threads in `wait`. Called with the inner part held."""
         self._changed.notify_all()

@@ -1,12 +1,11 @@
-"""The stored nodes: the trees together with what their nodes own.
+"""The stored nodes: the trees, and the KV and checkpoints that their nodes own.
 
 - `put` stores tokens with the buffers that a request wrote; `unload` evicts a node and keeps what the tier has of it.
-- A span is re-pointed, never copied twice; a slab that no node and no track refers to is freed at once.
-- No call visits all nodes or all slabs, but for `nodes`: orders and sums are kept as things change.
+- A slab that no node and no track refers to is freed at once.
+- Only `nodes` iterates over all nodes: orders and sums are updated with each change.
 - All methods are called with the cache's lock held.
 
-Which node is evicted is decided in `reclaiming`, where its bytes lie in `placement`. Knows nothing of models or
-requests.
+`reclaiming` decides which node is evicted, `placement` where its bytes lie. Knows nothing of models or requests.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ from onefold.cache.memory.checkpoints import Checkpoint, Points, superfluous
 from onefold.cache.memory.pieces import Piece
 from onefold.cache.memory.segment import Slab, Span, Store
 from onefold.cache.memory.tier import Tier
+from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
-from onefold.cache.memory.tree import Node, Tokens, Tree
+from onefold.cache.memory.tree import Node, Tree
 
 log = logging.getLogger("onefold")
 
@@ -36,14 +36,14 @@ class NodeStore:
         self.points = Points()
         self.counts: Counter[str] = Counter()
         self.tier: Tier | None = None
-        """What lies below memory; None if nothing does."""
+        """The tier below memory; None if there is none."""
         self.clock = 0.0
-        """When something was used last."""
+        """The time of the last use of any node."""
 
     # -- finding -------------------------------------------------------------------------
 
     def tree(self, namespace: Hashable) -> Tree:
-        """The tree of a namespace, made at its first use."""
+        """Returns the tree of a namespace. Makes it at its first use."""
         tree = self.trees.get(namespace)
         if tree is None:
             tree = self.trees[namespace] = Tree(self)
@@ -54,7 +54,7 @@ class NodeStore:
         return self._by_root[node.root]
 
     def changed(self, node: Node) -> None:
-        """The trees report each change of a node."""
+        """Update the orders of eviction. The trees call this after each change of a node."""
         self.leaves.changed(node)
         self.points.changed(node)
 
@@ -74,7 +74,7 @@ class NodeStore:
             self.tier.touch(path, self.clock)
 
     def now(self) -> float:
-        """Nothing was used later than this, so far."""
+        """Returns a time that is not before the last use of any node."""
         return max(self.clock, time.time())
 
     def hold(self, node: Node) -> None:
@@ -88,8 +88,8 @@ class NodeStore:
     # -- storing -------------------------------------------------------------------------
 
     def put(self, tree: Tree, tokens: Tokens, track: Track | None) -> Node:
-        """Make the tree hold `tokens`, with what `track` has of them. What the tree has already is left as it is,
-        and the track's copy of it stays the track's. Returns the node that ends where the tokens end."""
+        """Store `tokens` in the tree, with the KV that `track` has of them. KV that the tree has already is left as it
+        is, and the track keeps its own copy. Returns the node that ends where the tokens end."""
         node, matched = tree.reach(tokens)
         self._fill(tree, node.path(), track)
         for start, stop, piece in _ranges(track, matched, len(tokens)):
@@ -100,8 +100,7 @@ class NodeStore:
         return node
 
     def _fill(self, tree: Tree, path: list[Node], track: Track | None) -> None:
-        """Nodes that have no bytes in memory (a conversation rotated, or they are on disk) get them from one that has
-        them."""
+        """Give nodes that have no KV in memory (their conversation rotated, or it is on disk) the KV of `track`."""
         for node in path:
             if node.span is not None or node.parent is None:
                 continue
@@ -113,7 +112,8 @@ class NodeStore:
                 at.span = Span.own(piece.slab, lo, lo + stop - start, at)
 
     def place(self, tree: Tree, tokens: Tokens, checkpoint: Checkpoint) -> bool:
-        """Attach a checkpoint where it belongs; it is closed if that place is gone or taken."""
+        """Attach a checkpoint to the node at its position. Returns False, and closes the checkpoint, if there is no
+        such node or it has a checkpoint already."""
         path, matched = tree.match(tokens[: checkpoint.position])
         if matched < checkpoint.position or not path:
             checkpoint.close()
@@ -128,8 +128,8 @@ class NodeStore:
         return True
 
     def thin(self, node: Node) -> None:
-        """Keep the best few checkpoints of the path that ends at `node`. Those on disk are thinned when a new one has
-        arrived there, and not before: a crash must not find the old one gone and the new one not there."""
+        """Drop the surplus checkpoints of the path that ends at `node`, in memory. The tier drops its own only after it
+        has written a new one: after a crash there must be the old one or the new one."""
         for n in superfluous([n for n in node.path() if n.checkpoint is not None]):
             self.drop_checkpoint(n)
 
@@ -140,7 +140,7 @@ class NodeStore:
             self.counts["checkpoints_dropped"] += 1
 
     def tidy(self, tree: Tree, node: Node) -> Node:
-        """Join what a split or a turn left in two though it lies together; returns the node that ends there."""
+        """Join the adjacent nodes of the path to `node` that could be one. Returns `node`."""
         lower = node
         while (upper := lower.parent) is not None and upper.parent is not None:
             if not _joinable(upper, lower):
@@ -152,14 +152,14 @@ class NodeStore:
     # -- evicting ------------------------------------------------------------------------
 
     def drop(self, tree: Tree, node: Node) -> None:
-        """Remove a leaf with all it owns, in the tier too."""
+        """Remove a leaf with everything that it owns, in the tier too."""
         if self.tier is not None:
             self.tier.leave(node)
         tree.remove(node)
         self._empty(node)
 
     def unload(self, tree: Tree, node: Node) -> int:
-        """Evict a node from memory. What the tier has of it stays. Returns how many tokens are lost."""
+        """Evict a node from memory. What the tier has of it stays in the tree. Returns how many tokens are lost."""
         if node.below is None:
             kept = known = node.start
         else:
@@ -174,7 +174,7 @@ class NodeStore:
         return lost
 
     def _empty(self, node: Node) -> None:
-        """Free what it has in memory."""
+        """Free what the node has in memory."""
         self.drop_checkpoint(node)
         if node.span is not None:
             node.span.slab.finish_copy()
@@ -182,8 +182,8 @@ class NodeStore:
             span.drop()
 
     def lose(self, slab: Slab, error: Exception) -> None:
-        """The device failed while this was being written or copied: what lay there is a miss now."""
-        log.warning("a buffer of %d tokens was lost: %s", slab.capacity, error)
+        """Evict every node with KV in this slab: the device failed while the slab was written or copied."""
+        log.warning("lost a buffer of %d tokens: %s", slab.capacity, error)
         self.counts["lost_tokens"] += slab.owned
         for span in list(slab.spans):
             if span.node.parent is not None:
@@ -194,7 +194,7 @@ class NodeStore:
 
 
 def _ranges(track: Track | None, start: int, stop: int) -> Iterator[tuple[int, int, Piece | None]]:
-    """Cut [start, stop) where the track's pieces end; without a track it is one range that has no bytes."""
+    """Yields [start, stop) cut where the track's pieces end. Without a track it is one range without a piece."""
     if track is None:
         if start < stop:
             yield start, stop, None

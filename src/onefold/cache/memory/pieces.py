@@ -1,4 +1,4 @@
-"""Pieces: the ranges of slabs that cover the positions [0, end) of one sequence, and how they are read."""
+"""Pieces: the ranges of slabs that cover the positions [0, end) of one sequence, and how to read them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Piece:
     hi: int
     pos: int
     limit: int | None = None
-    """Where its region of the slab ends, if it may not have all of it."""
+    """The end of its region of the slab; None if it may use the whole slab."""
 
     @property
     def end(self) -> int:
@@ -31,7 +31,7 @@ class Piece:
 
 
 class Pieces:
-    """One sequence's KV, as it is read."""
+    """The KV of one sequence, for reading."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -43,11 +43,11 @@ class Pieces:
 
     @property
     def whole(self) -> bool:
-        """One piece that starts at index 0: it can be read as a plain slice."""
+        """Whether it is one piece that starts at index 0, which can be read as a plain slice."""
         return len(self.pieces) == 1 and self.pieces[0].lo == 0
 
     def read(self, index: int, upto: int) -> list[View]:
-        """For layer `index`, the arrays and index ranges that hold the positions [0, upto)."""
+        """Returns, for layer `index`, the arrays and index ranges that hold the positions [0, upto)."""
         return [
             View(p.slab.arrays(index), p.lo, min(p.hi, p.lo + upto - p.pos), id(p.slab))
             for p in self.pieces
@@ -55,12 +55,13 @@ class Pieces:
         ]
 
     def layout(self, upto: int) -> list[tuple[Slab, int, int]]:
-        """The same, whatever the layer."""
+        """Returns the slabs and index ranges that hold the positions [0, upto), which are the same for every layer."""
         found = [p for p in self.pieces if p.pos < upto and p.lo < p.hi]
         return [(p.slab, p.lo, min(p.hi, p.lo + upto - p.pos)) for p in found]
 
     def copied(self, index: int, start: int, stop: int, capacity: int) -> list[mx.array]:
-        """Layer `index`'s arrays of the positions [start, stop), in new ones with room for `capacity`, evaluated."""
+        """Returns layer `index`'s arrays of the positions [start, stop), copied to new ones of `capacity` and
+        evaluated."""
         parts: list[list[mx.array | None]] = [[] for _ in self.store.specs[index].arrays]
         for p in self.pieces:
             a, b = max(start, p.pos), min(stop, p.end)

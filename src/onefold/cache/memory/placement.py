@@ -1,8 +1,8 @@
-"""Where stored KV lies: compacting, merging and moving the spans of nodes between slabs.
+"""Where stored KV lies: compacts slabs, merges them, and moves the spans of nodes between them.
 
-- Copies go layer by layer: the transient is one layer, or one array where bytes are short.
-- All methods are called with the cache's lock held. What takes long is `Work`: other threads may have the lock between
-  its steps.
+- Copies are made layer by layer: the transient is one layer, or one array where bytes are short.
+- All methods are called with the cache's lock held. Long operations are `Work`: other threads may take the lock between
+  their steps.
 
 Knows nothing of models or requests.
 """
@@ -20,7 +20,7 @@ from onefold.cache.memory.tree import Node
 from onefold.errors import BudgetError, DeviceError
 
 REMAINDER = 1024
-"""The most tokens of another branch that are moved away so that a conversation continues in one buffer."""
+"""The most tokens of another branch that are moved so that a conversation continues in one buffer."""
 
 
 class Placement:
@@ -30,8 +30,8 @@ class Placement:
         self._ledger = ledger
 
     def compacting(self, slab: Slab, room: int = 0) -> Work[bool]:
-        """Keep just what nodes own, and `room`. Refused (False) if a track reads the slab, or if there is no
-        room even for one layer's copy."""
+        """Shrink the slab to the tokens that nodes own and `room` more. Returns False if a track reads the slab, if
+        there is no room for the copy of one array, or if the device fails."""
         if not slab.idle:
             return False
         return bool((yield from Copying(self._compacted(slab, room), [slab]).steps()))
@@ -48,15 +48,15 @@ class Placement:
             self._nodes.lose(slab, DeviceError("its copy was interrupted"))
             raise
         at = 0
-        for span in slab.spans:  # some may have been cut in two meanwhile, or joined: they are in the same order
+        for span in slab.spans:  # a span may have been cut or joined meanwhile, but their order is the same
             span.lo, span.hi = at, at + span.hi - span.lo
             at = span.hi
         self._nodes.counts["compactions"] += 1
         return True
 
     def trimming_slack(self, slab: Slab) -> Work[None]:
-        """After a request: leave some room for the next turn, in proportion, so that a long conversation is not copied
-        at each turn; and no more. Nothing is evicted for that."""
+        """Shrink a slab after a request. Keeps room for the next turn in proportion to the slab, so that a long
+        conversation is not copied at each turn. Evicts nothing for the copy."""
         rest = rest_capacity(slab.owned)
         if slab.foreign:
             return
@@ -66,8 +66,8 @@ class Placement:
             yield from self.compacting(slab, room=rest - slab.owned)
 
     def clear_behind(self, track: Track) -> bool:
-        """Nodes of another branch lie behind the track's end in its last slab: move them to a slab of their own, if
-        they are few, so that the track goes on in place."""
+        """Move nodes of another branch that lie behind the track's end in its last slab to another slab, so that the
+        track can continue in place. Returns False, and moves nothing, if they are too many or cannot be moved."""
         last = track.pieces[-1]
         slab = last.slab
         behind = [s for s in slab.spans if s.lo >= last.hi]
@@ -82,7 +82,8 @@ class Placement:
         return True
 
     def evacuate(self, path: list[Node], track: Track) -> None:
-        """A row leaves a batch: what its nodes own of the batch's common slab gets a slab of its own."""
+        """Copy what the path's nodes own of a batch's common slab to another slab, because the row leaves the batch.
+        Does nothing if there is no room."""
         common = {p.slab for p in track.pieces if p.limit is not None}
         spans = [n.span for n in path if n.span is not None and n.span.slab in common]
         tokens = sum(s.hi - s.lo for s in spans)
@@ -90,7 +91,7 @@ class Placement:
             self._move_out(spans, room=rest_capacity(tokens) - tokens)
 
     def _move_out(self, spans: list[Span], room: int) -> None:
-        """Copy these spans to a slab of their own, in this order, and let go of where they lay."""
+        """Copy these spans to a new slab, in this order, and release their former ranges."""
         helper = Track(self._store)
         for span in spans:
             helper.pieces.append(Piece(span.slab, span.lo, span.hi, helper.end))
@@ -104,7 +105,8 @@ class Placement:
             slab.settle()
 
     def uniting(self, track: Track, path: list[Node], room: int) -> Work[bool]:
-        """Merge a path of several slabs into one, where nobody else reads them and nothing else branches off."""
+        """Merge the slabs of a path into one. Returns False, and changes nothing, if another track reads one of them,
+        if they hold nodes that are not on the path, or if there is no room."""
         slabs = {p.slab for p in track.pieces}
         if len(track.pieces) < 2 or any(s.tracks != {track} or s.copies for s in slabs):
             return False
@@ -129,7 +131,7 @@ class Placement:
         return True
 
     def repoint(self, path: list[Node], slab: Slab) -> None:
-        """These nodes' tokens now lie in `slab`, at the index of their position."""
+        """Point the spans of these nodes to `slab`, where their tokens lie at the index of their position."""
         for node in path:
             if node.span is None or node.span.slab is slab:
                 continue
@@ -138,7 +140,7 @@ class Placement:
 
 
 def _joined(spans: list[Span]) -> list[tuple[int, int]]:
-    """Their ranges, those that follow each other as one."""
+    """Returns the spans' ranges, with adjacent ones joined."""
     ranges: list[tuple[int, int]] = []
     for span in spans:
         if ranges and ranges[-1][1] == span.lo:

@@ -1,7 +1,7 @@
-"""A ranking: items in the order of their keys, smallest first, while items and keys change.
+"""A ranking: items sorted by their keys, smallest first, while items and keys change.
 
-- No call takes much longer than others, however many items there are: nothing is put off, and nothing is rebuilt.
-- Items can be passed over for a while: they keep their keys, and come again with `put_back`, or when they are placed.
+- Every call takes about the same time, however many items there are: no work is deferred, and nothing is rebuilt.
+- Items can be passed over: they keep their keys, and are in the order again after `put_back` or `place`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Ranking(Generic[T]):
     def __init__(self) -> None:
         self._order = SortedList()
         self._entries: dict[T, tuple[Any, int, T]] = {}
-        """What stands in the order for each item; the number keeps items from being compared."""
+        """The entry of each item in the order; the number keeps items from being compared."""
         self._numbers = itertools.count()
         self._passed: dict[T, Any] = {}
 
@@ -35,7 +35,7 @@ class Ranking(Generic[T]):
             self._order.add(entry)
 
     def remove(self, item: T) -> None:
-        """Take an item out, if it is there."""
+        """Remove an item, if it is there."""
         entry = self._entries.pop(item, None)
         if entry is not None:
             self._order.remove(entry)
@@ -43,11 +43,11 @@ class Ranking(Generic[T]):
             self._passed.pop(item, None)
 
     def first(self) -> T | None:
-        """The item with the smallest key; None if there is none."""
+        """Returns the item with the smallest key; None if there is none."""
         return self._order[0][2] if self._order else None
 
     def pop(self) -> T | None:
-        """Take out the item with the smallest key and return it; None if there is none."""
+        """Remove and return the item with the smallest key; None if there is none."""
         item = self.first()
         if item is not None:
             self._order.pop(0)
@@ -55,16 +55,16 @@ class Ranking(Generic[T]):
         return item
 
     def pass_over(self, item: T, key: Any) -> None:
-        """Have an item, whether it was taken out or not, but not in the order before `put_back`."""
+        """Keep an item, popped or not, out of the order until `put_back`."""
         self.remove(item)
         self._passed[item] = key
 
     def put_back(self) -> None:
-        """Have the items that were passed over in the order again."""
+        """Add the items that were passed over to the order again."""
         passed, self._passed = self._passed, {}
         for item, key in passed.items():
             self.place(item, key)
 
     def keys(self) -> dict[T, Any]:
-        """Every item with its key, in no order."""
+        """Returns every item with its key, in no order."""
         return {item: entry[0] for item, entry in self._entries.items()} | self._passed

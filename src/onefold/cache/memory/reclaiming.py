@@ -1,10 +1,10 @@
-"""Making room: which nodes and checkpoints are evicted when bytes are short, and in which order.
+"""Makes room when bytes are short: decides which nodes and checkpoints are evicted, and in which order.
 
-- Reclaiming frees bytes, allocates at most one layer, and never touches a leased or pinned node. A request for more
-  than could ever be freed frees nothing.
-- What the tier below has goes first; then what is dirty, after the tier has written it or `PATIENCE` has passed.
-- All methods are called with the cache's lock held. What takes long is `Work`: other threads may have the lock between
-  its steps.
+- Reclaiming frees bytes, allocates at most one layer, and never evicts a leased or pinned node. If it cannot free as
+  many bytes as are missing, it frees none.
+- Clean nodes are evicted first; then dirty ones, after the tier has written them or `PATIENCE` has passed.
+- All methods are called with the cache's lock held. Long operations are `Work`: other threads may take the lock between
+  their steps.
 
 Knows nothing of models or requests.
 """
@@ -25,11 +25,11 @@ from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.tree import Node
 
 PATIENCE = 2.0
-"""Seconds that a request waits for memory; what is not on disk by then is lost."""
+"""Seconds that a request waits for dirty nodes to be written. Evicting a node that is not written by then loses it."""
 
 
 class Reclaiming:
-    """Answers the ledger when it is asked for more than is free."""
+    """Frees bytes for the ledger when a reservation does not fit."""
 
     def __init__(
         self, nodes: NodeStore, placement: Placement, ledger: Ledger, lock: CacheLock, *, pointwise: bool
@@ -51,8 +51,9 @@ class Reclaiming:
         return self._lock.run_held(self.admitting_checkpoint(n_bytes))
 
     def admitting_checkpoint(self, n_bytes: int) -> Work[bool]:
-        """Room under the checkpoints' share of the budget, by dropping others: those that one further on makes up for
-        first, then the least recently used; one that belongs on disk and is not there is written first."""
+        """Make room for a checkpoint in the checkpoints' share of the budget, by dropping others: first those that a
+        deeper one replaces, then the least recently used. A dirty one is written first. Returns False if there is no
+        room."""
         limit = self._ledger.budget_bytes // POINTS_SHARE
         if n_bytes > limit:
             return False
@@ -63,7 +64,7 @@ class Reclaiming:
                     self._nodes.points.pass_over(node)
                     continue
                 if self._nodes.tier is not None:
-                    self._nodes.points.changed(node)  # the others see it while it is written
+                    self._nodes.points.changed(node)  # back in the order, for other threads, while it is written
                     saved = yield from self._nodes.tier.saving(node, until)
                     if not node.idle or node.checkpoint is None:
                         continue
@@ -76,18 +77,19 @@ class Reclaiming:
         return self._nodes.points.bytes + n_bytes <= limit
 
     def frees(self, node: Node) -> int:
-        """Bytes that dropping this leaf would really free."""
+        """Returns how many bytes evicting this leaf would really free."""
         freed = node.checkpoint.account.bytes if node.checkpoint is not None else 0
         if node.span is not None and node.span.slab.idle:
             slab = node.span.slab
             tokens = node.span.hi - node.span.lo
             freed += slab.bytes if len(slab.spans) == 1 else tokens * self._store.token_bytes
         elif node.span is None or not self._store.token_bytes:
-            freed += 1  # an empty node holds up its parent
+            freed += 1  # an empty node keeps its parent from being evicted
         return freed
 
     def reclaimable_bytes(self) -> int:
-        """What evicting everything that nobody holds would free. Looks at what is held, not at what is stored."""
+        """Returns how many bytes evicting every node without a lease or pin would free. Iterates over the nodes that
+        are held, not over all."""
         tokens = self._store.capacity - sum(slab.capacity for slab in self._store.busy)
         points = self._nodes.points.bytes
         for node in self._nodes.leaves.busy:
@@ -98,7 +100,7 @@ class Reclaiming:
         return tokens * self._store.token_bytes + points
 
     def _attainable_bytes(self) -> int:
-        """What making room could free: beside that, what comes back when records that wait for the disk are written."""
+        """Returns how many bytes making room could free: the reclaimable ones, and the tier's buffers."""
         return self.reclaimable_bytes() + (0 if self._nodes.tier is None else self._nodes.tier.extra_bytes)
 
     def make_room(self, missing: int) -> None:
@@ -106,33 +108,33 @@ class Reclaiming:
         self._lock.run_held(self.making_room(missing))
 
     def making_room(self, missing: int, *, patience: float = PATIENCE, before: float | None = None) -> Work[None]:
-        """Free at least `missing` bytes if that is possible, and as little more as can be. What is not on disk yet and
-        should be is written first, for so many seconds at most; with none to spare it stays in memory. Only nodes go
-        that were last used no later than `before` (by default now), so that it ends while others keep adding."""
+        """Free at least `missing` bytes, and as few more as possible; nothing if that is not possible. Dirty nodes are
+        written before they are evicted, for at most `patience` seconds; with 0 they stay in memory. Evicts only nodes
+        that were last used no later than `before` (by default now), so that it ends while other threads add nodes."""
         if self._reclaiming:
             return
         self._reclaiming = True
         try:
             for pause in self._making_room(missing, patience, self._nodes.now() if before is None else before):
-                self._reclaiming = False  # others may do the same while this waits for the lock
+                self._reclaiming = False  # other threads may make room while this one waits for the lock
                 yield pause
                 self._reclaiming = True
         finally:
-            self._reclaiming = False  # with the lock held, also where this is broken off
+            self._reclaiming = False  # with the lock held, also if this is interrupted
 
     def _making_room(self, missing: int, patience: float, last: float) -> Work[None]:
         self._nodes.leaves.put_back()
         if self._nodes.tier is not None:
             yield from self._nodes.tier.awaiting_copies(self._store.busy)
         goal = self._ledger.used_bytes - missing
-        yield from self._store.finishing_copies()  # nothing can be freed where another thread has begun one
+        yield from self._store.finishing_copies()  # a slab that is being copied cannot be freed
         until = time.monotonic() + patience
         if self._nodes.tier is not None and self._ledger.used_bytes - goal > self.reclaimable_bytes():
-            yield from self._nodes.tier.draining(until)  # what nobody used then is needed now
-            yield from self._nodes.tier.awaiting_copies(self._store.busy)  # of what the writer has turned to since
+            yield from self._nodes.tier.draining(until)  # its buffers came from free bytes that are needed now
+            yield from self._nodes.tier.awaiting_copies(self._store.busy)  # the writer may have begun other copies
         if self._ledger.used_bytes - goal > self.reclaimable_bytes():
             return
-        # what room alone cannot make up for goes first, so that its buffers are not copied before
+        # if compacting cannot free enough, evict the difference first, so that evicted buffers are not copied
         before = math.inf
         while before > (used := self._ledger.used_bytes) > goal + self._room_bytes():
             before = used
@@ -141,20 +143,20 @@ class Reclaiming:
         yield from self._giving_up(goal, patience, until, last)
 
     def _room_bytes(self) -> int:
-        """What compacting every idle slab would free."""
+        """Returns how many bytes compacting every idle slab would free."""
         room = self._store.capacity - self._store.owned
         return (room - sum(s.capacity - s.owned for s in self._store.busy)) * self._store.token_bytes
 
     def _giving_up(self, goal: int, patience: float, until: float, last: float) -> Work[None]:
-        """Evict what was used no later than `last`, until no more than `goal` bytes are used: what is on disk too
-        first, then the rest."""
+        """Evict nodes that were used no later than `last`, until no more than `goal` bytes are used: clean ones first,
+        then the rest."""
         if self._nodes.tier is not None:
             yield from self._evicting_down_to(goal, self._nodes.tier.is_clean, 0.0, last)
         if self._nodes.tier is None or patience:
             yield from self._evicting_down_to(goal, lambda node: True, until, last)
 
     def _squeezing(self, goal: int) -> Work[None]:
-        """Give back room that no node owns, until no more than `goal` bytes are used."""
+        """Compact slabs until no more than `goal` bytes are used."""
         roomy = self._store.roomy
         try:
             for _ in range(len(roomy)):
@@ -170,7 +172,7 @@ class Reclaiming:
             touched, freed = dict[Slab, None](), 0
             try:
                 while freed < short and (node := self._nodes.leaves.pop()) is not None:
-                    if node.last_use > last:  # as are all that follow
+                    if node.last_use > last:  # and so were all that follow
                         self._nodes.leaves.pass_over(node)
                         break
                     victim = eviction.consider(
@@ -190,13 +192,13 @@ class Reclaiming:
                 return
 
     def _evicting(self, victim: eviction.Victim, touched: dict[Slab, None], until: float) -> Work[int]:
-        """Give up a leaf that was taken out of the order; returns the bytes that it freed: 0 if it was used while it
-        was being written to disk, and stays."""
+        """Evict a leaf that was removed from the order. Returns the bytes that it freed: 0 if it was used while it was
+        being written to disk, and stays."""
         node, tree = victim.node, self._nodes.tree_of(victim.node)
         if victim.keep_tokens:
             tree.split(node, node.start + victim.keep_tokens)
         if self._nodes.tier is not None and until:
-            self._nodes.changed(node)  # the others see it while it is written
+            self._nodes.changed(node)  # back in the order, for other threads, while it is written
             last_use = node.last_use
             saved = yield from self._nodes.tier.saving(node, until)
             if not eviction.is_leaf(node) or node.last_use > last_use:
@@ -212,6 +214,6 @@ class Reclaiming:
         return freed
 
     def _headroom(self) -> int:
-        """One array of the largest slab that may be compacted, which one that is read or written may not. When it no
-        longer is, and there is no room to compact it, it is given up whole."""
+        """Returns the bytes of one array of the largest idle slab, which compacting it needs. A slab that a lease reads
+        does not count: if there is no room to compact it later, its nodes are evicted whole."""
         return self._store.array_token_bytes * self._store.largest

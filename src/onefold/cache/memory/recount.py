@@ -1,4 +1,4 @@
-"""The recount: everything that is kept as things change, counted again from all nodes and slabs."""
+"""The recount: compares every sum and order that is updated with each change with one counted from scratch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from onefold.cache.memory.tree import Node
 
 
 def recount(state: CacheState) -> list[str]:
-    """Returns a sentence for each sum, order or owner that is not as it should be. Called with the lock held."""
-    known, restores = list(state.leases), list(state.restores)  # nothing is collected in between
+    """Returns a sentence for each sum, order or owner that is wrong. Called with the lock held."""
+    known, restores = list(state.leases), list(state.restores)  # keeps them alive meanwhile
     state.sweep()
     leases = [lease for lease in known if lease in state.leases]
     for lease in leases:
@@ -58,25 +58,25 @@ def _check_node(node: Node) -> list[str]:
         found.append(f"{where} is not its parent's child")
     if node.span is not None:
         if node.span.hi - node.span.lo != node.end - node.start:
-            found.append(f"{where} owns [{node.span.lo}, {node.span.hi}), which is another length")
+            found.append(f"{where} owns [{node.span.lo}, {node.span.hi}), which has another length")
         if node.span.node is not node or node.span not in node.span.slab.spans:
             found.append(f"{where} and its span disagree")
     if node.checkpoint is not None:
         if node.checkpoint.position != node.end:
-            found.append(f"{where} has a checkpoint of {node.checkpoint.position}")
+            found.append(f"{where} has a checkpoint at {node.checkpoint.position}")
         if node.checkpoint.bytes != node.checkpoint.account.bytes:
             found.append(
-                f"{where}: checkpoint of {node.checkpoint.bytes} bytes counted {node.checkpoint.account.bytes}"
+                f"{where}: checkpoint of {node.checkpoint.bytes} bytes counted as {node.checkpoint.account.bytes}"
             )
     return found
 
 
 def _check_slab(slab: Slab) -> list[str]:
-    if slab.rewriting:  # by a thread that has let go of the lock
+    if slab.rewriting:  # by a thread that has released the lock
         return []
     found, where = [], f"slab of {slab.capacity}"
     if slab.bytes != slab.capacity * slab.store.token_bytes:
-        found.append(f"{where} is counted {slab.bytes} bytes, not {slab.capacity * slab.store.token_bytes}")
+        found.append(f"{where} is counted as {slab.bytes} bytes, not {slab.capacity * slab.store.token_bytes}")
     for index, layer in enumerate(slab.layers):
         if layer is not None:
             real = sum(a.nbytes for a in layer)
@@ -86,5 +86,5 @@ def _check_slab(slab: Slab) -> list[str]:
     if any(a[1] > b[0] for a, b in itertools.pairwise(edges)) or (edges and edges[-1][1] > slab.capacity):
         found.append(f"{where}: spans overlap or overrun: {edges}")
     if not slab.spans and not slab.tracks and not slab.copies:
-        found.append(f"{where} belongs to nobody")
+        found.append(f"{where} has no node, no track and no copy")
     return found

@@ -1,4 +1,4 @@
-"""What forwards need beside the KV: reserved in the books before they run, for each thread that runs any."""
+"""Reserves what forwards need in addition to the KV, before they run, for each thread that runs them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Scratch:
 
     @property
     def bytes(self) -> int:
-        """What this thread has reserved already."""
+        """The bytes that this thread has reserved."""
         account = self._accounts.get(threading.get_ident())
         return 0 if account is None else account.bytes
 
     def reserve(self, n_bytes: int) -> None:
-        """For this thread's next forward, in place of what it had. Raises BudgetError."""
+        """Reserve bytes for this thread's next forward, in place of its former reservation. Raises BudgetError."""
         thread = threading.get_ident()
         account = self._accounts.get(thread)
         if account is None:
@@ -39,14 +39,15 @@ class Scratch:
             raise error.advised(SMALLER_FORWARDS) from None
 
     def reserving(self, n_bytes: int) -> Work[None]:
-        """`reserve`, with the lock let go while room is made."""
+        """Like `reserve`, but may release the lock while room is made."""
         wanted = max(n_bytes, self._batched.get(threading.get_ident(), 0))
         yield from self._ledger.granting(Purpose.SCRATCH, wanted - self.bytes)
         self.reserve(n_bytes)
 
     @contextlib.contextmanager
     def for_a_batch(self, n_bytes: int) -> Iterator[None]:
-        """During a batch's step a row's reservation never falls below that of all rows together."""
+        """Reserves the scratch of all rows together for a batch's step; a row's own reservation cannot lower it
+        meanwhile. Raises BudgetError."""
         thread = threading.get_ident()
         self._batched[thread] = n_bytes
         try:
@@ -57,7 +58,7 @@ class Scratch:
                 self._batched.pop(thread, None)
 
     def release(self, thread: int) -> None:
-        """A thread that has no lease any more runs no forwards."""
+        """Release the reservation of a thread that has no lease any more."""
         if thread in self._accounts:
             self._accounts.pop(thread).close()
 

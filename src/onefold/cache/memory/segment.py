@@ -1,15 +1,14 @@
 """Slabs and spans: where the KV of sliceable layers lies, and which node owns which range of it.
 
-- A slab is one allocation: for each sliceable layer its arrays `[1, heads, capacity, dim]`, all with
-  the same capacity. The ledger counts slabs. Nobody else keeps a reference to a slab's arrays, so a
-  write to them happens in place.
-- A span is what a node owns: a range of one slab. Spans are never written again.
-- A slab is written by one track (see `track`), and only while no other track reads it: a second reader seals
-  it, and the writer goes on in a fresh slab.
-- Whatever copies (growing, compacting, merging) goes layer by layer and evaluates each, so that the
-  transient is one layer; it is reserved as in flight. Where bytes are short it is one array. Between two
-  layers the lock may be let go: what takes long is `Work`, for `CacheLock.run`.
-- A slab tells its store of every change to its size, spans and readers, so that nobody looks through all slabs.
+- A slab is one allocation: for each sliceable layer its arrays `[1, heads, capacity, dim]`, all with the same capacity.
+  The ledger counts slabs. No other object refers to a slab's arrays, so a write to them happens in place.
+- A span is a range of one slab that a node owns. Spans are never written again.
+- A slab is written by one track (see `track`), and only while no other track reads it: a second reader seals it, and
+  the writer continues in a new slab.
+- Copies (growing, compacting, merging) are made and evaluated layer by layer, so that the transient is one layer, or
+  one array where bytes are short; it is reserved as in flight. Long operations are `Work`, which may release the lock
+  between two layers.
+- A slab notifies its store of every change to its size, spans and readers, so that no call iterates over all slabs.
 
 Knows nothing of models, tokens, or when to free.
 """
@@ -37,13 +36,13 @@ from onefold.sizes import show_size
 STEP = 256
 """Capacities of new slabs are multiples of this while bytes are not short."""
 GROWTH_STEP = 128
-"""The same for slabs that grow: a conversation of a thousand tokens should not grow by a quarter."""
+"""The same for slabs that grow: `STEP` would be a quarter of a conversation of a thousand tokens."""
 FINE_STEP = 8
 """The same at rest, and where bytes are short."""
 ROOM_SHARE = 8
 """Room to grow is an eighth of a slab: an eighth more when it grows, and at most about that at rest."""
 LEAST_CHUNK = 16
-"""Tokens of the smallest chunk that prefill is cut into while anything else can give way."""
+"""Tokens. Prefill is cut into smaller chunks only if evicting and shrinking MLX's pool do not make room."""
 
 
 def round_up(n: int, to: int = STEP) -> int:
@@ -51,25 +50,25 @@ def round_up(n: int, to: int = STEP) -> int:
 
 
 def rest_capacity(owned: int) -> int:
-    """The capacity that a slab at rest keeps for so many tokens."""
+    """Returns the capacity that a slab at rest keeps for `owned` tokens."""
     return round_up(owned + owned // ROOM_SHARE, FINE_STEP)
 
 
 class Store:
-    """What slabs are made of and charged to: the layers' shapes and the ledger."""
+    """All slabs of a cache, the shapes of their layers, and the ledger that counts them."""
 
     def __init__(self, specs: Iterable[LayerSpec], ledger: Ledger) -> None:
         self.specs = tuple(specs)
         self.ledger = ledger
         self.slabs: set[Slab] = set()
         self.busy: set[Slab] = set()
-        """Those that are not idle: a track reads them, or they are being copied."""
+        """Slabs that are not idle: a track reads them, or they are being copied."""
         self.capacity = 0
-        """Tokens that all slabs have room for together."""
+        """The capacities of all slabs together, in tokens."""
         self.owned = 0
         """Tokens that nodes own, in all slabs together."""
         self.roomy: Ranking[Slab] = Ranking()
-        """Slabs with room or waste, the most first."""
+        """Slabs with tokens that no node owns, those with the most first."""
         self._idle: Ranking[Slab] = Ranking()
         """Slabs that are not busy, the largest first."""
         self._counted: dict[Slab, tuple[int, int]] = {}
@@ -81,12 +80,14 @@ class Store:
         self.array_token_bytes = max((a.token_bytes for s in self.specs for a in s.arrays), default=0)
 
     def slab(self, capacity: int, *, reserved: int | None = None) -> Slab:
-        """A new slab, reserved now; each layer is allocated at its first write."""
+        """Returns a new slab. Its bytes are reserved now; each layer is allocated at its first write. Raises
+        BudgetError."""
         return Slab(self, capacity, self.token_bytes * capacity if reserved is None else reserved)
 
     def capacities(self, need: int, held: int = 0, spare: int = 0) -> Iterator[int]:
-        """Capacities to try for `need` tokens, for a slab that has `held` already: with room to grow while memory is
-        free; then rounded up, if evicting makes room for that and `spare` bytes more; then as little as can be."""
+        """Yields the capacities to try for `need` tokens, for a slab that has a capacity of `held`: first with room to
+        grow, if memory is free; then rounded up, if evicting makes room for that and `spare` bytes more; then the
+        least."""
         step = GROWTH_STEP if held else STEP
         roomy, rounded = round_up(max(need, held + held // ROOM_SHARE), step), round_up(need, step)
         if roomy > rounded and self.ledger.fits((roomy - held) * self.token_bytes + spare):
@@ -96,19 +97,19 @@ class Store:
         yield from sorted({round_up(need, FINE_STEP), need}, reverse=True)
 
     def making_room_for(self, need: int) -> Work[None]:
-        """Make room for a slab of `need` tokens that is made afterwards."""
+        """Make room for a slab of `need` tokens, which the caller makes afterwards."""
         wanted = [n for n in (round_up(need), need) if self.ledger.attainable(n * self.token_bytes)]
         if wanted:
             yield from self.ledger.granting(Purpose.LIVE, wanted[0] * self.token_bytes)
 
     def finishing_copies(self) -> Work[None]:
-        """Do the rest of the copies that others have begun of buffers that no request uses: it frees bytes."""
+        """Finish the copies that other threads have begun of slabs that no request uses. This frees bytes."""
         for slab in [s for s in self.busy if s.copying is not None and not s.tracks]:
             if slab.copying is not None and slab.copying.is_suspended:
                 yield from slab.copying.finishing()
 
     def slab_for(self, need: int, *, spare: int = 0) -> Slab:
-        """A new slab for `need` tokens, with room if there is some. Raises BudgetError."""
+        """Returns a new slab for `need` tokens, with room to grow if possible. Raises BudgetError."""
         for capacity, refusal in attempts(self.capacities(need, spare=spare)):
             with refusal:
                 return self.slab(capacity)
@@ -116,12 +117,13 @@ class Store:
 
     @property
     def largest(self) -> int:
-        """The capacity of the largest slab that is not busy."""
+        """The capacity of the largest idle slab."""
         slab = self._idle.first()
         return 0 if slab is None else slab.capacity
 
     def note(self, slab: Slab) -> None:
-        """Called after each change of a slab's capacity, spans, tracks, writers or copies, and when it has gone."""
+        """Update sums and orders. A slab calls this after each change of its capacity, spans, tracks, writers or
+        copies, and when it is freed."""
         there = slab in self.slabs
         capacity = slab.capacity if there else 0
         owned = slab.owned if there else 0
@@ -144,23 +146,23 @@ class Store:
             self._idle.remove(slab)
 
     def check(self) -> list[str]:
-        """Recount from all slabs and say what differs."""
+        """Recounts from all slabs; returns a sentence for each difference."""
         found = []
         if self.busy != {s for s in self.slabs if not s.idle}:
-            found.append(f"{len(self.busy)} slabs are noted as busy, and others are")
-        noted = self.capacity, self.owned
+            found.append(f"{len(self.busy)} slabs are counted as busy, and they are not the ones that are")
+        counted = self.capacity, self.owned
         real = sum(s.capacity for s in self.slabs), sum(s.owned for s in self.slabs)
-        if noted != real:
-            found.append(f"the slabs are noted to have room for and to hold {noted} tokens, and have {real}")
+        if counted != real:
+            found.append(f"capacity and owned tokens of all slabs are counted as {counted}, and are {real}")
         if self.roomy.keys() != {s: s.owned - s.capacity for s in self.slabs if s.capacity > s.owned}:
-            found.append("the slabs that have room are not those that are noted")
+            found.append("the order of slabs with room does not match the slabs")
         if self._idle.keys() != {s: -s.capacity for s in self.slabs if s.idle}:
-            found.append("the slabs that are not busy are not those that are noted")
+            found.append("the order of idle slabs does not match the slabs")
         for slab in self.slabs:
             owned, used = sum(s.hi - s.lo for s in slab.spans), max((s.hi for s in slab.spans), default=0)
             if (slab.owned, slab.used) != (owned, used):
-                said = f"counts {slab.owned} tokens up to {slab.used}, not {owned} up to {used}"
-                found.append(f"slab of {slab.capacity} {said}")
+                difference = f"counts {slab.owned} tokens up to {slab.used}, not {owned} up to {used}"
+                found.append(f"slab of {slab.capacity} {difference}")
         return found
 
     def zeros(self, index: int, n: int) -> Arrays:
@@ -170,7 +172,7 @@ class Store:
         except (MemoryError, RuntimeError) as error:
             needed = n * sum(s.token_bytes for s in specs)
             raise BudgetError(
-                f"{show_size(needed)} were within the budget, but the device has no room for them: {error}",
+                f"{show_size(needed)} are within the budget, but the device cannot allocate them: {error}",
                 needed_bytes=needed,
                 available_bytes=0,
             ) from error
@@ -198,19 +200,19 @@ class Slab:
         self.account = store.ledger.open(Purpose.LIVE, reserved, f"a buffer of {capacity} tokens")
         self.layers: list[list[mx.array] | None] = [None] * len(store.specs)
         self.spans: list[Span] = []
-        """What nodes own of it, by index. Changed by `add` and `discard` alone."""
+        """The ranges that nodes own, by index. Only `add`, `discard`, `cut` and `joined` change it."""
         self.owned = 0
         """Tokens that nodes own; the rest is room or waste."""
         self.tracks: set[Any] = set()
-        """Changed by `enter` and `leave` alone."""
+        """The tracks that read it. Only `enter` and `leave` change it."""
         self.foreign = False
         """Its arrays came from a caller, who may still refer to them: a copy of them would not free them."""
         self.writers: set[Any] = set()
-        """One, or the rows of a batch that write to regions of their own: see `arena`."""
+        """The track that writes it, or the rows of a batch, each in its own regions: see `arena`."""
         self._rewriting = False
         self._copies = 0
         self.copying: Copying[Any] | None = None
-        """What replaces its arrays, step by step."""
+        """The copy that is replacing its arrays, step by step."""
         store.slabs.add(self)
         store.note(self)
 
@@ -224,7 +226,7 @@ class Slab:
 
     @property
     def rewriting(self) -> bool:
-        """Its arrays are being replaced: nobody may read, copy, compact or evict from it."""
+        """Whether its arrays are being replaced: meanwhile no thread may read, copy, compact or evict from it."""
         return self._rewriting
 
     @rewriting.setter
@@ -234,7 +236,7 @@ class Slab:
 
     @property
     def copies(self) -> int:
-        """Ranges of it that are being copied out by another thread at this moment."""
+        """How many of its ranges the disk writer is copying at this moment."""
         return self._copies
 
     @copies.setter
@@ -248,18 +250,18 @@ class Slab:
         return self.spans[-1].hi if self.spans else 0
 
     def add(self, span: Span) -> None:
-        """A node owns this range from now on."""
+        """Add the range of a node, which owns it from now on."""
         bisect.insort(self.spans, span, key=_start)
         self.owned += span.hi - span.lo
         self.store.note(self)
 
     def finish_copy(self) -> None:
-        """See that its arrays are whole, if another thread has begun to replace them."""
+        """Finish the copy of its arrays that another thread has begun, if there is one."""
         if self.copying is not None and self.copying.is_suspended:
             self.store.run(self.copying.finishing())
 
     def discard(self, span: Span) -> None:
-        """No node owns this range any more. Its arrays must be whole: see `finish_copy`."""
+        """Remove the range of a node, which no longer owns it. Call `finish_copy` first."""
         del self.spans[self._index(span)]
         self.owned -= span.hi - span.lo
         self.store.note(self)
@@ -269,22 +271,22 @@ class Slab:
         return at if self.spans[at] is span else self.spans.index(span)
 
     def cut(self, span: Span, upper: Span) -> None:
-        """`upper` has taken over the head of `span`."""
+        """Add `upper`, which has taken over the first tokens of `span`."""
         self.spans.insert(self._index(span), upper)
 
     def joined(self, upper: Span) -> None:
-        """The span after `upper` has taken it over."""
+        """Remove `upper`, whose range the span after it has taken over."""
         del self.spans[self._index(upper)]
 
     def enter(self, track: Hashable, *, writes: bool = False) -> None:
-        """A track reads it from now on, or writes it as well."""
+        """Add a track that reads it, and with `writes` also writes it."""
         self.tracks.add(track)
         if writes:
             self.writers.add(track)
         self.store.note(self)
 
     def leave(self, track: Hashable) -> None:
-        """A track neither reads nor writes it any more. Call `settle` afterwards."""
+        """Remove a track that read or wrote it. Call `settle` afterwards."""
         self.tracks.discard(track)
         self.writers.discard(track)
         self.store.note(self)
@@ -296,7 +298,7 @@ class Slab:
         return layer
 
     def settle(self) -> None:
-        """Free it if nobody refers to it any more, else file its bytes under the right purpose."""
+        """Free the slab if no span, track or copy refers to it; else count its bytes under the right purpose."""
         if not self.spans and not self.tracks and not self.copies:
             if self in self.store.slabs:
                 self.store.slabs.remove(self)
@@ -315,13 +317,13 @@ class Slab:
         self.store.run(Copying(self.rewriting_to(ranges, capacity), [self]).steps())
 
     def rewriting_to(self, ranges: list[tuple[int, int]], capacity: int) -> Work[None]:
-        """Keep just `ranges`, in that order from index 0, in arrays of `capacity`. Layer by layer.
+        """Copy `ranges`, in that order from index 0, to arrays of `capacity`, layer by layer, and drop the rest.
 
-        Growing, trimming and compacting are all this. Raises BudgetError before anything has changed;
-        spans and pieces are for the caller to move.
+        Growing, trimming and compacting all use this. The caller updates spans and pieces. Raises BudgetError before
+        anything has changed, and DeviceError if the device fails half-way while shrinking.
         """
         ledger, per_token = self.store.ledger, self.store.token_bytes
-        self.rewriting = True  # making room for this must not compact, or evict from, the very slab
+        self.rewriting = True  # making room for this must not compact this slab, or evict from it
         try:
             copied, growth = min(capacity, self.capacity), max(0, capacity - self.capacity) * per_token
             kept = copied * self.store.array_token_bytes
@@ -359,7 +361,7 @@ class Slab:
             if capacity > self.capacity:
                 self._shrink_back()
             elif done and not isinstance(error, KeyboardInterrupt):
-                raise DeviceError(f"{done} copies were made, then: {error}") from error
+                raise DeviceError(f"the copy failed after {done} steps: {error}") from error
             raise
 
     def _rewritten(
@@ -374,7 +376,7 @@ class Slab:
         return new
 
     def _shrink_back(self) -> None:
-        """Growing failed half-way: give the arrays that were grown the size of the others again."""
+        """Give the arrays that were grown their former size again, after growing failed half-way."""
         for layer in self.layers:
             for j, array in enumerate(layer or ()):
                 if layer is not None and array.shape[2] != self.capacity:
@@ -384,8 +386,8 @@ class Slab:
 
 
 def attempts(capacities: Iterable[int]) -> Iterator[tuple[int, contextlib.AbstractContextManager[None]]]:
-    """Each capacity with a context that suppresses a BudgetError, but for the last, whose BudgetError is raised. None
-    is kept: its traceback would refer to frames, and so to arrays."""
+    """Yields each capacity with a context manager that suppresses BudgetError; the last one does not. No exception is
+    kept, because its traceback would refer to frames, and so to arrays."""
     candidates = iter(capacities)
     capacity = next(candidates)
     for following in candidates:
@@ -395,7 +397,7 @@ def attempts(capacities: Iterable[int]) -> Iterator[tuple[int, contextlib.Abstra
 
 
 def join(parts: list[mx.array | None]) -> mx.array:
-    """One array of its own bytes: never a view of a larger buffer."""
+    """Returns the parts as one array in its own buffer, never a view of a larger one."""
     found = [p for p in parts if p is not None]
     return mx.concatenate(found, axis=2) if len(found) > 1 else own_bytes(found[0])
 
@@ -411,7 +413,7 @@ class Span:
 
     @classmethod
     def own(cls, slab: Slab, lo: int, hi: int, node: Node) -> Span:
-        """A span of a range that `node` owns from now on."""
+        """Makes the span of a range that `node` owns from now on."""
         span = cls(slab, lo, hi, node)
         slab.add(span)
         return span
@@ -429,7 +431,7 @@ class Span:
         self.lo = upper.lo
 
     def move(self, slab: Slab, lo: int) -> None:
-        """What it holds was copied to `slab`. The caller settles the slab where it lay."""
+        """Point to `slab` at `lo`, where its content was copied. The caller settles the former slab."""
         self.slab.discard(self)
         self.slab, self.lo, self.hi = slab, lo, lo + self.hi - self.lo
         slab.add(self)

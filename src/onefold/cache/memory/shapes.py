@@ -1,4 +1,4 @@
-"""What a token's KV is made of in each sliceable layer, and how a range of it is read."""
+"""The arrays that a token's KV consists of in each sliceable layer, and the view of a range of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class View(NamedTuple):
     lo: int
     hi: int
     slab: int
-    """Names the slab, whatever the layer: equal views of two rows are read once."""
+    """Identifies the slab, the same in every layer: equal views of two rows are read once."""
 
     @property
     def capacity(self) -> int:

@@ -1,12 +1,12 @@
-"""What the parts of one cache share: its lock, its ledger, its stored nodes, and who is using them.
+"""The state that all parts of one cache share: its lock, its ledger, its stored nodes, and the open leases.
 
-Requests and tiers are functions of this state. `PrefixCache` makes it, and none of them needs to ask `PrefixCache`.
+Requests and tiers are functions of this state. `PrefixCache` makes it; they do not know `PrefixCache`.
 
-    CacheState -- lock      one lock for all of it; long work lets go of it between steps
+    CacheState -- lock      one lock for all of it; long work releases it between steps
                -- ledger    every byte by purpose, under one budget;  pool, scratch: two of its accounts
-               -- store     the slabs that hold KV;   nodes: the trees, and which node owns what of a slab
-               -- tier      what lies below memory, or None
-               -- leases, restores, dropped: who uses it now, or did and was not closed
+               -- store     the slabs that hold KV;   nodes: the trees, and which node owns which range of a slab
+               -- tier      the tier below memory, or None
+               -- leases, restores: open ones;  dropped: leases that were dropped without being closed
 
 Knows nothing of mlx-lm, of files, or of how a request runs.
 """
@@ -28,6 +28,7 @@ from onefold.cache.memory.ledger import Ledger
 from onefold.cache.memory.lock import CacheLock, Work
 from onefold.cache.memory.nodes import NodeStore
 from onefold.cache.memory.placement import Placement
+from onefold.cache.memory.reasons import Reason
 from onefold.cache.memory.reclaiming import PATIENCE, Reclaiming
 from onefold.cache.memory.scratch import Scratch
 from onefold.cache.memory.segment import Store
@@ -41,7 +42,7 @@ log = logging.getLogger("onefold")
 
 
 class ModelTraits(Protocol):
-    """What memory and tiers need to know of the models whose KV they hold."""
+    """The properties of the models whose KV memory and tiers hold."""
 
     @property
     def specs(self) -> list[LayerSpec]:
@@ -60,7 +61,7 @@ class ModelTraits(Protocol):
 
     @property
     def recurrent(self) -> bool:
-        """Whether some state is good for one point alone."""
+        """Whether some layer's state can be restored only at the position where it was taken."""
         ...
 
     @property
@@ -69,12 +70,12 @@ class ModelTraits(Protocol):
         ...
 
     def accepts(self, store: Store, snapshots: Sequence[Any], position: int) -> bool:
-        """Whether layers of these models would take these snapshots, clamped to `position`; None is no snapshot."""
+        """Whether layers of these models accept these snapshots, clamped to `position`; None is no snapshot."""
         ...
 
     def revive(self, described: str, arrays: dict[str, mx.array]) -> tuple[int, list[Any]]:
-        """The position and the snapshots of a checkpoint that was described. Raises ValueError, KeyError or TypeError
-        for nonsense."""
+        """Returns the position and the snapshots of a checkpoint from its description and arrays. Raises ValueError,
+        KeyError or TypeError if the description is invalid."""
         ...
 
 
@@ -85,17 +86,13 @@ class Holder(Protocol):
     def closed(self) -> bool: ...
     @property
     def hold(self) -> Any:
-        """What it holds (`request.hold.Hold`): its `track`, the `node` at the end of its path, the `thread` that used
-        it last, and the tokens of its prompt that have no room yet (`unreserved`)."""
+        """Its state (`request.hold.Hold`): its `track`, the `node` at the end of its path, the `thread` that used it
+        last, and the tokens of its prompt that have no room yet (`unreserved`)."""
         ...
 
     @property
     def usage(self) -> Using:
         """Which thread is using it."""
-        ...
-
-    def close_dropped(self) -> None:
-        """It was dropped without being closed. Raises WrongThread if only another thread can close it."""
         ...
 
 
@@ -104,21 +101,25 @@ class Using(Protocol):
 
     @property
     def busy_elsewhere(self) -> bool:
-        """Whether another thread is in a forward on it, or has left what only that thread can compute."""
+        """Whether another thread is in a forward on it, or has left lazy arrays that only that thread can compute."""
         ...
 
     @property
     def in_forward_elsewhere(self) -> bool: ...
     def recount(self) -> None:
-        """Have the ledger say exactly what its layers occupy."""
+        """Set the ledger's account to exactly what its layers occupy."""
         ...
 
     def await_turn(self, seconds: float) -> bool: ...
     def discard_now(self) -> bool: ...
+    def close_dropped(self) -> bool:
+        """Close a lease that was dropped without being closed. Returns False if what its layers held was lost. Raises
+        WrongThread if only another thread can close it."""
+        ...
 
 
 class Reader(Protocol):
-    """A restore that is under way, as memory sees it."""
+    """A restore in progress, as memory sees it."""
 
     def holds(self, track: Track) -> bool: ...
     def finish(self) -> None: ...
@@ -129,7 +130,7 @@ class CacheState:
         self.model = model
         self.ledger = ledger
         self.lock = lock
-        # an elastic budget is for KV alone: the pool beside it has the machine's share
+        # an elastic budget is for KV alone: the pool's share is of the machine's memory
         self.pool = device.Pool(
             ledger, device.pool_bytes(device.memory_bytes() if ledger.elastic else ledger.budget_bytes)
         )
@@ -140,39 +141,39 @@ class CacheState:
         self.reclaiming = Reclaiming(self.nodes, self.placement, ledger, lock, pointwise=model.pointwise)
         self.scratch = Scratch(ledger, lock)
         self.leases: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Open ones (`Holder`)."""
+        """Open leases (`Holder`)."""
         self.restores: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Those under way (`Reader`)."""
+        """Restores in progress (`Reader`)."""
         self.dropped: list[Holder] = []
-        """Leases that were dropped without being closed, and are settled at the next call."""
+        """Leases that were dropped without being closed. The next call closes them."""
         self.dropped_restores: list[Reader] = []
         self.on_dropped: Callable[[Any], None] = lambda lease: None
-        """Told of leases that were dropped without being closed, when they have been settled."""
+        """Called with each dropped lease after it was closed."""
         self.totals: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self.min_checkpoint_tokens = 1
         self.water = (1.0, 1.0)
-        """Of the budget: reclaiming begins above the second, and goes down to the first."""
+        """Fractions of the budget: reclaiming begins above the second, and ends at the first."""
         self.uncached_reason = ""
-        """Why nothing is kept; empty if it is."""
+        """Why nothing is cached; empty if KV is cached."""
         self.closing = False
-        """No request is begun any more."""
+        """No new request is accepted."""
         self.closed = False
-        self._said_rotation = False
+        self._has_logged_rotation = False
 
     @property
     def tier(self) -> Tier | None:
-        """What lies below memory; None if nothing does."""
+        """The tier below memory; None if there is none."""
         return self.nodes.tier
 
-    # -- leases that nobody closes -------------------------------------------------------------
+    # -- leases that were dropped ----------------------------------------------------------------
 
     def drop(self, lease: Holder) -> None:
-        """Settle this lease at the next call: for finalisers, which run on any thread and at any time."""
+        """Close this lease at the next call. For finalizers, which run on any thread and at any time."""
         self.dropped.append(lease)
 
     def leave(self, hold: Any) -> None:
-        """The lease that has this hold is closed. Called with the lock held."""
+        """Remove the lease that has this hold from the open ones. Called with the lock held."""
         for lease in [x for x in self.leases if x.hold is hold]:
             self.leases.discard(lease)
 
@@ -180,26 +181,29 @@ class CacheState:
         self.dropped_restores.append(restore)
 
     def sweep(self) -> None:
-        """Settle leases that were dropped without being closed. One whose state only another thread can compute waits
-        for that thread."""
+        """Close leases that were dropped without being closed. One whose state only another thread can compute stays
+        until that thread closes it."""
         if not self.dropped and not self.dropped_restores:
             return
         with self.lock:
             while self.dropped_restores:
                 self.dropped_restores.pop().finish()
             for lease in list(self.dropped):
-                self.leases.add(lease)  # the cyclic collector may have taken it out
+                self.leases.add(lease)  # the cyclic collector may have removed it
                 with contextlib.suppress(WrongThread):
-                    lease.close_dropped()
+                    if lease.usage.close_dropped():
+                        self.on_dropped(lease)
+                    self.reasons[Reason.DROPPED] += 1
                     self.dropped.remove(lease)
 
     def thread_left(self, thread: int) -> None:
-        """Release the scratch of a thread that no open lease was used by last. Called with the lock held."""
+        """Release the scratch of a thread that is not the last user of any open lease. Called with the lock held."""
         if not any(lease.hold.thread == thread for lease in self.leases if not lease.closed):
             self.scratch.release(thread)
 
     def busy_writer(self, node: Node) -> Holder | None:
-        """The lease that another thread is using at this moment to write where this node lies."""
+        """Returns the lease with which another thread is writing this node's slab at this moment; None if there is
+        none."""
         writers = node.span.slab.writers if node.span is not None else ()
         found = (x for x in self.leases if x.hold.track in writers and x.usage.busy_elsewhere)
         return next(found, None) if writers else None
@@ -207,27 +211,27 @@ class CacheState:
     # -- memory --------------------------------------------------------------------------------
 
     def reclaim(self, excess: Callable[[], int], *, patience: float = PATIENCE, before: float | None = None) -> None:
-        """Free so many bytes, in stretches between which other threads get in; nothing if they cannot all be freed.
-        `patience` and `before` are `Reclaiming.making_room`'s."""
+        """Free `excess()` bytes, releasing the lock for other threads in between; nothing if they cannot all be freed.
+        For `patience` and `before` see `Reclaiming.making_room`."""
         self.lock.run(self._reclaiming(excess, patience, before))
 
     def _reclaiming(self, excess: Callable[[], int], patience: float, before: float | None) -> Work[None]:
         last = math.inf
-        if self.tier is not None:  # nothing can be freed where the writer is copying
+        if self.tier is not None:  # a slab that the writer is copying cannot be freed
             yield from self.tier.awaiting_copies(self.store.busy)
         while not self.closed and last > (missing := excess()) > 0:
             last = missing
             yield from self.reclaiming.making_room(missing, patience=patience, before=before)
 
     def note_rotation(self, n_tokens: int, max_size: int) -> None:
-        """A conversation outgrows the bound: counted each time, logged once."""
-        self.reasons["rotated"] += 1
-        if not self._said_rotation:
-            self._said_rotation = True
+        """Count that a conversation outgrows the bound; log it once per cache."""
+        self.reasons[Reason.ROTATED] += 1
+        if not self._has_logged_rotation:
+            self._has_logged_rotation = True
             log.warning(
-                "a conversation of %d tokens outgrows max_kv_size=%d: from now on the model sees its first tokens and "
-                "its latest ones, and not what lies between. This is logged once. How many conversations outgrew it: "
-                "PrefixCache.stats().reasons['rotated'], or \"rotated\" in a server's GET /v1/cache",
+                "a conversation of %d tokens outgrows max_kv_size=%d: from now on the model sees only its first and "
+                "its latest tokens. This is logged once; PrefixCache.stats().reasons['rotated'], or \"rotated\" in a "
+                "server's GET /v1/cache, counts such conversations",
                 n_tokens,
                 max_size,
             )

@@ -1,13 +1,13 @@
-"""What a cache asks of the tier below memory. `tiers/` implements this; memory knows no files.
+"""The protocols of the tier below memory. `tiers/` implements them; memory knows no files.
 
-    Tier          the tier as a whole: saves nodes that memory evicts, and gives them back
-    Fetch         one return of KV to memory, in steps
-    TierPayload   what hangs on a node (`Node.below`, in `tree`): how much of the node the tier has
-    TierStats     what a tier counts
-    NoTier        a tier that holds nothing: a base for small tiers, which override what they do
+    Tier          the tier as a whole: saves nodes that memory evicts, and fetches them again
+    Fetch         brings KV back to memory for one request, in steps
+    TierPayload   attached to a node (`Node.below`, in `tree`): how much of the node the tier has
+    TierStats     the statistics of a tier
+    NoTier        a tier that holds nothing: a base class for small tiers
 
-Methods are called with the cache's lock held, unless they say otherwise. What returns `Work` may let go of it between
-its steps. docs/extending.md has a small tier as an example.
+Methods are called with the cache's lock held, unless their docstring says otherwise. Methods that return `Work` may
+release it between steps. docs/extending.md has a small tier as an example.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from typing import Protocol
 
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.segment import Slab
+from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
-from onefold.cache.memory.tree import Node, TierPayload, Tokens, Tree
+from onefold.cache.memory.tree import Node, TierPayload, Tree
 
 __all__ = ["Fetch", "NoTier", "Tier", "TierPayload", "TierStats"]
 
 
 @dataclass(frozen=True)
 class TierStats:
-    """A tier at a moment. Counts are since the cache was made, unless they say otherwise."""
+    """The statistics of a tier at a moment. Counts begin when the cache is made, unless stated otherwise."""
 
     mode: str = "off"
     """off, back or through."""
     folder: str = ""
     failed: str = ""
-    """Why nothing is written any more, or was from the start."""
+    """Why the tier writes nothing; empty if it does."""
     budget_bytes: int = 0
     used_bytes: int = 0
     """On disk, in blocks of 4,096."""
@@ -44,25 +45,25 @@ class TierStats:
     written_ever_bytes: int = 0
     """To this folder, by any process."""
     daily_limit_bytes: int = 0
-    """0 is none."""
+    """0 is no limit."""
     pending: bool = False
-    """Something is being written, or waits to be."""
+    """Whether something is being written or is queued."""
     spilled_tokens: int = 0
     restored_tokens: int = 0
     restored_bytes: int = 0
     skipped_tokens: int = 0
-    """In the tier, and not read because computing them is quicker."""
+    """Tokens in the tier that were not read because computing them is quicker."""
     rejected_records: int = 0
     evicted_records: int = 0
     left_tokens: int = 0
-    """In memory and not in the tier, when the cache was closed."""
+    """Tokens that were in memory and not in the tier when the cache was closed."""
 
 
 class Fetch(Protocol):
     """Tokens of one request on their way back into memory."""
 
     driver: threading.Thread | None
-    """The thread that runs all steps, if one does."""
+    """The thread that runs all steps; None if the caller runs them one by one."""
     owner: object
     """Kept alive by the fetch: the cache."""
 
@@ -70,25 +71,25 @@ class Fetch(Protocol):
     def done(self) -> bool: ...
     @property
     def rejected(self) -> bool:
-        """Something failed a check: another `planning` may find what is left."""
+        """Whether a record failed a check. `planning` again finds what is left."""
         ...
 
     @property
     def tokens(self) -> int:
-        """Tokens that came from the tier so far."""
+        """Tokens that were fetched so far."""
         ...
 
     @property
     def before(self) -> int:
-        """How far the request could have been resumed without."""
+        """The position at which the request could have been resumed without the fetch."""
         ...
 
     def step(self) -> bool:
-        """Fetch a part. Returns False when there is nothing more to do. Called without the lock."""
+        """Fetch a part. Returns False when the fetch is complete. Called without the lock."""
         ...
 
     def finish(self) -> None:
-        """End it: memory owns what was fetched. Called with or without the lock, any number of times."""
+        """End the fetch: memory owns what was fetched. Called with or without the lock, any number of times."""
         ...
 
     def holds(self, track: Track) -> bool:
@@ -100,15 +101,15 @@ class Tier(Protocol):
     # -- nodes -----------------------------------------------------------------------------------
 
     def attach(self, tree: Tree, namespace: Hashable) -> None:
-        """Give the tree of a caller's namespace the nodes that the tier has of it. Called at each use."""
+        """Add the nodes that the tier has to the tree of a caller's namespace. Called at each use of the tree."""
         ...
 
     def touch(self, path: list[Node], used: float) -> None:
-        """These nodes were used at that time."""
+        """Record that these nodes were used at time `used`."""
         ...
 
     def committed(self, node: Node) -> None:
-        """The node may be written now."""
+        """Note that the node is committed, and may be written from now on."""
         ...
 
     def is_clean(self, node: Node) -> bool:
@@ -116,66 +117,68 @@ class Tier(Protocol):
         ...
 
     def saving(self, node: Node, until: float) -> Work[bool]:
-        """Write a node that is about to be evicted, and wait for that. Returns False if the tier does not have it. The
-        tier sets `Node.below`."""
+        """Write a node that is about to be evicted, and wait for that until `until`. Sets `Node.below`. Returns False
+        if the tier does not have the node afterwards."""
         ...
 
     def count_lost(self, node: Node) -> None:
-        """The node leaves memory, and the tier may not have it."""
+        """Count a node that is evicted although the tier may not have it."""
         ...
 
     def leave(self, node: Node) -> None:
-        """The node is being removed from its tree. The tier sets `Node.below` to None."""
+        """Drop what the tier has of a node that is being removed from its tree. Sets `Node.below` to None."""
         ...
 
     def drop_below(self, node: Node) -> None:
-        """Drop the node's descendants, which the tier alone has, because it does not have the node itself. The tier
-        removes them from their tree."""
+        """Drop the node's descendants, which are in the tier only, because the tier does not have the node itself.
+        Removes them from their tree."""
         ...
 
     def clear(self) -> None:
-        """Drop everything of this model that no node has."""
+        """Drop everything of this model that no node refers to."""
         ...
 
     # -- memory ----------------------------------------------------------------------------------
 
     def awaiting_copies(self, slabs: Iterable[Slab]) -> Work[None]:
-        """Wait, not for long, until nothing is being copied out of these."""
+        """Wait, for a limited time, until the tier is copying none of these slabs."""
         ...
 
     def making_way(self, path: list[Node], slabs: Iterable[Slab]) -> Work[bool]:
-        """A request wants to write behind these buffers. Returns False if it had better write elsewhere."""
+        """Prepare for a request that wants to continue in these slabs. Returns False if it should write to a new slab
+        instead."""
         ...
 
     @property
     def extra_bytes(self) -> int:
-        """Memory that the tier uses for a while, and gives back."""
+        """Bytes of memory that the tier uses temporarily."""
         ...
 
     def draining(self, until: float) -> Work[None]:
-        """Wait, until then at most, for `extra_bytes` to come back."""
+        """Wait until the tier has released its `extra_bytes`, at most until `until`."""
         ...
 
     # -- requests --------------------------------------------------------------------------------
 
     def planning(self, tree: Tree, tokens: Tokens, reserve_tokens: int) -> Work[Fetch | None]:
-        """Returns a fetch of what a request of these tokens can use, None if nothing is worth it. Raises BudgetError if
-        there is no room. The fetch is in `CacheState.restores` while it holds a buffer."""
+        """Returns a fetch of what a request with these tokens can use; None if nothing is worth fetching. Raises
+        BudgetError if there is no room. The fetch is in `CacheState.restores` while it holds a buffer."""
         ...
 
     def awaiting_others(self, tree: Tree, tokens: Tokens) -> Work[None]:
-        """Wait while another thread fetches something that these tokens need."""
+        """Wait while another thread fetches KV of these tokens."""
         ...
 
     def prefilled(self, n_tokens: int, seconds: float) -> None:
-        """So many tokens were computed in so long: fetching is worth it only if it is quicker."""
+        """Record how long computing `n_tokens` took: fetching is worth it only if it is quicker."""
         ...
 
     # -- the whole of it -------------------------------------------------------------------------
 
     def flush(self, *, everything: bool, until: float, reports: bool = False) -> bool:
-        """Write the dirty nodes that are due, or with `everything` all, and wait for that. Returns False if it took
-        too long or failed. With `reports`, no later flush reports the same lost nodes. The inner lock is enough."""
+        """Write the dirty nodes that are due, or with `everything` all dirty nodes, and wait for that. Returns False if
+        it took too long or failed. With `reports`, no later flush reports the same lost nodes. Needs only the inner
+        lock."""
         ...
 
     def give_up(self) -> None:
@@ -183,16 +186,16 @@ class Tier(Protocol):
         ...
 
     def stop(self, until: float | None) -> None:
-        """Write all dirty nodes, until then, and end the tier's threads; with None, only end them. Called without the
-        lock, before `close`, any number of times."""
+        """Write all dirty nodes, at most until `until`, and end the tier's threads; with None, only end them. Called
+        without the lock, before `close`, any number of times."""
         ...
 
     def close(self) -> None:
-        """Release what the tier holds outside of memory. After `stop`."""
+        """Release what the tier holds outside of memory. Called after `stop`."""
         ...
 
     def abandon(self) -> None:
-        """The cache was dropped without `close`: stop and close. Called without the lock, on any thread."""
+        """Stop and close, because the cache was dropped without `close`. Called without the lock, on any thread."""
         ...
 
     @property
@@ -202,11 +205,11 @@ class Tier(Protocol):
 
     def stats(self) -> TierStats: ...
     def reasons(self) -> Counter[str]:
-        """Returns why something was not saved or fetched, and how often."""
+        """Returns the reasons why something was not saved or fetched, each with its count."""
         ...
 
     def check(self) -> list[str]:
-        """Recount. Returns a sentence for each thing that is wrong."""
+        """Recounts everything. Returns a sentence for each finding."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""Tracks: what an open lease reads and writes, as pieces that cover the positions [0, end).
+"""Tracks: the KV that an open lease reads and writes, as pieces that cover the positions [0, end).
 
-Positions below `floor` belong to the tree; recomputing them writes nothing. A slab is written by one track, and only
-while no other track reads it: a second reader seals it, and the writer goes on in a fresh slab.
+The tree owns the positions below `floor`; recomputing them writes nothing. A slab is written by one track, and only
+while no other track reads it: a second reader seals it, and the writer continues in a new slab.
 
     position   0 ............ floor ............. end
     pieces     [ slab A 0:900 )[ slab B 12:80 )[ slab C 0:31 ) ....room
@@ -27,31 +27,32 @@ from onefold.errors import BudgetError, DeviceError, LeaseClosed
 
 
 class Track(Pieces):
-    """The storage of one sequence's sliceable layers."""
+    """The KV of one sequence's sliceable layers."""
 
     def __init__(self, store: Store, *, contiguous: bool = False) -> None:
         super().__init__(store)
         self.contiguous = contiguous
-        """Models outside the seam: always one piece that starts at index 0."""
-        self.floor = 0  # recomputing below here writes nothing
-        self.frozen = 0  # positions below here are the tree's, wherever they lie
+        """For models outside the seam: it must be one piece that starts at index 0."""
+        self.floor = 0  # recomputing below this position writes nothing
+        self.frozen = 0  # the tree owns the positions below this one
 
     def gather(self) -> None:
-        """See that a contiguous track is one piece, before it is read."""
+        """Copy a contiguous track into one piece, if it is not, before it is read. Raises BudgetError."""
         if self.contiguous and self.pieces and not self.whole:
             self.copy_whole(self.end)
 
     # -- reading ----------------------------------------------------------------------
 
     def written(self) -> list[mx.array]:
-        """Every layer's arrays that this track may have written to."""
+        """Returns every layer's arrays that this track may have written to."""
         slabs = {id(p.slab): p.slab for p in self.pieces if self.writable(p)}
         return [a for slab in slabs.values() for layer in slab.layers if layer for a in layer]
 
     # -- borrowing, from the tree ----------------------------------------------------------
 
     def borrow(self, spans: Iterable[Span]) -> None:
-        """Read these spans in place, one after the other from position 0. Their arrays must be whole."""
+        """Read these spans in place, one after the other from position 0. None of their slabs may be in the middle of a
+        copy."""
         for span in spans:
             last = self.pieces[-1] if self.pieces else None
             if last is not None and last.slab is span.slab and last.hi == span.lo:
@@ -62,7 +63,8 @@ class Track(Pieces):
         self.floor = self.frozen = self.end
 
     def take(self) -> bool:
-        """Become the writer of the last piece's slab, if nobody else reads it and nothing lies behind."""
+        """Become the writer of the last piece's slab. Returns False if another track reads it, the disk writer is
+        copying it, or a node owns a range behind the piece."""
         if not self.pieces:
             return False
         last = self.pieces[-1]
@@ -85,8 +87,8 @@ class Track(Pieces):
     def ensuring(self, start: int, n: int, *, keep: int | None = None, spare: int = 0) -> Work[None]:
         """Make the positions [start, start + n) readable, and those not below `floor` writable.
 
-        `keep` is the furthest position that any layer still needs. Room to grow leaves `spare` bytes free. May raise
-        BudgetError; then nothing has been allocated and every layer reads what it read before.
+        `keep` is the furthest position that any layer still needs. Room to grow leaves `spare` bytes free. Raises
+        BudgetError if there is no room; then nothing has been allocated and every layer reads what it read before.
         """
         stop = start + n
         start = max(start, self.floor)
@@ -101,7 +103,7 @@ class Track(Pieces):
             if not self._can_grow or self.pieces[-1].room >= missing:
                 break
             yield from self._growing(missing, spare)
-            if not self._sealed_from(start):  # or somebody has come to read it meanwhile
+            if not self._sealed_from(start):  # else another track has begun to read it meanwhile
                 break
         if self.pieces and self.writable(self.pieces[-1]):
             last = self.pieces[-1]
@@ -116,16 +118,16 @@ class Track(Pieces):
                 self.append(self.store.slab_for(missing, spare=spare), missing)
 
     def _sealed_from(self, start: int) -> bool:
-        """Whether some position from `start` on lies where this track may not write."""
+        """Whether this track may not write to some position from `start` on."""
         return start < self.frozen or any(p.end > start and not self.writable(p) for p in self.pieces)
 
     @property
     def _can_grow(self) -> bool:
-        """Whether its last buffer can be made larger in place."""
+        """Whether its last slab can be made larger in place."""
         return bool(self.pieces) and self.pieces[-1].limit is None and self.writable(self.pieces[-1])
 
     def write(self, index: int, start: int, new: Arrays) -> None:
-        """Store `new` (arrays of some tokens from `start` on) for layer `index`, from `floor` up."""
+        """Write `new`, the arrays of some tokens from `start` on, for layer `index`; nothing below `floor`."""
         n = new[0].shape[2]
         last = self.pieces[-1]
         if start >= self.floor and start >= last.pos:  # nearly always
@@ -146,7 +148,7 @@ class Track(Pieces):
                 arrays[j][..., lo : lo + b - a, :] = part
 
     def shorten(self, end: int) -> None:
-        """Room that was made beyond `end` stays room: it is covered once a forward asks for it."""
+        """Turn the positions from `end` on into room again; they stay reserved, and `ensure` covers them later."""
         last = self.pieces[-1]
         if last.pos < end < last.end:
             last.hi -= last.end - end
@@ -154,16 +156,16 @@ class Track(Pieces):
             last.hi = last.lo
 
     def rewind(self, to: int) -> None:
-        """Positions from `to` on will be written anew, also those that the tree has (elsewhere, then)."""
+        """Allow positions from `to` on to be written again. Those that the tree owns are written to another slab."""
         self.floor = min(self.floor, to)
 
     def freeze(self, upto: int) -> None:
-        """The positions below `upto` have become the tree's."""
+        """Note that the tree owns the positions below `upto`."""
         self.floor = max(self.floor, upto)
         self.frozen = max(self.frozen, upto)
 
     def free(self) -> None:
-        """Let go of everything. What nodes own stays with them."""
+        """Release all pieces. What nodes own stays with them."""
         for piece in self.pieces:
             piece.slab.finish_copy()
         for piece in self.pieces:
@@ -181,7 +183,8 @@ class Track(Pieces):
         self.pieces.append(Piece(slab, 0, n, self.end))
 
     def _growing(self, n: int, spare: int) -> Work[None]:
-        """Make room for `n` more tokens in place; where there is none for one array's copy, a fresh slab will do."""
+        """Grow the last slab by `n` tokens in place. Does nothing if there is no room for one array's copy: the caller
+        opens a new slab then."""
         last = self.pieces[-1]
         last.slab.finish_copy()
         yield from Copying(self._grown(last, n, spare), [last.slab]).steps()
@@ -193,7 +196,8 @@ class Track(Pieces):
                 return
 
     def _reseat(self, start: int, keep: int) -> None:
-        """The positions from `start` on lie where this track may not write: go on in a fresh slab."""
+        """Continue in a new slab from `start` on, because this track may not write there. Copies the positions up to
+        `keep`."""
         if self.contiguous and self.pieces:
             self.copy_whole(self.end)
             self.frozen = min(self.frozen, start)
@@ -206,13 +210,13 @@ class Track(Pieces):
         self._cut(start)
         self.frozen = min(self.frozen, start)
         if self.pieces and self.pieces[-1].slab.used > self.pieces[-1].hi:
-            self.pieces[-1].slab.writers.discard(self)  # what lies behind is a node's
+            self.pieces[-1].slab.writers.discard(self)  # a node owns the range behind
             self.store.note(self.pieces[-1].slab)
         if fresh is not None:
             self.append(fresh, keep - start)
 
     def _cut(self, at: int) -> None:
-        """Read nothing from position `at` on."""
+        """Release the pieces from position `at` on."""
         dropped = [p for p in self.pieces if p.pos >= at]
         self.pieces = [p for p in self.pieces if p.pos < at]
         if self.pieces and self.pieces[-1].end > at:
@@ -240,11 +244,12 @@ class Track(Pieces):
         return self.store.run(self.merging(capacity))  # type: ignore[no-any-return]
 
     def merging(self, capacity: int, consume: frozenset[Slab] = frozenset()) -> Work[Slab]:
-        """One slab with all that the pieces hold. The layers of the slabs in `consume`, which nobody
-        else reads, are given up as soon as they are copied, so that the transient is one layer.
-        Their spans are for the caller to move. Raises BudgetError before anything has changed."""
+        """Copy all pieces to one new slab, and return it. The layers of the slabs in `consume`, which no other track
+        reads, are freed as soon as they are copied, so that the transient is one layer; the caller moves their spans.
+        Raises BudgetError before anything has changed, DeviceError if a later layer cannot be copied, and
+        LeaseClosed."""
         for slab in consume:
-            slab.rewriting = True  # while room is made, nobody may begin to copy what will be given up
+            slab.rewriting = True  # while room is made, no other thread may begin to copy a slab that will be freed
         try:
             return (yield from self._merging(capacity, consume))
         finally:
@@ -254,7 +259,7 @@ class Track(Pieces):
     def _merging(self, capacity: int, consume: frozenset[Slab]) -> Work[Slab]:
         end, store = self.end, self.store
         fresh = store.slab(capacity, reserved=0)
-        fresh.enter(self)  # not idle: reclaiming must not think it empty
+        fresh.enter(self)  # so that it is not idle, and reclaiming does not compact it
         fresh.rewriting, pieces = True, self.pieces
 
         def abandon() -> None:
@@ -275,13 +280,13 @@ class Track(Pieces):
                         fresh.layers[index] = self.copied(index, 0, end, capacity)
                     except BudgetError as error:
                         if index and consume:
-                            raise DeviceError(f"{index} layers were copied and given up, then: {error}") from None
+                            raise DeviceError(f"the merge failed after {index} layers: {error}") from None
                         raise
                     for slab in consume:
                         slab.layers[index] = None
                     yield 0.0
                     if self.pieces is not pieces:
-                        raise LeaseClosed("this lease was closed while its buffers were copied")
+                        raise LeaseClosed("this lease was closed while its buffers were being copied: open another")
                 for slab in consume:
                     slab.account.resize(0)
                 fresh.account.resize(capacity * store.token_bytes, force=True)

@@ -1,86 +1,24 @@
 """The radix tree: token ids to nodes.
 
-- A node is an edge: `tokens` spans exactly [start, end) of every sequence below it.
+- A node is an edge: its `tokens` are [start, end) of every sequence below it.
 - Children of a node differ in their first token; a root has no tokens.
-- What a node carries (`span`, `checkpoint`, `below`) is opaque here. A payload spans exactly its edge;
-  `cut` is told how to cut it when an edge is split.
-- Matching compares arrays; it never looks at tokens one by one, and touches no payload.
-- A node counts the branches below it that have something in memory, and tells its watch of every change that may move
-  it in an order of eviction. Both happen where an attribute is set, so that nobody has to remember it.
+- The payloads of a node (`span`, `checkpoint`, `below`) are opaque here. A payload covers exactly its edge, and has a
+  `cut` method for when the edge is split.
+- Matching compares whole arrays, not single tokens, and touches no payload.
+- A node counts its children that have something in memory, and notifies its watch of every change that may move it in
+  an order of eviction. The setters of its attributes do both.
 
 No MLX in this file.
 """
 
 from __future__ import annotations
 
-import array
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from onefold.errors import TokenError
-
-Tokens = npt.NDArray[np.int32]
-
-NAMED = 1 << 30
-"""Ids from here on are no vocabulary's: they name something else that a model was fed, such as an image."""
-
-
-def unboxed(tokens: Any) -> Any:
-    """A list of integers as an array, which is quicker so than by way of numpy; anything else as it is."""
-    if isinstance(tokens, list) and tokens and type(tokens[0]) is int:
-        with contextlib.suppress(TypeError, OverflowError):
-            return np.frombuffer(array.array("q", tokens), np.int64)
-    return tokens
-
-
-def as_tokens(tokens: Any) -> Tokens:
-    """A one-dimensional int32 array of token ids, without a copy where it is one already."""
-    if isinstance(tokens, (str, bytes)):
-        raise TokenError("tokens are integers, and this is text: encode it first (tokenizer.encode)")
-    if isinstance(tokens, (list, tuple)) and tokens and isinstance(tokens[0], Mapping):
-        raise TokenError(
-            "tokens are integers, and these are messages: apply the tokenizer's chat template first "
-            "(tokenizer.apply_chat_template)"
-        )
-    if tokens is None:
-        raise TokenError("tokens are a sequence of integers, and this is None")
-    if isinstance(tokens, Mapping):
-        raise TokenError("tokens are integers, and this is a mapping: pass the ids in it, such as its input_ids")
-    try:
-        found = np.asarray(unboxed(tokens))
-    except (ValueError, TypeError) as error:
-        raise TokenError(f"tokens must be a flat sequence of integers: {error}") from error
-    if found.ndim != 1:
-        raise TokenError(f"tokens must be one-dimensional, got shape {found.shape}")
-    if found.size == 0:
-        raise TokenError("tokens are empty: give at least one, such as the beginning-of-text token")
-    if found.dtype.kind not in "iu":
-        raise TokenError(f"tokens must be integers, got {found.dtype}")
-    if found.dtype != np.int32:
-        low, high = int(found.min()), int(found.max())
-        if low < 0 or high > np.iinfo(np.int32).max:
-            raise TokenError(f"token ids must be from 0 to 2147483647, got {low if low < 0 else high}")
-        found = found.astype(np.int32)
-    elif int(found.min()) < 0:
-        raise TokenError(f"token ids must not be negative, got {int(found.min())}")
-    return found
-
-
-def as_tokens_or_none(tokens: Any) -> Tokens:
-    """Like `as_tokens`, for a caller that may mean no tokens at all."""
-    return as_tokens(tokens) if len(tokens) else np.empty(0, np.int32)
-
-
-def common_length(a: Tokens, b: Tokens) -> int:
-    """How many leading tokens agree."""
-    n = min(len(a), len(b))
-    differ = a[:n] != b[:n]
-    first = int(differ.argmax()) if n else 0
-    return first if n and differ[first] else n
+from onefold.cache.memory.tokens import Tokens, common_length, is_frozen
 
 
 class TierPayload(Protocol):
@@ -88,22 +26,22 @@ class TierPayload(Protocol):
 
     @property
     def kv(self) -> int:
-        """Up to here the tier has the node's KV."""
+        """The tier has the node's KV up to here."""
         ...
 
     @property
     def fetchable(self) -> int:
-        """Up to here the tier can give the node's KV back now."""
+        """The tier can read the node's KV up to here now."""
         ...
 
     @property
     def known(self) -> int:
-        """Up to here the tier has the node's tokens, with KV or without."""
+        """The tier has the node's tokens up to here, with KV or without."""
         ...
 
     @property
     def readable(self) -> int:
-        """Up to here the tier has what memory has of the node."""
+        """The tier has everything that memory has of the node up to here."""
         ...
 
     @property
@@ -117,11 +55,11 @@ class TierPayload(Protocol):
         ...
 
     def reaches_beyond(self, lower: Node) -> bool:
-        """Whether what the tier has of the node continues into another node than `lower`, its child."""
+        """Whether a record of the node continues into another child than `lower`."""
         ...
 
     def cut(self, at: int, upper: Node, lower: Node) -> tuple[TierPayload | None, TierPayload | None]:
-        """Split it with its node, at the `at`-th token. Returns the payloads of `upper` and `lower`."""
+        """Split the payload with its node, at the `at`-th token. Returns the payloads of `upper` and `lower`."""
         ...
 
     def join(self, upper: TierPayload | None) -> None:
@@ -129,18 +67,19 @@ class TierPayload(Protocol):
         ...
 
     def moved(self, node: Node) -> TierPayload:
-        """Returns the same for `node`, which has taken over the payload's own."""
+        """Returns the payload for `node`, which has taken over the payload's node."""
         ...
 
 
 class Watch(Protocol):
-    """Told of changes, right after each."""
+    """Is notified of changes of a tree, right after each."""
 
     def changed(self, node: Node) -> None:
-        """Its use, its leases or pins, or what it has in memory changed; or it entered or left the tree."""
+        """The node's last use, leases, pins or content in memory changed; or it was added to or removed from the
+        tree."""
 
     def branched(self, node: Node) -> None:
-        """It gained or lost a child."""
+        """The node gained or lost a child."""
 
 
 class Node:
@@ -167,7 +106,7 @@ class Node:
         self.parent = parent
         self.children: dict[int, Node] = {}
         self.held_below = 0
-        """Children that have something in memory, themselves or below them."""
+        """How many children have something in memory, or a descendant that has."""
         self._watch = watch
         self._span: Any = None
         self._checkpoint: Any = None
@@ -196,7 +135,7 @@ class Node:
 
     @property
     def below(self) -> TierPayload | None:
-        """What the tier below memory has of the node; that may be all of it, with nothing in memory."""
+        """What the tier has of the node, whether or not it is in memory too; None if nothing."""
         return self._below
 
     @below.setter
@@ -206,7 +145,7 @@ class Node:
 
     @property
     def leases(self) -> int:
-        """Open leases whose path goes through here."""
+        """The number of open leases whose path includes this node."""
         return self._leases
 
     @leases.setter
@@ -217,7 +156,7 @@ class Node:
 
     @property
     def pins(self) -> int:
-        """`pin()` calls that cover this node."""
+        """The number of pins that cover this node."""
         return self._pins
 
     @pins.setter
@@ -241,7 +180,7 @@ class Node:
             self._watch.changed(self)
 
     def _payload_changed(self, held: bool, *, always: bool = False) -> None:
-        """`held` says whether it had something in memory before."""
+        """Update counts and notify the watch. `held`: whether the node had something in memory before."""
         if self.in_memory != held:
             if self.parent is not None and not self.held_below:
                 self.parent.count_branch(-1 if held else 1)
@@ -250,7 +189,7 @@ class Node:
             self._tell()
 
     def count_branch(self, n: int) -> None:
-        """So many more children have something in memory now; or fewer. Told upwards as far as it matters."""
+        """Add `n` to the number of children that have something in memory, and update ancestors as far as needed."""
         node: Node | None = self
         while node is not None and n:
             before = node.held_below
@@ -264,7 +203,7 @@ class Node:
 
     @property
     def holds(self) -> bool:
-        """Whether it has something in memory, or a node below it has."""
+        """Whether the node or a descendant has something in memory."""
         return self.in_memory or self.held_below > 0
 
     @property
@@ -273,7 +212,7 @@ class Node:
 
     @property
     def in_memory(self) -> bool:
-        """Whether it has something in memory, or nothing anywhere."""
+        """Whether the node has something in memory, or nothing in memory and nothing in the tier."""
         return self._span is not None or self._checkpoint is not None or self._below is None
 
     @property
@@ -288,7 +227,7 @@ class Node:
         return node
 
     def path(self) -> list[Node]:
-        """From the first node below the root down to this one."""
+        """Returns the nodes from the first below the root down to this one."""
         nodes: list[Node] = []
         node: Node | None = self
         while node is not None and node.parent is not None:
@@ -297,8 +236,7 @@ class Node:
         return nodes[::-1]
 
     def walk(self) -> Iterator[Node]:
-        """This node's descendants, parents before children. Looks only at what is asked for; the tree must not change
-        meanwhile."""
+        """Yields this node's descendants, parents before children. Lazy: the tree must not change meanwhile."""
         stack = [reversed(self.children.values())]
         while stack:
             node = next(stack[-1], None)
@@ -312,9 +250,9 @@ class Node:
 
 class Match(NamedTuple):
     path: list[Node]
-    """Nodes that agree wholly, and last perhaps one that agrees in part."""
+    """Fully matched nodes; the last one may be matched only partially."""
     matched: int
-    """Tokens that agree."""
+    """The number of matched tokens."""
 
 
 class Tree:
@@ -323,10 +261,22 @@ class Tree:
     def __init__(self, watch: Watch | None = None) -> None:
         self._watch = watch
         self.root = Node(np.empty(0, np.int32), 0, None)
+        self._version = 0
+        """Counts the changes to which nodes there are."""
+        self._last: tuple[Tokens, int, Match] | None = None
+        """The last walk of frozen tokens, and the version that it is of."""
 
     def match(self, tokens: Tokens, above: Node | None = None) -> Match:
-        """How far these tokens are known, from the root on or from the end of a node."""
-        node, at, path = above or self.root, 0, list[Node]()
+        """Returns the longest known prefix of these tokens, from the root on or from the end of `above`. The path must
+        not be changed. A request asks several times before its first forward: frozen tokens are walked once."""
+        if above is not None or not is_frozen(tokens):
+            return self._walk(tokens, above or self.root)
+        if self._last is None or self._last[0] is not tokens or self._last[1] != self._version:
+            self._last = (tokens, self._version, self._walk(tokens, self.root))
+        return self._last[2]
+
+    def _walk(self, tokens: Tokens, node: Node) -> Match:
+        at, path = 0, list[Node]()
         while at < len(tokens):
             child = node.children.get(int(tokens[at]))
             if child is None:
@@ -340,8 +290,8 @@ class Tree:
         return Match(path, at)
 
     def children_first(self) -> Iterator[Node]:
-        """Every node that is there when its parent is come to, children before parents. The tree may change meanwhile:
-        a node may be gone when it is told."""
+        """Yields every node, children before parents. The tree may change meanwhile: nodes that are added below a node
+        already visited are left out, and a node may have been removed when it is yielded."""
         above: list[Node] = []
         left = [list(self.root.children.values())]
         while left:
@@ -354,18 +304,21 @@ class Tree:
                     yield above.pop()
 
     def reach(self, tokens: Tokens, above: Node | None = None) -> tuple[Node, int]:
-        """The node that ends where these tokens stop being known, split there if need be; and how far that is."""
+        """Returns the node that ends where the known prefix of these tokens ends, and the length of that prefix. Splits
+        a node if necessary."""
         above = above or self.root
         path, matched = self.match(tokens, above)
         node, end = path[-1] if path else above, above.end + matched
         return (self.split(node, end) if end < node.end else node), matched
 
     def add(self, parent: Node, tokens: Tokens) -> Node:
-        """A new leaf below `parent`, which must have no child with the same first token."""
+        """Adds a leaf below `parent`, and returns it. Raises ValueError if `parent` has a child with the same first
+        token."""
         first = int(tokens[0])
         if first in parent.children:
-            raise ValueError(f"token {first} is a child of the node at {parent.end} already")
+            raise ValueError(f"the node that ends at {parent.end} already has a child that begins with token {first}")
         node = Node(np.array(tokens, np.int32), parent.end, parent, self._watch)
+        self._version += 1
         parent.children[first] = node
         parent.count_branch(1)
         self._tell(node)
@@ -373,10 +326,12 @@ class Tree:
         return node
 
     def split(self, node: Node, at: int) -> Node:
-        """Cut the edge at position `at`; returns the new upper node. `node` keeps its lower part,
-        its children and its checkpoint, so that whoever holds it still holds the deeper end."""
+        """Cut the edge at position `at`. Returns the new upper node. `node` keeps the lower part, its children and its
+        checkpoint, so that a lease that holds it still holds the deeper end. Raises ValueError if `at` is not inside
+        the edge."""
         if not node.start < at < node.end or node.parent is None:
             raise ValueError(f"cannot split [{node.start}, {node.end}) at {at}")
+        self._version += 1
         k, above, held = at - node.start, node.parent, node.holds
         upper = Node(node.tokens[:k].copy(), node.start, above, self._watch)
         above.children[int(upper.tokens[0])] = upper
@@ -394,9 +349,11 @@ class Tree:
         return upper
 
     def join(self, upper: Node, lower: Node) -> None:
-        """The opposite of `split`: `lower`, the only child, takes over its parent's edge."""
+        """The opposite of `split`: `lower`, the only child of `upper`, takes over its parent's edge. Raises ValueError
+        if there is another child."""
         if upper.parent is None or upper.children != {int(lower.tokens[0]): lower}:
             raise ValueError(f"node [{upper.start}, {upper.end}) has more than one child")
+        self._version += 1
         above, held = upper.parent, upper.holds
         if lower._span is not None:
             lower._span.join(upper._span)
@@ -414,9 +371,10 @@ class Tree:
         self._tell(lower)
 
     def remove(self, node: Node) -> None:
-        """Take a leaf out of the tree."""
+        """Remove a leaf from the tree. Raises ValueError if the node has children."""
         if node.children or node.parent is None:
             raise ValueError(f"node [{node.start}, {node.end}) is not a leaf")
+        self._version += 1
         above = node.parent
         del above.children[int(node.tokens[0])]
         node.parent = None
@@ -433,5 +391,5 @@ class Tree:
             self._watch.branched(node)
 
     def index_bytes(self) -> int:
-        """What the tree itself occupies: its tokens, and about 400 bytes of objects per node."""
+        """Returns about how many bytes the tree itself occupies: its tokens, and 400 bytes of objects per node."""
         return sum(n.tokens.nbytes + 400 for n in self.root.walk())

@@ -1,8 +1,8 @@
-"""What a model's cache is made of, and the one factory that makes it.
+"""The anatomy of a model's cache, and the only factory of its live layers.
 
-- `survey` finds it out. A model that cannot take handles in place of arrays is `contiguous`: it gets one buffer.
-- Every live cache in Onefold is made by `Anatomy.make`: a bound (`max_kv_size`) given once is everywhere.
-- What is not understood is not cached: `reason` says why.
+- `survey` makes it. A model that cannot take handles in place of arrays is `contiguous`: its KV is one buffer.
+- `Anatomy.make` makes every live layer in Onefold, so that a bound (`max_kv_size`) applies to all of them.
+- A model with caches that Onefold does not recognise is not cached; `reason` gives the reason.
 
 Knows nothing of trees, leases or budgets.
 """
@@ -26,7 +26,7 @@ from onefold.errors import ConfigError
 
 @dataclass(frozen=True)
 class KvFormat:
-    """How KV is kept: 16 (as the model makes it), 8 or 4 bits (affine, mlx-lm's own)."""
+    """How KV is stored: 16 (as the model makes it), 8 or 4 bits (affine, mlx-lm's own)."""
 
     bits: int = 16
 
@@ -47,7 +47,7 @@ class KvFormat:
 
 @dataclass
 class Anatomy:
-    """The shape of one model's cache. `reason` is empty if it can be reused."""
+    """The shape of one model's cache. `reason` is empty if its KV can be reused."""
 
     leaves: list[Leaf]
     n_layers: int
@@ -60,14 +60,14 @@ class Anatomy:
     heads: int = 1
     itemsize: int = 4
     silent: bool = False
-    """The recurrent layers are not told how many tokens passed, but by `seam.watch`."""
+    """The model does not report to its recurrent layers how many tokens passed; `seam.watch` does."""
     notes: list[str] = field(default_factory=list)
     uncached_state_bytes: int = 0
-    """What the caches of a model that runs uncached begin with."""
+    """The initial bytes of the caches of a model that runs uncached."""
     uncached_token_bytes: int | None = None
-    """What they grow by per token; None if that could not be seen."""
+    """The bytes that they grow by per token; None if that could not be measured."""
     logit_tokens: int | None = None
-    """Of a longer forward than this the logits are never evaluated."""
+    """The logits of a forward with more tokens than this are never evaluated."""
 
     @property
     def sliceable(self) -> list[Leaf]:
@@ -79,7 +79,7 @@ class Anatomy:
 
     @property
     def recurrent(self) -> bool:
-        """Whether some state is good for one point alone."""
+        """Whether some layer's state can be restored only at the position where it was taken."""
         return any(leaf.one_point and leaf.used for leaf in self.leaves)
 
     @property
@@ -102,15 +102,16 @@ class Anatomy:
     def make(
         self,
         track: Track,
-        pulse: ForwardListener | None = None,
+        listener: ForwardListener | None = None,
         *,
         first_index: int = 0,
         always_handles: bool = False,
     ) -> tuple[list[Any], list[Any]]:
-        """The factory: layers as mlx-lm wants them, and the leaves that hold state, flat."""
+        """Makes the layers of one request: nested as mlx-lm expects them, and as a flat list of those that hold
+        state."""
         flat = {
             leaf.path: leaf.make(
-                track, pulse, first_index=first_index, bound=self.bound, always_handles=always_handles
+                track, listener, first_index=first_index, bound=self.bound, always_handles=always_handles
             )
             for leaf in self.leaves
         }
@@ -120,25 +121,25 @@ class Anatomy:
     # -- bytes ---------------------------------------------------------------------------
 
     def scratch_bytes(self, n_tokens: int, total_tokens: int, *, joins: bool = True) -> int:
-        """An upper estimate of one forward's activations and attention scratch. On a GPU a chunk's scores are never
-        laid out whole, unless the model does so itself (those outside the seam). `joins` says whether the pieces of a
-        layer may be put side by side."""
+        """Returns an upper estimate of one forward's activations and attention scratch. On a GPU the scores of a chunk
+        are never stored whole, unless the model does so itself (those outside the seam). `joins`: whether the pieces of
+        a layer may be concatenated."""
         per_token = self.widest * self.itemsize * 8
         scores = 3 * self.heads * n_tokens * total_tokens * 4
         if device.on_gpu() and not self.contiguous:
             few = min(n_tokens, 16)
             scores = (3 * self.heads * few * 4 + 2 * n_tokens) * total_tokens
         joined = max((leaf.token_bytes for leaf in self.leaves), default=0) * total_tokens if joins else 0
-        spoken = n_tokens if self.logit_tokens is None else min(n_tokens, self.logit_tokens)
-        logits = 3 * spoken * self.vocab * max(4, self.itemsize)
+        evaluated = n_tokens if self.logit_tokens is None else min(n_tokens, self.logit_tokens)
+        logits = 3 * evaluated * self.vocab * max(4, self.itemsize)
         return n_tokens * per_token + scores + joined + logits + (1 << 16)
 
     def point_bytes(self, offset: int, n_tokens: int) -> int:
-        """What windows and recurrent states may occupy after a forward of `n_tokens` at `offset`."""
+        """Returns the most bytes that windows and recurrent states occupy after a forward of `n_tokens` at `offset`."""
         return sum(leaf.point_bytes(offset, n_tokens) for leaf in self.leaves if leaf.used)
 
     def ring_bytes(self, offset: int, n_tokens: int) -> int:
-        """What bounded layers may occupy once they have become rings."""
+        """Returns the most bytes that bounded layers occupy once they have become rings; 0 without a bound."""
         if self.bound is None:
             return 0
         entries = ring_entries(self.bound.max_size, offset, n_tokens)

@@ -1,13 +1,12 @@
-"""Attention that reads KV where it lies.
+"""Attention that reads KV in place, from several buffers.
 
-- A layer that reads several pieces returns *handles* instead of arrays; `attention` is what the seam puts
-  in mlx-lm's place. It dispatches on the keys it is given: a handle is attended here, anything else goes
-  to the stock function, untouched.
-- One decode step over pieces: each piece is attended by itself, and the results are weighed by their
-  log-sum-exps. Exact; K and V are read in place, and nothing as long as a piece is ever joined or cut.
-- A prefill chunk joins one layer's pieces for the length of that layer and takes the stock fused kernel.
-- Rows of a batch are ragged. A piece that several rows share is read once, with the rows folded into
-  the query dimension; so is a slab in which the rows have their tails side by side.
+- A layer that reads several pieces returns *handles* instead of arrays. The seam binds `attention` in place of mlx-lm's
+  function. It dispatches on the keys: handles are attended here, anything else goes to the stock function unchanged.
+- In a decode step each piece is attended separately, and the results are weighted by their log-sum-exps. This is exact;
+  K and V are read in place, and nothing as long as a piece is concatenated or cut.
+- For a prefill chunk one layer's pieces are concatenated temporarily, for the stock fused kernel.
+- Rows of a batch are ragged. A piece that several rows share is read once, with the rows folded into the query
+  dimension; so is a slab that holds the tails of all rows.
 
 Knows nothing of trees, leases or budgets.
 """
@@ -28,7 +27,7 @@ from onefold.cache.model.step_plan import Core, Ranges, ReadingPlan, Rows, StepP
 
 
 class Codec(Protocol):
-    """How a layer's keys and values are kept in its arrays, and read without unpacking them."""
+    """How a layer's arrays encode its keys and values, and how attention reads them without decoding."""
 
     plain: bool
 
@@ -37,26 +36,26 @@ class Codec(Protocol):
     def mix(self, p: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array: ...
 
     def n_keys(self) -> int:
-        """How many of a layer's arrays belong to its keys; the values' come after them."""
+        """Returns how many of a layer's arrays belong to its keys; the values' follow them."""
         ...
 
     def dim(self, first: Any) -> int:
-        """The dimension of a head, given the spec of the first array of the keys or values."""
+        """Returns the dimension of a head, given the spec of the first array of the keys or values."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Stands for the keys, or the values, of some rows in a model's attention code."""
+    """Passed through a model's attention code in place of the keys, or the values, of some rows."""
 
     rows: Rows | list[list[View]]
     codec: Codec
     shape: tuple[int, int, int, int]
     dtype: mx.Dtype
     consumed: list[int]
-    """Counts the attention calls that read it; the probe looks."""
+    """Counts the attention calls that read it, for the survey."""
     plan: StepPlan | None = None
-    """Of the batch: what one layer has worked out, the next need not."""
+    """The batch's, which its layers share."""
 
     @property
     def ndim(self) -> int:
@@ -73,11 +72,15 @@ def attention(
     sinks: mx.array | None = None,
     **options: Any,
 ) -> mx.array:
-    """Stands in for mlx-lm's `scaled_dot_product_attention`."""
+    """Replaces mlx-lm's `scaled_dot_product_attention`. Raises TypeError for values or options that it does not
+    support with handles."""
     if not isinstance(keys, Handle):
         return stock.stock_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks, **options)
     if not isinstance(values, Handle) or options:
-        raise TypeError(f"attention over segments got values {type(values).__name__} and options {list(options)}")
+        raise TypeError(
+            f"keys are a handle, but values are {type(values).__name__} with options {list(options)}: the model must "
+            "pass both unchanged, without options"
+        )
     keys.consumed[0] += 1
     rows, codec = keys.rows, keys.codec
     if len(rows) == 1:
@@ -126,7 +129,7 @@ def _attend_row(
 
 
 class _Block:
-    """Attention over one part of the columns: its softmax, what it weighs, and (filled in later) its output."""
+    """Attention over one part of the columns: its softmax, its log-sum-exp, and (set later) its output."""
 
     __slots__ = ("logsum", "out", "probs")
 
@@ -142,7 +145,7 @@ def _hidden(scores: mx.array, low: mx.array | None) -> mx.array:
 
 
 def _weigh(blocks: list[_Block], sinks: mx.array | None) -> mx.array:
-    """Put blocks together. A sink takes its share of the sum and has no output."""
+    """Returns the weighted sum of the blocks' outputs. A sink takes its share of the sum and has no output."""
     if len(blocks) == 1 and sinks is None:
         return blocks[0].out
     sums = [b.logsum for b in blocks]
@@ -156,16 +159,16 @@ def _weigh(blocks: list[_Block], sinks: mx.array | None) -> mx.array:
 
 
 def _attend_joined(q: mx.array, row: list[View], scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
-    """A prefill chunk: this layer's pieces side by side, for the length of this layer."""
+    """Attends a prefill chunk: concatenates this layer's pieces, for the stock fused kernel."""
     k, v = (_side_by_side(row, j) for j in (0, 1))
     out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
     if not _starts_a_buffer(row):
-        mx.eval(out)  # or the device runs ahead and holds several layers' copies
+        mx.eval(out)  # else the device would run ahead and hold several layers' copies
     return out
 
 
 def _side_by_side(row: list[View], j: int) -> mx.array:
-    """What a row's pieces hold in their arrays `j`, in one array that begins where its buffer begins."""
+    """Returns the arrays `j` of a row's pieces, concatenated to one array that starts its buffer."""
     parts = [v.arrays[j][..., v.lo : v.hi, :] for v in row]
     if len(parts) > 1:
         return mx.concatenate(parts, axis=2)
@@ -173,13 +176,13 @@ def _side_by_side(row: list[View], j: int) -> mx.array:
 
 
 def _starts_a_buffer(row: list[View]) -> bool:
-    """Whether a row is one range from the start of a buffer: the fused kernel can be given a slice of it. On CUDA it
-    reads beyond its memory for one query on a range that begins further on (`benchmarks/gpu_attention.py`)."""
+    """Whether the fused kernel can take a slice of the row: it is one range from the start of a buffer. On CUDA, with
+    one query and a range that starts later, the kernel reads beyond its memory (`benchmarks/gpu_attention.py`)."""
     return len(row) == 1 and (row[0].lo == 0 or not device.on_cuda())
 
 
 def _masked(scores: mx.array, mask: Any) -> mx.array:
-    """`scores` is [rows, kv heads, repeats, queries, keys]."""
+    """Applies the mask. `scores` is [rows, kv heads, repeats, queries, keys]."""
     if mask is None:
         return scores
     _, n_kv, repeats, length, total = scores.shape
@@ -196,7 +199,7 @@ def _masked(scores: mx.array, mask: Any) -> mx.array:
 
 
 def _softmax(scores: mx.array, sinks: mx.array | None) -> mx.array:
-    """Over the last axis; a sink takes its share of the sum and has no value."""
+    """Returns the softmax over the last axis. A sink takes its share of the sum and has no value."""
     if sinks is None:
         return mx.softmax(scores, axis=-1, precise=True)
     rows, n_kv, repeats, length, total = scores.shape
@@ -246,12 +249,12 @@ def _attend_rows(
 
 
 def _one_buffer_each(rows: Rows | list[list[View]], codec: Codec) -> bool:
-    """Every row is one range from the start of a buffer."""
+    """Whether every row is one range from the start of a buffer."""
     return codec.plain and all(len(row) == 1 and row[0].lo == 0 for row in rows)
 
 
 def _attend_alone(q: mx.array, rows: Rows | list[list[View]], scale: float, sinks: mx.array | None) -> mx.array:
-    """Nobody shares anything: each row by itself, in the stock kernel."""
+    """Attends each row separately, in the stock kernel: rows share nothing."""
     parts = []
     for i, (v,) in enumerate(rows):
         k, values = (a[..., : v.hi, :] for a in v.arrays)
@@ -260,8 +263,8 @@ def _attend_alone(q: mx.array, rows: Rows | list[list[View]], scale: float, sink
 
 
 def _attend_own(by_row: mx.array, rows: Rows | list[list[View]], plan: ReadingPlan, codec: Codec) -> list[_Block]:
-    """The pieces that belong to one row. Their scores are laid side by side, so that all rows have one softmax, unless
-    one of them is so much longer than the others that most of it would be empty."""
+    """Attends the pieces that only one row reads. The scores of all rows are padded to one array, for one softmax,
+    unless one row is so much longer than the others that most of it would be padding."""
     own = [[row[j] for r, j in plan.single if r == i] for i, row in enumerate(rows)]
     widths = [sum(v.hi - v.lo for v in views) for views in own]
     if max(widths) * len(widths) > 2 * sum(widths) + 4096:
@@ -271,7 +274,7 @@ def _attend_own(by_row: mx.array, rows: Rows | list[list[View]], plan: ReadingPl
 
 
 def _own_block(by_row: mx.array, own: list[list[View]], codec: Codec) -> _Block:
-    """One block of all rows; a row that has no piece here sees nothing of it."""
+    """Returns one block over all rows; a row that has no piece here has no weight in it."""
     n_rows, n_kv, repeats, _ = by_row.shape
     widest = max(sum(v.hi - v.lo for v in views) for views in own)
     low = lowest(by_row.dtype)
@@ -293,15 +296,15 @@ def _own_block(by_row: mx.array, own: list[list[View]], codec: Codec) -> _Block:
     known = next(o for o in outs if o is not None)
     block.out = mx.concatenate([mx.zeros_like(known) if o is None else o for o in outs], axis=0).transpose(1, 0, 2, 3)
     block.logsum = block.logsum.transpose(1, 0, 2, 3)
-    if any(not views for views in own):  # uniform over nothing is still nothing
+    if any(not views for views in own):  # rows without a piece get no weight
         empty = mx.array([not views for views in own]).reshape(1, n_rows, 1, 1)
         block.logsum = mx.where(empty, mx.array(-1e30), block.logsum)
     return block
 
 
 def _core(step: StepPlan, ranges: Ranges, codec: Codec, scale: float) -> Core:
-    """Attention over pieces that rows read together, which keeps its shape from step to step; so on a GPU it is
-    compiled, once for a batch."""
+    """Returns the attention over pieces that rows read together. Its shapes stay the same from step to step, so on a
+    GPU it is compiled, once for a batch."""
     key = (ranges, id(codec), scale)
     known = step.cores.get(key)
     if known is None:
@@ -327,14 +330,14 @@ def _attend_groups(by_head: mx.array, arrays: Any, hidden: Any, ranges: Ranges, 
 
 
 def _shared_scores(by_head: mx.array, v: View, who: tuple[int, ...], codec: Codec) -> mx.array:
-    """One product for all the rows that read this piece: [kv heads, rows, repeats, tokens]."""
+    """Returns one product for all rows that read this piece: [kv heads, rows, repeats, tokens]."""
     n_kv, n_rows, repeats, dim = by_head.shape
     picked = by_head if len(who) == n_rows else by_head[:, mx.array(who)]
     folded = picked.reshape(1, n_kv, len(who) * repeats, dim)
     s = codec.scores(folded, v.arrays, v.lo, v.hi).reshape(n_kv, len(who), repeats, v.hi - v.lo)
     if len(who) == n_rows:
         return s
-    places = [who.index(r) if r in who else 0 for r in range(n_rows)]  # the others' columns are hidden
+    places = [who.index(r) if r in who else 0 for r in range(n_rows)]  # other rows' columns are hidden
     return s[:, mx.array(places)]
 
 

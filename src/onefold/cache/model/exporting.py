@@ -1,12 +1,12 @@
-"""Leased layers as mlx-lm's own caches: copies that mlx-lm can save, continue and quantise.
+"""Copies leased layers to mlx-lm's own caches, which mlx-lm can save, continue and quantise.
 
-- An export is a copy in arrays of its own. Its bytes are reserved before it is made, or BudgetError is raised. They
-  leave the ledger when the exported cache dies. What it grows by afterwards is not counted.
+- An export is a copy in its own arrays. Its bytes are reserved before it is made, or BudgetError is raised. They leave
+  the ledger when the exported cache is freed. Its growth is not counted.
 - The copy is of the class that mlx-lm itself would use: a plain layer becomes a KVCache, a quantised one a
   QuantizedKVCache, a ring a RotatingKVCache. A quantised ring has no class in mlx-lm and becomes a RotatingKVCache of
   dequantised entries. A cache class of the model's own stays that class.
 
-A kind says which of these it is copied to (`as_stock`). Knows nothing of leases or trees.
+Each kind of layer chooses its class (`as_stock`). Knows nothing of leases or trees.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from onefold.cache.model import stock
 class Exportable:
     """A layer that can be copied into one of mlx-lm's caches."""
 
-    _pulse: Any
+    _listener: Any
 
     def export(self) -> Any:
         """Returns a copy of this layer as mlx-lm's own cache; its bytes are in the ledger while it lives. Raises
-        BudgetError, or LeaseClosed if the lease was settled."""
-        account = None if self._pulse is None else self._pulse.reserve_copy(self.export_bytes)
+        BudgetError if there is no room, and LeaseClosed if the lease is closed."""
+        account = None if self._listener is None else self._listener.reserve_copy(self.export_bytes)
         return counted(account, self.as_stock)
 
     @property
     def export_bytes(self) -> int:
-        """What a copy of the layer will occupy at most."""
+        """The most bytes that a copy of the layer occupies."""
         return sum(a.nbytes for a in self.live_arrays())
 
     def as_stock(self) -> Any:
-        """The copy itself, in arrays of its own."""
+        """Returns the copy, in its own arrays. Reserves nothing."""
         raise NotImplementedError
 
     def live_arrays(self) -> list[mx.array]:
@@ -49,7 +49,7 @@ class Exportable:
 
 
 def counted(account: Account | None, make: Callable[[], Any]) -> Any:
-    """Makes a copy whose bytes are reserved: the account is closed when the copy dies, or if it cannot be made."""
+    """Makes a copy whose bytes are reserved. The account is closed when the copy is freed, or if `make` raises."""
     made = None
     try:
         made = make()
@@ -62,7 +62,7 @@ def counted(account: Account | None, make: Callable[[], Any]) -> Any:
 
 
 def plain(held: Any) -> Any:
-    """A KVCache of a snapshot from 0; empty for None."""
+    """Returns a KVCache of a snapshot from 0; an empty one for None."""
     cache: Any = stock.KVCache()
     if held is not None:
         cache.keys, cache.values, cache.offset = held.arrays[0], held.arrays[1], held.end
@@ -70,7 +70,7 @@ def plain(held: Any) -> Any:
 
 
 def packed(held: Any, codec: Any) -> Any:
-    """A QuantizedKVCache of a snapshot from 0; empty for None."""
+    """Returns a QuantizedKVCache of a snapshot from 0; an empty one for None."""
     cache: Any = stock.QuantizedKVCache(group_size=codec.group_size, bits=codec.bits)
     if held is not None:
         cache.keys, cache.values, cache.offset = tuple(held.arrays[:3]), tuple(held.arrays[3:]), held.end
@@ -78,7 +78,7 @@ def packed(held: Any, codec: Any) -> Any:
 
 
 def ring(layer: Any) -> Any:
-    """A RotatingKVCache of a layer that is a ring."""
+    """Returns a RotatingKVCache of a layer that is a ring."""
     cache = stock.RotatingKVCache(layer.max_size, layer.keep)
     held = layer.plain_snapshot()
     if held is not None:
@@ -88,7 +88,7 @@ def ring(layer: Any) -> Any:
 
 
 def chunk(layer: Any) -> Any:
-    """A ChunkedKVCache of a layer of that kind."""
+    """Returns a ChunkedKVCache of a chunked layer."""
     cache = stock.ChunkedKVCache(layer.chunk_size)
     held = layer.snapshot(0)
     if held is not None:
@@ -98,12 +98,12 @@ def chunk(layer: Any) -> Any:
 
 
 def states(copies: list[Any]) -> Any:
-    """An ArraysCache of copied states."""
+    """Returns an ArraysCache of copied states."""
     cache = stock.ArraysCache(len(copies))
     cache.cache = copies
     return cache
 
 
 def composite(members: list[Any]) -> Any:
-    """Exported members as one layer."""
+    """Returns exported members as one layer."""
     return stock.CacheList(*members)

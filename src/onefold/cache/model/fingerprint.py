@@ -1,8 +1,9 @@
-"""Namespaces: what may never share KV.
+"""Identifies a model, so that different models never share KV.
 
-Another model, adapter, KV format, bound, or salt is another namespace. A model is told by its weights, not by
-its name: shapes and types of all of them, a sample of the bytes of each, and what its modules were told beside. On
-disk, where KV outlives the process, by every byte of them, and by the code that computes with them.
+Another model, adapter, KV format, bound or caller's namespace is another namespace. A model is identified not by its
+name but by its weights (shapes and types of all of them, a sample of the bytes of each) and by its modules'
+configuration. On disk, where KV outlives the process, it is identified by every byte of its weights and by the code of
+its modules.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _COPIED_BYTES = 64 << 20
 
 
 def model_name(model: nn.Module | None) -> str:
-    """What to call a model in messages: its module and class, such as "llama.Model"."""
+    """Returns the name of a model for messages: its module and class, such as "llama.Model"."""
     return "no model" if model is None else f"{type(model).__module__.rpartition('.')[2]}.{type(model).__name__}"
 
 
@@ -37,7 +38,7 @@ def model_digest(*models: nn.Module | None) -> str:
             digest.update(b"none")
             continue
         digest.update(type(model).__module__.encode())
-        digest.update(repr(getattr(model, "args", None)).encode())  # what the weights do not show, rope for one
+        digest.update(repr(getattr(model, "args", None)).encode())  # settings that the weights do not show, like rope
         for name, module in sorted(model.named_modules(), key=lambda pair: pair[0]):
             digest.update(f"{name}{type(module).__qualname__}{_settings(module)}".encode())
         for name, p in sorted(dict(tree_flatten(model.parameters())).items()):
@@ -49,8 +50,8 @@ def model_digest(*models: nn.Module | None) -> str:
 
 
 def lasting_digest(known: str, *models: nn.Module | None) -> str:
-    """For KV that outlives the process: all of the weights, and the source of the modules that compute with them;
-    `known` is their `model_digest`."""
+    """Returns the digest for KV that outlives the process: of all weights, and of the source of the modules that
+    compute with them. `known` is the models' `model_digest`."""
     digest = hashlib.blake2b(known.encode(), digest_size=16)
     for model in models:
         if model is None:
@@ -63,24 +64,25 @@ def lasting_digest(known: str, *models: nn.Module | None) -> str:
 
 
 def _settings(module: nn.Module) -> list[tuple[str, str]]:
-    """What a module was told beside its weights, such as the scale of an adapter. What it keeps for itself (`_scale`,
-    made at the first forward) follows from that."""
-    told = {**vars(module), **module}
-    return sorted((k, _told(v)) for k, v in told.items() if not k.startswith("_"))
+    """Returns a module's configuration in addition to its weights, such as the scale of an adapter. Private attributes
+    (`_scale`, made at the first forward) follow from it."""
+    settings = {**vars(module), **module}
+    return sorted((k, _as_text(v)) for k, v in settings.items() if not k.startswith("_"))
 
 
-def _told(value: Any) -> str:
-    """A value in words, without what differs from process to process. Modules and arrays are told elsewhere."""
+def _as_text(value: Any) -> str:
+    """Returns a value as text that is the same in every process. Of modules and arrays, only the name of the class:
+    they are digested separately."""
     if isinstance(value, (nn.Module, mx.array)):
         return type(value).__name__
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(_told, value))}]"
+        return f"[{','.join(map(_as_text, value))}]"
     if isinstance(value, dict):
-        return f"{{{','.join(sorted(f'{k}:{_told(v)}' for k, v in value.items()))}}}"
+        return f"{{{','.join(sorted(f'{k}:{_as_text(v)}' for k, v in value.items()))}}}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _told({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+        return _as_text({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
@@ -92,7 +94,8 @@ def _hash(array: mx.array) -> bytes:
 
 
 def _code(model: nn.Module) -> set[str]:
-    """The modules that the model's classes are of, and those that they have something of, within its package."""
+    """Returns the names of the modules that define the model's classes, and of those in its package from which they
+    import."""
     own = {type(m).__module__ for m in model.modules()}
     package = type(model).__module__.rpartition(".")[0]
     used = {str(getattr(v, "__module__", "")) for m in own if m in sys.modules for v in vars(sys.modules[m]).values()}

@@ -1,4 +1,4 @@
-"""The models of one cache, the target and perhaps its draft, as memory and tiers see them."""
+"""The models of one cache, the target and optionally a draft, as memory and tiers see them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Models:
         self.pointwise = any(a.pointwise for a in anatomies)
         """Whether resuming needs a checkpoint."""
         self.recurrent = any(a.recurrent for a in anatomies)
-        """Whether some state is good for one point alone."""
+        """Whether some layer's state can be restored only at the position where it was taken."""
         self.contiguous = any(a.contiguous for a in anatomies)
         """Whether a conversation must lie in one buffer."""
         self._empty: list[Any] | None = None
-        """Layers that hold nothing, which are asked and never changed."""
+        """Empty layers, for `can_restore`; never changed."""
         self._leaves = [leaf for a in anatomies for leaf in a.leaves if leaf.used]
-        """In the order of a checkpoint's snapshots."""
+        """The leaves in the order of a checkpoint's snapshots."""
         self.bounds = [a.bound.max_size for a in anatomies if a.bound is not None]
 
     def accepts(self, store: Store, snapshots: Sequence[Any], position: int) -> bool:
-        """Whether layers of these models would take these snapshots, clamped to `position`; None is no snapshot."""
+        """Whether layers of these models accept these snapshots, clamped to `position`; None is no snapshot."""
         if self._empty is None:
             self._empty = [leaf for a in self.anatomies for leaf in a.make(Track(store))[1]]
         layers = self._empty
@@ -41,18 +41,18 @@ class Models:
         return all(s is None or x.can_restore(s, position) for x, s in zip(layers, snapshots, strict=True))
 
     def revive(self, described: str, arrays: dict[str, mx.array]) -> tuple[int, list[Any]]:
-        """The position and the snapshots of a checkpoint that was described. Raises ValueError, KeyError or TypeError
-        for nonsense."""
-        said = json.loads(described)
+        """Returns the position and the snapshots of a checkpoint from its description and arrays. Raises ValueError,
+        KeyError or TypeError if the description is invalid."""
+        checkpoint = json.loads(described)
         snapshots: list[Any] = []
-        for i, (leaf, told) in enumerate(zip(self._leaves, said["leaves"], strict=True)):
-            if told is None:
+        for i, (leaf, snapshot) in enumerate(zip(self._leaves, checkpoint["leaves"], strict=True)):
+            if snapshot is None:
                 snapshots.append(None)
                 continue
-            slots = [arrays[f"state.{i}.{j}"] if used else None for j, used in enumerate(told["slots"])]
-            snapshots.append(leaf.revive(told, slots))
-        return int(said["position"]), snapshots
+            slots = [arrays[f"state.{i}.{j}"] if used else None for j, used in enumerate(snapshot["slots"])]
+            snapshots.append(leaf.revive(snapshot, slots))
+        return int(checkpoint["position"]), snapshots
 
     def describe(self) -> list[dict[str, Any]]:
-        """What a checkpoint of these models is made of: an entry for each of its snapshots, in values that JSON has."""
+        """Returns the layout of a checkpoint of these models: an entry for each snapshot, in values that JSON has."""
         return [leaf.describe(a.bound) for a in self.anatomies for leaf in a.leaves if leaf.used]

@@ -1,9 +1,9 @@
 """One layer for several requests: the rows of a decode batch.
 
-- Rows are ragged: `offset` is an array with one position per row. Each row appends to its own storage and
-  reads its own pieces; nothing is padded, and no prefix is copied.
-- Each row's own layer stays the owner of its state, so a lease can leave between any two steps.
-- A kind says what its rows are (`Watched.rows`): `AttentionRows` for those that attend, or a class of its own.
+- Rows are ragged: `offset` is an array with one position per row. Each row appends to its own storage and reads its own
+  pieces; nothing is padded, and no prefix is copied.
+- Each row's layer keeps its own state, so a lease can leave the batch between any two steps.
+- Each kind names the class of its rows (`Watched.rows`): `AttentionRows` for those that attend, or its own.
 
 Knows nothing of leases.
 """
@@ -34,7 +34,7 @@ class RowsOf:
 
 
 class AttentionRows(RowsOf):
-    """The rows' keys and values, each row's where its layer has them."""
+    """The rows' keys and values, each in its own layer's buffers."""
 
     def __init__(self, layers: list[Any], plan: StepPlan) -> None:
         self.layers = layers
@@ -52,7 +52,7 @@ class AttentionRows(RowsOf):
                 layer.update_and_fetch(k, v)
             return self.keys_and_values()
         before = [layer.offset for layer in layers]
-        if plan.admitted != before:  # this step's first layer admits for all of them
+        if plan.admitted != before:  # the first layer of a step reserves room for all layers
             for layer in layers:
                 layer.admit(1)
             plan.admitted = before
@@ -73,7 +73,7 @@ class AttentionRows(RowsOf):
         return self.keys_and_values()
 
     def _find_slab(self) -> OneSlab | None:
-        """The slab that this step's tokens all go to; None if they go to several."""
+        """Returns the slab to which all rows append in this step; None if there are several."""
         layers = self.layers
         if any(not x.in_track or x.offset < x.track.floor or not x.track.pieces for x in layers):
             return None
@@ -99,7 +99,7 @@ class AttentionRows(RowsOf):
                 k, v = layer.keys_and_values()
                 if isinstance(k, Handle):
                     found.append(k.rows[0])
-                    codec = k.codec  # a layer has one format in all rows
+                    codec = k.codec  # the same in all rows of a layer
                 else:
                     found.append([View([k, v], 0, k.shape[2], id(layer))])
             rows, arrays = found, found[0][0].arrays
@@ -116,7 +116,7 @@ class AttentionRows(RowsOf):
         masks = [layer.make_mask(N, return_array=return_array, window_size=window_size) for layer in self.layers]
         if N == 1 and all(m is None for m in masks):
             return None
-        raise NotImplementedError("a ragged batch decodes one token at a time, without a mask")
+        raise NotImplementedError("a ragged batch decodes one token per row, without a mask")
 
     def is_trimmable(self) -> bool:
         return False

@@ -1,9 +1,9 @@
-"""Where Onefold stands between a model and mlx-lm: the attention function, and the watch on forwards.
+"""Replaces mlx-lm's attention function, and watches a model's forwards.
 
 - `install` binds another attention function where a model's code looks it up.
-- `watch` has the model's class tell the owners of its layers when a forward begins and how it ended.
+- `watch` wraps the `__call__` of a model's class, and notifies the watchers of its layers of each forward.
 
-Both are counted: two caches on one architecture share them, and the last one takes them out.
+Both are counted: two caches on one architecture share them, and the last one removes them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _installed: dict[str, tuple[dict[str, Any], Any, int]] = {}
 
 
 def _modules_of(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The globals of every module whose code this model runs and that has an attention function:
-    a model's top file is not enough, since many call the attention of another file's classes."""
+    """Yields the name and globals of every module whose code this model runs and that has an attention function. Many
+    models use the attention of another file's classes."""
     seen = set()
     for _, module in model.named_modules():
         for cls in type(module).__mro__:
@@ -44,8 +44,8 @@ def _modules_of(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def install(model: nn.Module, attention: Callable[..., mx.array]) -> list[str]:
-    """Put `attention` where this model's code looks attention up. Counted, so that two caches on one
-    architecture share the installation; returns the modules, for `uninstall`."""
+    """Bind `attention` where this model's code looks attention up. Returns the modules, for `uninstall`. Counted, so
+    that two caches on one architecture share the installation."""
     names = []
     for name, space in _modules_of(model):
         if name in _installed:
@@ -70,23 +70,25 @@ def uninstall(names: list[str]) -> None:
 # -- watching forwards -------------------------------------------------------------------------
 
 _watched: dict[type, tuple[Any, Any, int]] = {}
-"""By class: its own `__call__`, the watching one in its place, and how many caches want it."""
+"""By class: its own `__call__`, the watching one in its place, and how many caches use it."""
 _attended: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Watchers of caches that are not ours, by the identity of the first of them."""
+"""Watchers of caches that are not Onefold's, by the identity of the first cache."""
 
 
 def attend(caches: list[Any], watcher: Any) -> None:
-    """Have the watch tell `watcher` of forwards on these caches, which are not of our classes. Holds for as long as the
-    watcher lives; it must keep the caches alive."""
+    """Notify `watcher` of forwards on these caches, which are not of Onefold's classes, for as long as the watcher
+    lives. The watcher must keep the caches alive."""
     _attended[id(caches[0])] = watcher
 
 
 def watch(model: nn.Module) -> type:
-    """Have the model's class say when a forward begins and how it ended, to whoever `watchers()` of the first layer
-    it was given names: `begun`, then `ended` or `failed`, then `left`. A list whose first member can `drive` only
-    stands in for layers, and runs the forward itself, with theirs. So layers are put back after a forward that raised
-    before anybody reads them again, what was written is scheduled before its thread lets go, and tokens are counted
-    for models (mamba, rwkv7, jamba) that do not count them. Counted like `install`."""
+    """Wrap the `__call__` of the model's class. Returns the class, for `unwatch`. Counted like `install`.
+
+    Each forward notifies the `watchers()` of the first layer that it was given: `begun`, then `ended` or `failed`, then
+    `left`. If the first member of the list has a `drive` method, it only represents layers, and runs the forward with
+    the real ones. So layers are reset after a forward that raised, before they are read again; what a forward wrote is
+    scheduled before its thread returns; and tokens are counted for models that do not count them (mamba, rwkv7,
+    jamba)."""
     cls = type(model)
     if cls in _watched:
         original, watching, count = _watched[cls]
@@ -100,15 +102,15 @@ def watch(model: nn.Module) -> type:
 
 
 def _watching(cls: type, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a `__call__` that watches. Once it was taken out it passes everything through: code that replaced
-    `__call__` while it was in place may put it back later."""
+    """Returns a `__call__` that watches. After `unwatch` it only calls the original, because code that replaced
+    `__call__` in the meantime may bind it again later."""
     first = next(iter(list(inspect.signature(original).parameters)[1:]), "inputs")
 
     @functools.wraps(original)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if cls not in _watched or _watched[cls][1] is not call:
             return original(self, *args, **kwargs)
-        given = [kwargs.get("cache"), *args]  # models do not agree on where the cache stands
+        given = [kwargs.get("cache"), *args]  # the position of the cache differs between models
         inputs = args[0] if args else kwargs.get(first)
         stand_in = next((c for c in given if _listed(c, "drive")), None)
         if stand_in is not None:
@@ -123,35 +125,35 @@ def _watching(cls: type, original: Callable[..., Any]) -> Callable[..., Any]:
         if not watchers:
             if any(isinstance(c, list) and not c for c in given):
                 raise LeaseError(
-                    "a model was given an empty list of layers. For speculative decoding, pass draft_model= to "
-                    "PrefixCache: a lease has the draft's layers behind the target's then"
+                    "the model was given an empty list of layers. For speculative decoding, pass draft_model= to "
+                    "PrefixCache: lease.layers then has the draft's layers after the target's"
                 )
             return original(self, *args, **kwargs)
         if inputs is not None and inputs.shape[0] > len(watchers):
             raise LeaseError(
-                f"{inputs.shape[0]} rows were fed to the layers of {len(watchers)}: a lease is one row. Open one lease "
-                "per row and use cache.batch(leases)"
+                f"the input has {inputs.shape[0]} rows, the layers have {len(watchers)}: a lease is one row. Open one "
+                "lease per row and use cache.batch(leases)"
             )
         others = [a for a in (*args, *kwargs.values()) if a is not inputs and isinstance(a, mx.array)]
         n_tokens = next((a.shape[1] for a in (inputs, *others) if a is not None), 0)
-        told: list[Any] = []
+        notified: list[Any] = []
         written: list[mx.array] = []
         worked = stepped = False
         try:
             for row, watcher in enumerate(watchers):
-                # with other arrays beside the tokens, what the model is fed is not the tokens alone
+                # with other arrays in addition to the tokens, the tokens do not determine the KV
                 watcher.begun(self, inputs, row, n_layers=n_layers, embedded=inputs is None or bool(others))
-                told.append(watcher)
+                notified.append(watcher)
             out = original(self, *args, **kwargs)
             worked = True
             stepped = n_tokens == 1 and isinstance(out, mx.array)
         finally:
             try:
-                for watcher in told:
+                for watcher in notified:
                     written += watcher.ended(n_tokens, stepped) if worked else watcher.failed()
-                _schedule_for(told, [out, *written] if stepped else written)
+                _schedule_for(notified, [out, *written] if stepped else written)
             finally:
-                for watcher in told:
+                for watcher in notified:
                     watcher.left()
         return out
 
@@ -159,8 +161,8 @@ def _watching(cls: type, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _schedule_for(watchers: list[Any], arrays: list[mx.array]) -> None:
-    """Schedule what a forward has written. If it cannot be computed, MLX says so once, and calls it computed from then
-    on: those whose forward it was are told, and the error is raised."""
+    """Schedule what a forward has written. If that fails, call `lost` of its watchers and raise RuntimeError: MLX
+    reports the failure only once, and treats the arrays as computed from then on."""
     try:
         schedule(arrays)
     except RuntimeError as error:
@@ -170,13 +172,13 @@ def _schedule_for(watchers: list[Any], arrays: list[mx.array]) -> None:
 
 
 def schedule(arrays: list[mx.array]) -> None:
-    """Begin to compute these, without waiting: an array that is only described can be computed by the thread that
-    described it and by no other. Raises RuntimeError if MLX finds that it cannot."""
+    """Begin to compute these arrays, without waiting. Only the thread that made a lazy array can compute it, but any
+    thread can use one that is scheduled. Raises RuntimeError if MLX cannot compute them."""
     mx.async_eval(*{id(a): a for a in arrays}.values())
 
 
 def _watchers(given: list[Any]) -> tuple[list[Any], int]:
-    """Who watches the caches among these arguments of a forward, and how many caches there are."""
+    """Returns the watchers of the caches among these arguments of a forward, and the number of caches."""
     for caches in given:
         if _listed(caches, "watchers"):
             return caches[0].watchers(), len(caches)

@@ -1,7 +1,7 @@
-"""What one layer of a decode step has worked out about the rows of a batch, for the layers after it.
+"""The plan of a decode step, which the first layer computes and the other layers reuse.
 
-Where the rows stand and where their pieces lie is the same for every layer of a step. A batch has one `StepPlan`;
-`begin` forgets what holds for one step only.
+The positions of the rows and the layout of their pieces are the same for every layer of a step. A batch has one
+`StepPlan`; `begin` resets what is valid for one step only.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from onefold.cache.memory.shapes import View
 
 
 class Rows:
-    """The views of a batch's rows in one layer, made when they are asked for: where pieces lie is the same for every
-    layer of a step."""
+    """The views of a batch's rows in one layer, made on access from a layout that all layers of a step share."""
 
     __slots__ = ("index", "layout")
 
@@ -43,19 +42,20 @@ COMMON_TOKENS = 512
 
 @dataclass(slots=True)
 class ReadingPlan:
-    """How the rows' pieces are read, by (row, place in the row): the same for every layer of a step."""
+    """How to read the rows' pieces, each given as (row, index in the row). The same for every layer of a step."""
 
     common: list[tuple[int, int]]
     """Short slabs of which several rows read different parts: read whole, each row sees its own."""
     shared: list[tuple[int, int, list[int]]]
-    """Pieces that several rows read, and which."""
+    """Pieces that several rows read, with these rows."""
     single: list[tuple[int, int]]
-    """What is left: a row's own pieces."""
+    """The remaining pieces, which one row reads."""
     hidden: list[mx.array | None]
-    """For each common and shared one in turn, 0 where a row sees a column, very low where not; None where all do."""
+    """A mask for each common and then each shared piece: 0 where a row sees a column, very low where not; None if every
+    row sees all."""
 
 
-def _worked_out(rows: Rows | list[list[View]], dtype: mx.Dtype) -> ReadingPlan:
+def _make_plan(rows: Rows | list[list[View]], dtype: mx.Dtype) -> ReadingPlan:
     n = len(rows)
     readers: dict[tuple[int, int, int], tuple[int, int, list[int]]] = {}
     slabs: dict[int, tuple[int, int, set[int]]] = {}
@@ -88,25 +88,25 @@ def _worked_out(rows: Rows | list[list[View]], dtype: mx.Dtype) -> ReadingPlan:
 
 
 def lowest(dtype: mx.Dtype) -> float:
-    """The score of what a row does not see: finite, as a row may see nothing of a block."""
+    """Returns the score of a hidden column: finite, because a row may see no column of a block."""
     return -6e4 if dtype == mx.float16 else -1e30
 
 
 Ranges = tuple[tuple[int, int, tuple[int, ...]], ...]
-"""Of each piece that rows read together: from where to where, and which rows."""
+"""For each piece that rows read together: its first index, its end, and the rows."""
 Core = Callable[..., mx.array]
 CoreKey = tuple[Ranges, int, float]
 
 
 @dataclass(slots=True)
 class OneSlab:
-    """The slab that all rows of a step append to, so that a layer is one write per array."""
+    """The slab to which all rows of a step append: a layer then needs one write per array."""
 
     slab: Slab
     spots: mx.array
     """Each row's index there."""
     where: dict[tuple[int, ...], mx.array]
-    """The indices, spread over a write of that shape."""
+    """The indices, broadcast to the shape of a write, by that shape."""
 
 
 class StepPlan:
@@ -127,13 +127,13 @@ class StepPlan:
 
     def __init__(self) -> None:
         self.admitted: list[int] | None = None
-        """The positions that this step's first layer has admitted all rows at."""
+        """The positions at which this step's first layer reserved room for all rows."""
         self.one_slab: OneSlab | None = None
         self.laid_out: list[int] | None = None
         """The positions that `layout` was made for."""
         self.layout: list[list[tuple[Any, int, int]]] = []
         self.cores: dict[CoreKey, Core] = {}
-        """Attention over the pieces that rows read together, by what it depends on."""
+        """Attention functions over the pieces that rows read together, by their parameters."""
         self._offsets: list[int] | None = None
         self._offset = mx.array([])
         self._planned: Any = None
@@ -141,19 +141,19 @@ class StepPlan:
         self._reading: ReadingPlan | None = None
 
     def begin(self) -> None:
-        """Forget what was worked out for the last step's positions."""
+        """Reset what was computed for the last step's positions."""
         self.admitted = self.laid_out = self._offsets = None
 
     def offset(self, offsets: list[int]) -> mx.array:
-        """The rows' positions as an array."""
+        """Returns the rows' positions as an array."""
         if self._offsets != offsets:
             self._offsets, self._offset = offsets, mx.array(offsets)
         return self._offset
 
     def reading(self, rows: Rows | list[list[View]], dtype: mx.Dtype) -> ReadingPlan:
-        """How the rows' pieces are read. Worked out once for rows of one layout."""
+        """Returns how to read the rows' pieces. Computed once per layout."""
         if not isinstance(rows, Rows):
-            return _worked_out(rows, dtype)
+            return _make_plan(rows, dtype)
         if self._reading is None or self._planned is not rows.layout or self._dtype != dtype:
-            self._planned, self._dtype, self._reading = rows.layout, dtype, _worked_out(list(rows), dtype)
+            self._planned, self._dtype, self._reading = rows.layout, dtype, _make_plan(list(rows), dtype)
         return self._reading

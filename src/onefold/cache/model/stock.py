@@ -1,7 +1,7 @@
-"""Everything of mlx-lm's internals that Onefold touches is named here.
+"""All of mlx-lm's internals that the cache uses.
 
-Nothing else in the package imports `mlx_lm.models`; `seam` replaces attention and watches forwards. What a cache object
-can do is asked of it as a capability (`has`), never read off its class's name.
+No other file of the cache imports mlx-lm; `seam` replaces attention and watches forwards. The capabilities of a cache
+object are determined by its attributes (`has`), never by the name of its class.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ RotatingKVCache = _cache.RotatingKVCache
 
 stock_attention: Callable[..., mx.array] = _base.scaled_dot_product_attention
 attention_mask: Callable[..., Any] = _cache.create_attention_mask
-_unheard = types.SimpleNamespace(
+_original = types.SimpleNamespace(
     make_prompt_cache=_cache.make_prompt_cache, save_prompt_cache=_cache.save_prompt_cache
 )
-"""mlx-lm's function, whatever its modules have bound the name to."""
+"""mlx-lm's functions. In a namespace, where `_rebind` does not replace them."""
 
 
 def has(cache: Any, *names: str) -> bool:
-    """Whether a cache object offers all of these."""
+    """Whether a cache object has all of these attributes."""
     return all(hasattr(cache, name) for name in names)
 
 
@@ -46,13 +46,13 @@ def is_composite(cache: Any) -> bool:
 
 
 def keeps_kv(cache: Any) -> bool:
-    """Whether a cache object keeps keys and values that attention adds to."""
+    """Whether a cache object holds keys and values, and attention appends to them."""
     return has(cache, "update_and_fetch", "offset", "keys", "values")
 
 
 def is_plain(cache: Any) -> bool:
-    """Whether a cache object's state is its attributes, and these are arrays, numbers or nothing: it can be kept and
-    put back without knowing what they mean."""
+    """Whether a cache object's state consists of attributes that are arrays, numbers or None: it can be stored and
+    restored without knowing what they mean."""
     if not hasattr(cache, "__dict__") or any(vars(cls).get("__slots__") for cls in type(cache).__mro__):
         return False
     held = vars(cache).values()
@@ -60,12 +60,12 @@ def is_plain(cache: Any) -> bool:
 
 
 def make_prompt_cache(model: nn.Module) -> list[Any]:
-    """What mlx-lm would make for this model. Called by the factory in `anatomy`, and for models that run uncached."""
-    return list(_unheard.make_prompt_cache(model))
+    """Returns the caches that mlx-lm makes for this model. Called by the survey, and for models that run uncached."""
+    return list(_original.make_prompt_cache(model))
 
 
 def arrays_of(held: Any) -> list[mx.array]:
-    """Every array that caches of any class hold in their attributes, once each."""
+    """Returns every array that caches of any class hold in their attributes, once each."""
     found: dict[int, mx.array] = {}
     seen: set[int] = set()
     todo = [held]
@@ -86,7 +86,7 @@ def arrays_of(held: Any) -> list[mx.array]:
 
 
 def flatten(cache: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], Any]]:
-    """The cache objects that hold state, each with its path: composite ones are opened."""
+    """Returns the cache objects that hold state, each with its path; of a composite one, its members."""
     if is_composite(cache):
         return [found for i, c in enumerate(cache.caches) for found in flatten(c, (*path, i))]
     return [(path, cache)]
@@ -121,28 +121,30 @@ def install_prompt_cache(cls: type) -> Callable[[], None]:
 _savers = 0
 
 
-@functools.wraps(_unheard.save_prompt_cache)
+@functools.wraps(_original.save_prompt_cache)
 def _save_exported(file_name: str, cache: list[Any], metadata: dict[str, str] | None = None) -> None:
-    """mlx-lm's own, for leased layers too: it writes the name of a layer's class, and reads back its own classes only.
-    What a layer shows as its state is what mlx-lm's loops evaluate at every chunk, so it cannot be a copy to save."""
-    _unheard.save_prompt_cache(file_name, [c.export() if hasattr(c, "export") else c for c in cache], metadata)
+    """mlx-lm's own function, for leased layers too. It writes the name of a layer's class, and reads only its own
+    classes, so leased layers are exported first. (A layer's `state` cannot be a copy, because mlx-lm's loops evaluate
+    it at every chunk.)"""
+    _original.save_prompt_cache(file_name, [c.export() if hasattr(c, "export") else c for c in cache], metadata)
 
 
-_unheard.save_exported = _save_exported
+_original.save_exported = _save_exported
 
 
 def hook_saving() -> None:
-    """Have `save_prompt_cache` save leased layers, in every module that has it by its name. Counted like `install`."""
+    """Replace `save_prompt_cache` by one that saves leased layers, in every module that has bound it. Counted like
+    `seam.install`."""
     global _savers
     _savers += 1
-    _rebind(_unheard.save_prompt_cache, _unheard.save_exported)
+    _rebind(_original.save_prompt_cache, _original.save_exported)
 
 
 def unhook_saving() -> None:
     global _savers
     _savers -= 1
     if _savers == 0:
-        _rebind(_unheard.save_exported, _unheard.save_prompt_cache)
+        _rebind(_original.save_exported, _original.save_prompt_cache)
 
 
 # -- the stock server -------------------------------------------------------------------------
@@ -150,16 +152,16 @@ def unhook_saving() -> None:
 
 class Listener(Protocol):
     def made(self, model: nn.Module) -> None:
-        """Caches were made for this model, to see what it needs or for a request."""
+        """Called after caches were made for this model, by mlx-lm or a caller's loop."""
         ...
 
     def row(self, model: nn.Module, tokens: list[int]) -> list[Any] | None:
-        """A batch takes on a row that nothing is cached for. Returns layers for it, or None if it shall have mlx-lm's
+        """Called when a batch inserts a row for which nothing is cached. Returns layers for it, or None to use mlx-lm's
         own."""
         ...
 
     def take_on(self) -> None:
-        """A batch is about to take on rows that have their layers by now. Raises if they have no room."""
+        """Called before a batch inserts rows, after their layers are chosen. Raises if they have no room."""
         ...
 
     def is_short(self) -> bool:
@@ -168,7 +170,7 @@ class Listener(Protocol):
 
 
 class Made(NamedTuple):
-    """What mlx-lm made a cache object for."""
+    """The model for which mlx-lm made a cache object, and whether it has a bound."""
 
     model: weakref.ref[nn.Module]
     bounded: bool
@@ -180,7 +182,8 @@ _unlistened: list[Callable[[], None]] = []
 
 
 def models_of(layers: list[Any]) -> list[nn.Module]:
-    """The models that mlx-lm made these layers for, in the layers' order; empty if it did not make all of them."""
+    """Returns the models for which mlx-lm made these layers, in the layers' order; empty if it did not make all of
+    them."""
     found: list[nn.Module] = []
     for layer in layers:
         known = _made.get(layer) if _rememberable(layer) else None
@@ -193,7 +196,7 @@ def models_of(layers: list[Any]) -> list[nn.Module]:
 
 
 def _is_fresh(layers: list[Any], model: nn.Module) -> bool:
-    """Whether mlx-lm made these layers for this model, without a bound, and nothing was written to them."""
+    """Whether mlx-lm made these layers for this model, without a bound, and they are still empty."""
     known = [_made.get(layer) if _rememberable(layer) else None for layer in layers]
     ours = all(k is not None and k.model() is model and not k.bounded for k in known)
     return bool(known) and ours and all(layer.empty() for layer in layers)
@@ -204,10 +207,10 @@ def _rememberable(cache: Any) -> bool:
 
 
 def listen(listener: Listener) -> None:
-    """Hear of every cache that mlx-lm makes, in its server, in its batches or for somebody's own loop: the only places
-    where a prompt cache can learn which model it is for."""
+    """Notify `listener` of every cache that mlx-lm makes, in its server, in its batches or for a caller's own loop:
+    only there can a prompt cache learn its model."""
     if not _listeners:
-        _unlistened[:] = [_hear_server(), _hear_caches(), _hear_batches()]
+        _unlistened[:] = [_hook_server(), _hook_caches(), _hook_batches()]
     _listeners.append(listener)
 
 
@@ -219,9 +222,9 @@ def unlisten(listener: Listener) -> None:
                 restore()
 
 
-def _hear_server() -> Callable[[], None]:
-    """A prompt cache that can `admit` is shown each request with its model while the server can still answer with an
-    error. An exception anywhere later in a batch would end the server's generation thread."""
+def _hook_server() -> Callable[[], None]:
+    """Call the prompt cache's `admit`, if it has one, with each request and its model after tokenising: there the
+    server can still answer with an error. A later exception, in a batch, would end the server's generation thread."""
     generator: Any = importlib.import_module("mlx_lm.server").ResponseGenerator
     original = generator._tokenize
 
@@ -241,13 +244,13 @@ def _hear_server() -> Callable[[], None]:
     return restore
 
 
-def _hear_caches() -> Callable[[], None]:
-    original = _unheard.make_prompt_cache
+def _hook_caches() -> Callable[[], None]:
+    original = _original.make_prompt_cache
 
     @functools.wraps(original)
     def make(model: nn.Module, max_kv_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
         made = original(model, max_kv_size, *args, **kwargs)
-        bounded = max_kv_size is not None and not hasattr(model, "make_cache")  # which knows no bound
+        bounded = max_kv_size is not None and not hasattr(model, "make_cache")  # which takes no bound
         for cache in made:
             if _rememberable(cache):
                 _made[cache] = Made(weakref.ref(model), bounded)
@@ -258,7 +261,7 @@ def _hear_caches() -> Callable[[], None]:
     return bind_everywhere(original, make)
 
 
-def _hear_batches() -> Callable[[], None]:
+def _hook_batches() -> Callable[[], None]:
     batches: Any = importlib.import_module("mlx_lm.generate").BatchGenerator
     original = batches.insert_segments
 
@@ -300,7 +303,8 @@ def _hear_batches() -> Callable[[], None]:
 
 
 def run_server(make_cache: Callable[[int, int | None], Any]) -> None:
-    """mlx-lm's own server, with its own command line, on what `make_cache(max_size, max_bytes)` gives."""
+    """Run mlx-lm's own server, with its own command line, on the prompt cache that `make_cache(max_size, max_bytes)`
+    returns."""
     server: Any = importlib.import_module("mlx_lm.server")
     run, lru, generator = server.run, server.LRUPromptCache, server.ResponseGenerator
     generate = generator._run_generate
@@ -316,7 +320,7 @@ def run_server(make_cache: Callable[[int, int | None], Any]) -> None:
         try:
             generate(self)
         finally:
-            mx.clear_streams()  # what MLX leaves of a thread's streams can abort the process when it exits
+            mx.clear_streams()  # else the streams of this thread can abort the process at exit
 
     server.run, generator._run_generate = run_with, run_generate
     try:

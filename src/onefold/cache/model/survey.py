@@ -1,10 +1,10 @@
-"""The survey of a model: what its cache is made of, found out when a cache is made.
+"""The survey of a model: finds out what its cache is made of, when a cache is made.
 
-- It builds, and never evaluates, forwards of 3, 1 and 2 tokens: it costs next to nothing, even for a model that fills
-  the machine, and tells every layer's kind, shapes and types.
-- It then builds the same forwards with handles. A model that cannot take them, because it does arithmetic on its
-  keys before attention, gets one buffer. It alone is also run, on a few tokens, to see that it is causal.
-- What is not understood is not cached: `Anatomy.reason` says why.
+- It builds, and never evaluates, forwards of 3, 1 and 2 tokens. That costs almost nothing, even for a model that fills
+  the machine, and shows every layer's kind, shapes and types.
+- It then builds the same forwards with handles. A model that cannot take them, because it does arithmetic on its keys
+  before attention, gets one buffer. Only such a model is also run, on a few tokens, to test that it is causal.
+- A model with caches that Onefold does not recognise is not cached; `Anatomy.reason` gives the reason.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ _BUILD_ERRORS = (
     NotImplementedError,
     AssertionError,
 )
-"""What a model's own code raises when it is handed something it cannot work with."""
+"""The exceptions that a model's code raises for an input that it does not support."""
 
 _TRIAL = (3, 1, 2)
 _FAR = 1024
 
 
 def survey(model: nn.Module, *, kv: KvFormat | None = None, bound: Bound | None = None) -> Anatomy:
-    """Surveys a model. Raises Unbounded if it has a cache class that grows and cannot be given `bound`."""
+    """Surveys a model, and returns its anatomy. Raises Unbounded if it has a cache class that grows and takes no
+    bound."""
     anatomy = _surveyed(model, kv or KvFormat(), bound)
     if anatomy.reason:
         look_uncached(anatomy, model)
@@ -56,7 +57,8 @@ def survey(model: nn.Module, *, kv: KvFormat | None = None, bound: Bound | None 
 
 
 def look_uncached(anatomy: Anatomy, model: nn.Module) -> None:
-    """See what the model's own caches begin with and grow by, if it is to run on them. Evaluates nothing."""
+    """Measure the initial bytes and the growth of the model's own caches, for a model that runs on them. Evaluates
+    nothing."""
     if anatomy.uncached_token_bytes is None:
         _read_uncached(model, anatomy)
 
@@ -102,7 +104,7 @@ def _surveyed(model: nn.Module, kv: KvFormat, bound: Bound | None) -> Anatomy:
         )
         return anatomy
     if anatomy.recurrent:
-        _hear(model, anatomy)
+        _check_counting(model, anatomy)
     anatomy.ragged = not anatomy.contiguous and not anatomy.reason and _takes_rows(model, anatomy)
     return anatomy
 
@@ -126,7 +128,7 @@ def read_off(caches: list[Any]) -> Anatomy:
 
 
 def _made(model: nn.Module) -> list[Any]:
-    """The caches that mlx-lm makes: to be looked at, and never handed out."""
+    """Returns the caches that mlx-lm makes, for inspection only."""
     return stock.make_prompt_cache(model)
 
 
@@ -164,7 +166,7 @@ def _see(anatomy: Anatomy, caches: list[Any]) -> None:
 
 
 def _read_leaf(leaf: Leaf, cache: Any, index: int, kv: KvFormat) -> int:
-    """Read off a cache that holds something what it is made of; returns the next sliceable leaf's index."""
+    """Read the shapes of a leaf from a cache that holds something. Returns the next sliceable leaf's index."""
     leaf.read(cache)
     if not leaf.sliceable or not leaf.used:
         return index
@@ -174,8 +176,8 @@ def _read_leaf(leaf: Leaf, cache: Any, index: int, kv: KvFormat) -> int:
 
 
 def _read_growth(model: nn.Module, anatomy: Anatomy, caches: list[Any]) -> None:
-    """What a cache class of the model's own comes to: so much, and so much more per token. Its windows are full by the
-    second of these forwards, if they are no longer than one."""
+    """Measure the initial bytes of a cache class of the model's own, and its growth per token. Windows that are no
+    longer than one of these forwards are full by the second."""
     sizes: list[list[int]] = []
     for _ in range(2):
         model(mx.zeros((1, _FAR), mx.int32), cache=caches)
@@ -189,7 +191,8 @@ def _read_growth(model: nn.Module, anatomy: Anatomy, caches: list[Any]) -> None:
 
 
 def _read_uncached(model: nn.Module, anatomy: Anatomy) -> None:
-    """What the caches of a model that runs uncached begin with and grow by, each and together. Nothing is evaluated."""
+    """Measure the initial bytes and the growth per token of the caches of a model that runs uncached. Evaluates
+    nothing."""
     caches = bounded_caches(_made(model), anatomy.bound)
     sizes: list[list[int]] = []
     try:
@@ -222,7 +225,7 @@ def _set_format(leaf: Leaf, kv: KvFormat) -> None:
 
 
 def _measure_weights(model: nn.Module, anatomy: Anatomy) -> None:
-    """The widths that bound a forward's activations."""
+    """Read from the weights the widths that limit a forward's activations."""
     widest = 0
     weights: Any = tree_flatten(model.parameters())
     for _, p in weights:
@@ -235,7 +238,7 @@ def _measure_weights(model: nn.Module, anatomy: Anatomy) -> None:
         if name.endswith("lm_head") or isinstance(module, nn.Embedding):
             anatomy.vocab = max(anatomy.vocab, weight.shape[0])
             continue
-        experts = 8 if weight.ndim == 3 else 1  # a mixture sends a token to a handful of them
+        experts = 8 if weight.ndim == 3 else 1  # a mixture sends a token to a few of its experts
         widest = max(widest, weight.shape[-2] * experts)
         anatomy.heads = max(anatomy.heads, int(getattr(module, "n_heads", 1) or 1))
     for _, module in model.named_modules():
@@ -247,7 +250,7 @@ def _measure_weights(model: nn.Module, anatomy: Anatomy) -> None:
 
 
 def _trial(model: nn.Module, run: Callable[[], None]) -> bool:
-    """Run a build with the seam installed; False if the model cannot do it."""
+    """Run `run` with the seam installed. Returns False if the model's code raises."""
     installed, watched = seam.install(model, attention), seam.watch(model)
     try:
         run()
@@ -267,7 +270,7 @@ def _takes_handles(model: nn.Module, anatomy: Anatomy) -> bool:
         for n in _TRIAL:
             model(mx.zeros((1, n), mx.int32), cache=layers)
             if any(leaf.consumed[0] == 0 for leaf in readers):
-                raise ValueError("keys went somewhere else than to attention")
+                raise ValueError("the model did not pass its keys to attention")
 
     return _trial(model, run)
 
@@ -276,8 +279,8 @@ _CHUNK = 16
 
 
 def _is_causal(model: nn.Module, anatomy: Anatomy) -> bool:
-    """Whether a token's output is the same whatever follows it. The seam sees to that; a model that attends by itself
-    is run, twice, on a few tokens."""
+    """Whether a token's output does not depend on the tokens after it. Runs the model twice on a few tokens; only
+    needed for a model outside the seam."""
     tokens = mx.arange(_CHUNK)[None] % max(2, anatomy.vocab)
     others = mx.concatenate([tokens[:, : _CHUNK // 2], tokens[:, : _CHUNK // 2]], axis=1)
     one, two = (model(x, cache=_made(model))[:, : _CHUNK // 2] for x in (tokens, others))
@@ -286,9 +289,9 @@ def _is_causal(model: nn.Module, anatomy: Anatomy) -> bool:
     return bool(apart <= 1e-2 * scale)
 
 
-def _hear(model: nn.Module, anatomy: Anatomy) -> None:
-    """Whether recurrent layers are told how many tokens passed. Asked on layers that hand out arrays: it must be known
-    of a model that cannot take handles, too."""
+def _check_counting(model: nn.Module, anatomy: Anatomy) -> None:
+    """Find out whether the model reports to its recurrent layers how many tokens passed. Uses layers that return
+    arrays, because a model that cannot take handles is tested too."""
     track = Track(Store(anatomy.specs, Ledger(1 << 62)))
     layers, leaves = anatomy.make(track)
     used = [leaf for leaf in anatomy.leaves if leaf.used]
@@ -307,7 +310,7 @@ def _hear(model: nn.Module, anatomy: Anatomy) -> None:
 
 
 def _takes_rows(model: nn.Module, anatomy: Anatomy) -> bool:
-    """Whether one forward can carry rows that stand at different positions."""
+    """Whether one forward can carry rows at different positions."""
     made = []
     for _ in range(2):
         track = Track(Store(anatomy.specs, Ledger(1 << 62)))
@@ -320,6 +323,6 @@ def _takes_rows(model: nn.Module, anatomy: Anatomy) -> bool:
         rows = [same[0].rows(list(same), plan) for same in per_layer]
         out = model(mx.zeros((2, 1), mx.int32), cache=rows)
         if out.shape[0] != 2 or out.shape[1] != 1:
-            raise ValueError(f"two rows came out as {out.shape}")
+            raise ValueError(f"the output for two rows has the shape {out.shape}")
 
     return _trial(model, run)

@@ -1,11 +1,11 @@
-"""The caches of a model that is not understood: nothing of them is reused, but their bytes are counted and limited.
+"""The caches of a model that runs uncached: nothing of them is reused, but their bytes are counted and limited.
 
-- The watch on the model's class says when a forward begins and ends. Before it runs, its growth is reserved, by what
-  the model's caches were seen to grow per token; afterwards the account is brought to what they occupy.
+- The watch on the model's class reports when a forward begins and ends. Before it runs, its growth is reserved, from
+  the growth per token that was measured; afterwards the account is set to what the caches occupy.
 - A forward whose growth does not fit is refused with BudgetError before anything is computed.
-- Where the caches stand is read off them, or counted if they do not say.
+- The position is read from the caches, or counted if they have none.
 
-Knows nothing of the tree: these caches are the request's alone, and end with it.
+Knows nothing of the tree: these caches belong to one request, and are freed with it.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from onefold.cache.model import stock
 from onefold.cache.model.anatomy import Anatomy
 
 STEP = 256
-"""mlx-lm's caches grow by so many tokens at a time."""
+"""Tokens by which mlx-lm's caches grow at a time."""
 
 
 class Uncached:
     """One model's own caches in one lease. It is the watcher of their forwards."""
 
     def __init__(self, anatomy: Anatomy, caches: list[Any], admit: Callable[[Uncached, int], None]) -> None:
-        """`admit(self, n_tokens)` is asked before a forward, and refuses by raising; with 0 tokens it is told that one
-        has ended."""
+        """`admit(self, n_tokens)` is called before a forward, and raises to refuse it; with 0 tokens it is called after
+        one."""
         self.anatomy = anatomy
         self.caches = caches
         self._admit = admit
         self._counted = 0
         self._depth = 0
-        """Watched calls that are under way: a model's call may be made of that of a class it derives from."""
+        """Nested watched calls in progress: a model's `__call__` may call that of its base class."""
         self._token_bytes = anatomy.uncached_token_bytes or 0
 
     def admit(self, n_tokens: int) -> None:
@@ -42,21 +42,21 @@ class Uncached:
 
     @property
     def position(self) -> int:
-        """Tokens that the caches hold."""
-        said = [c.offset for top in self.caches for _, c in stock.flatten(top) if _says_where(c)]
-        return max(said, default=self._counted)
+        """The number of tokens that the caches hold."""
+        offsets = [c.offset for top in self.caches for _, c in stock.flatten(top) if _has_offset(c)]
+        return max(offsets, default=self._counted)
 
     @property
     def nbytes(self) -> int:
         return sum(a.nbytes for a in stock.arrays_of(self.caches))
 
     def bytes_after(self, n_tokens: int) -> int:
-        """What the caches may occupy after `n_tokens` more."""
+        """Returns the bytes that the caches may occupy after `n_tokens` more."""
         held = self.nbytes
         if n_tokens == 0:
             return held
-        begins = 0 if held else self.anatomy.uncached_state_bytes
-        return held + begins + self._token_bytes * (n_tokens + STEP)
+        initial = 0 if held else self.anatomy.uncached_state_bytes
+        return held + initial + self._token_bytes * (n_tokens + STEP)
 
     def scratch_bytes(self, n_tokens: int) -> int:
         return self.anatomy.scratch_bytes(n_tokens, self.position + n_tokens)
@@ -70,7 +70,7 @@ class Uncached:
         if self._depth > 1:
             return []
         self._counted += n_tokens
-        if self.anatomy.uncached_token_bytes is None:  # could not be seen beforehand
+        if self.anatomy.uncached_token_bytes is None:  # the survey could not measure it
             self._token_bytes = max(self._token_bytes, self.nbytes // max(1, self.position))
         self.admit(0)
         return stock.arrays_of(self.caches)
@@ -82,11 +82,11 @@ class Uncached:
         return stock.arrays_of(self.caches)
 
     def lost(self, error: RuntimeError) -> None:
-        pass  # nothing of it is kept
+        pass  # nothing of it is cached
 
     def left(self) -> None:
         self._depth -= 1
 
 
-def _says_where(cache: Any) -> bool:
+def _has_offset(cache: Any) -> bool:
     return isinstance(getattr(cache, "offset", None), int)

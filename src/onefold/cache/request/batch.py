@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from onefold.cache.memory.state import CacheState
-from onefold.cache.memory.tree import as_tokens_or_none
+from onefold.cache.memory.tokens import as_tokens_or_none
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.fingerprint import model_name
 from onefold.cache.model.step_plan import StepPlan

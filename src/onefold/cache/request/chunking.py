@@ -6,7 +6,7 @@ from typing import Any
 
 from onefold.cache.memory.checkpoints import GRID
 from onefold.cache.memory.segment import LEAST_CHUNK
-from onefold.cache.memory.tree import Tokens
+from onefold.cache.memory.tokens import Tokens
 from onefold.cache.request.hold import Hold
 
 

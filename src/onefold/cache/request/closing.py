@@ -16,9 +16,11 @@ from onefold.cache.memory.checkpoints import Checkpoint
 from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.reach import kv_reach
+from onefold.cache.memory.reasons import Reason
 from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.state import CacheState
-from onefold.cache.memory.tree import Node, Tokens
+from onefold.cache.memory.tokens import Tokens
+from onefold.cache.memory.tree import Node
 from onefold.cache.request import committing
 from onefold.cache.request.hold import Hold
 from onefold.errors import BudgetError, DeviceError
@@ -79,7 +81,7 @@ def evaluate(hold: Hold) -> None:
 def lose(hold: Hold, error: Exception) -> None:
     """Close a lease whose state cannot be computed, and give up the buffers that it was writing."""
     torn = [p.slab for p in hold.track.pieces if hold.track.writable(p)]
-    hold.state.reasons["lost on the device"] += 1
+    hold.state.reasons[Reason.LOST] += 1
     release(hold)
     for slab in torn:
         hold.state.nodes.lose(slab, error)
@@ -115,7 +117,7 @@ def _store_work(hold: Hold, tokens: Tokens) -> None:
         if not checkpoint.spanless and checkpoint.position > reach:
             checkpoint.close()  # it goes with KV that was forgotten when the conversation rotated
         elif not shelf.place(tree, kept, checkpoint):
-            hold.state.reasons["checkpoint already there"] += 1
+            hold.state.reasons[Reason.CHECKPOINT_THERE] += 1
     shelf.touch(node)
     shelf.thin(node)
     if hold.state.tier is not None:
@@ -128,13 +130,13 @@ def say_unfed(hold: Hold) -> None:
     if all(fed) or not any(fed):
         return
     which = "draft model" if fed[0] else "target"
-    if not hold.state.reasons["draft or target was fed nothing"]:
+    if not hold.state.reasons[Reason.HALF_FED]:
         log.warning(
             "a request that ran on one model alone is not stored: its %s was fed nothing. Feed both, or use a cache "
             "that is made without draft_model=",
             which,
         )
-    hold.state.reasons["draft or target was fed nothing"] += 1
+    hold.state.reasons[Reason.HALF_FED] += 1
 
 
 def _kept(hold: Hold, tokens: Tokens) -> int:
@@ -176,16 +178,16 @@ def _checkpoint_bytes(hold: Hold) -> int:
 
 def take_checkpoint(hold: Hold, position: int, *, gap: int) -> Checkpoint | None:
     if _too_short(hold.state, gap):
-        hold.state.reasons["too short to keep"] += 1
+        hold.state.reasons[Reason.TOO_SHORT] += 1
         return None
     size = _checkpoint_bytes(hold)
     if not hold.state.reclaiming.admit_checkpoint(size):
-        hold.state.reasons["checkpoint too large"] += 1
+        hold.state.reasons[Reason.CHECKPOINT_TOO_LARGE] += 1
         return None
     try:
         account = hold.state.ledger.open(Purpose.CHECKPOINT, size, "a checkpoint")
     except BudgetError:
-        hold.state.reasons["no room for a checkpoint"] += 1
+        hold.state.reasons[Reason.NO_ROOM_FOR_CHECKPOINT] += 1
         return None
     checkpoint = Checkpoint.of(position, hold.snapshots(), account)
     account.resize(checkpoint.bytes, force=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from onefold.cache.memory.tree import Tokens, as_tokens_or_none, common_length
+from onefold.cache.memory.tokens import Tokens, as_tokens_or_none, common_length
 from onefold.cache.request.hold import Hold
 from onefold.errors import CommitError
 from onefold.sizes import show_count

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from onefold.cache.memory.tree import Tokens, common_length
+from onefold.cache.memory.tokens import Tokens, common_length
 
 UNKNOWN = -1
 _MOST_UNREAD = 64

@@ -19,9 +19,11 @@ import mlx.nn as nn
 
 from onefold.cache.memory.checkpoints import Checkpoint
 from onefold.cache.memory.ledger import Account, Purpose
+from onefold.cache.memory.reasons import Reason
 from onefold.cache.memory.state import CacheState
+from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
-from onefold.cache.memory.tree import Node, Tokens
+from onefold.cache.memory.tree import Node
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.uncached import Uncached
 from onefold.cache.request.fed import Fed
@@ -67,7 +69,7 @@ class Hold:
         """How far the state could be put back."""
         self.from_disk = 0
         """Of the cached tokens, those that were read from disk for this request."""
-        self.reason = ""
+        self.reason = Reason.NONE
         """Why `cached` is less than it might be; empty for a whole hit."""
         self.closed = False
         self.track = Track(state.store, contiguous=state.model.contiguous)

@@ -29,7 +29,7 @@ import mlx.nn as nn
 
 from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.state import CacheState
-from onefold.cache.memory.tree import Tokens, as_tokens_or_none
+from onefold.cache.memory.tokens import Tokens, as_tokens_or_none
 from onefold.cache.model import exporting, stock
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.request import chunking, closing, committing
@@ -104,7 +104,7 @@ class Lease:
     @property
     def reason(self) -> str:
         """Why `cached` is less than it might be; empty for a whole hit."""
-        return self.hold.reason
+        return self.hold.reason.value
 
     @property
     def closed(self) -> bool:
@@ -171,6 +171,11 @@ class Lease:
         """The tokens that every model's layers were fed and hold now. Waits for forwards that are under way."""
         return committing.fed(self.hold).tolist()
 
+    def agreement(self, tokens: Any) -> int:
+        """Returns how many of `tokens`, from the first on, the layers were fed and hold now: as many as can be
+        committed."""
+        return committing.agreement(self.hold, tokens)
+
     def export(self) -> list[Any]:
         """Returns copies of the layers as mlx-lm's own caches, each holding exactly `offset` tokens: any model, loop or
         `save_prompt_cache` of mlx-lm's takes them, and they outlive the lease. Their bytes are in the ledger while they
@@ -211,15 +216,6 @@ class Lease:
         else:
             hold.handed.forget()
         give_up(self)
-
-    def close_dropped(self) -> None:
-        """Close it after it was dropped without being closed. Raises WrongThread if only another thread can."""
-        try:
-            self.cancel()
-            self.state.on_dropped(self)
-        except DeviceError:
-            log.debug("a dropped lease could not be evaluated", exc_info=True)
-        self.state.reasons["dropped"] += 1
 
     def __enter__(self) -> Lease:
         return self

@@ -18,6 +18,7 @@ from onefold.cache.memory.checkpoints import Checkpoint
 from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.reach import readable_length, resume_point
+from onefold.cache.memory.reasons import Reason
 from onefold.cache.memory.segment import round_up
 from onefold.cache.memory.tree import Node
 from onefold.cache.model import seam
@@ -108,7 +109,7 @@ def _begin_again(hold: Hold, checkpoint: Checkpoint | None) -> None:
     for node in hold.path:
         if node.checkpoint is checkpoint:
             hold.state.nodes.drop_checkpoint(node)
-    hold.checkpoint, hold.cached, hold.reason = None, 0, "checkpoint refused"
+    hold.checkpoint, hold.cached, hold.reason = None, 0, Reason.CHECKPOINT_REFUSED
     for watcher in hold.watchers:
         watcher.rotated = not watcher.anatomy.sliceable
     hold.empty_layers()

@@ -22,7 +22,7 @@ import numpy as np
 from onefold.cache.memory.arrays import own_name
 from onefold.cache.memory.ledger import Account, Purpose
 from onefold.cache.memory.state import Holder
-from onefold.cache.memory.tree import NAMED, Tokens, common_length
+from onefold.cache.memory.tokens import NAMED, Tokens, common_length
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.request import forward
 from onefold.cache.request.fed import Fed

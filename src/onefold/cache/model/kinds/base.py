@@ -1,13 +1,13 @@
 """The contract of every kind of layer.
 
-A layer is one layer's live state in one request, in the shape that mlx-lm's models expect of a cache.
-Beyond that, every kind can be snapshotted, rewound, restored, joined and split:
+A live layer is the state of one of the model's layers in one request, with the interface that mlx-lm's models expect of
+a cache. In addition, every kind can be snapshotted, rewound, restored, joined and split:
 
-- `snapshot(from_offset)`: the state from `from_offset` to the offset, in arrays of its own; the live state
-  is unchanged. Nothing new since `from_offset` gives None.
-- `restore(None, target)`: rewind the live state. `restore(snapshot, target)`: put the snapshot back, clamped
-  to `target`. Either happens wholly and returns True, or not at all and returns False.
-- `join(parent, child)` and `split(snapshot, at)` take ownership of what they are given and close it.
+- `snapshot(from_offset)` returns the state from `from_offset` to the offset, in its own arrays; the live state is
+  unchanged. It returns None if there is nothing new since `from_offset`.
+- `restore(None, target)` rewinds the live state. `restore(snapshot, target)` restores the snapshot, clamped to
+  `target`. Either returns True, or changes nothing and returns False.
+- `join(parent, child)` and `split(snapshot, at)` take ownership of their snapshots and close them.
 - `free()` releases everything; the offset is 0 afterwards.
 
 A snapshot pins exactly the bytes it reports, and is closed exactly once.
@@ -25,60 +25,61 @@ from onefold.cache.model.step_plan import StepPlan
 
 
 class ForwardListener(Protocol):
-    """Who is told when a forward reaches a layer, and asked when a layer is to be rewound."""
+    """The owner of a layer: is notified when a forward reaches the layer, and decides on rewinds."""
 
     @property
     def rolls_back(self) -> bool:
-        """Whether all layers of the model can be rewound to where the last round of forwards began, whatever their
-        kind."""
+        """Whether all layers of the model, of any kind, can be rewound to where the last round of forwards began."""
         ...
 
     @property
     def verifies(self) -> bool:
-        """Whether several tokens in the next forward are several steps in one: a draft model's, behind the prompt."""
+        """Whether a forward of several tokens after the prompt is a verification of a draft's tokens."""
         ...
 
     def enter(self, layer: Any, n_tokens: int | None) -> None:
-        """Before a layer's first write of a forward; may refuse by raising, and then nothing was written."""
+        """Called before a layer's first write of a forward. May raise to refuse it; then nothing has been written."""
         ...
 
     def begun(self, model: Any, inputs: mx.array | None, row: int, *, n_layers: int, embedded: bool) -> None:
-        """A forward of the whole model begins, with so many layers, on row `row` of `inputs` or on embeddings in their
-        place; `ended` or `failed` will follow, then `left`. May refuse by raising."""
+        """Called when a forward of the whole model begins, with `n_layers` layers, on row `row` of `inputs` or, if
+        `embedded`, on embeddings. `ended` or `failed` will follow, then `left`. May raise to refuse it."""
         ...
 
     def ended(self, n_tokens: int, stepped: bool) -> list[mx.array]:
-        """Returns the arrays that the forward has written: they are scheduled before `left`. If it was a decode step
-        (`stepped`), its output is scheduled too, and what that depends on may be left out."""
+        """Called after a forward. Returns the arrays that it has written, which are scheduled before `left`. If it was
+        a decode step (`stepped`), its output is scheduled too, and arrays on which that depends may be left out."""
         ...
 
     def failed(self) -> list[mx.array]:
-        """The forward raised half-way: put every layer back to where it began. Returns what `ended` does."""
+        """Reset every layer to where the forward began, because it raised. Returns what `ended` does."""
         ...
 
     def left(self) -> None:
-        """The forward's thread lets go of the layers."""
+        """Called when the forward's thread has finished with the layers."""
         ...
 
     def lost(self, error: RuntimeError) -> None:
-        """What the forward has written cannot be computed."""
+        """Called if the arrays that the forward has written cannot be computed."""
         ...
 
     def trim(self, layer: Any, n: int) -> int:
-        """Rewind `layer` by `n` tokens; returns `n`, or 0 if that cannot be done, and then nothing has changed."""
+        """Rewind `layer` by `n` tokens, or to its beginning. Returns how many were removed; 0, and changes nothing, if
+        that is not possible."""
         ...
 
     def dropped(self, layer: Any) -> None:
-        """Nobody refers to this layer any more but its owner."""
+        """Called when the layer is finalized: only its owner refers to it."""
         ...
 
     def reserve_copy(self, n_bytes: int) -> Any:
-        """Reserves the bytes of a copy of a layer, and returns their account; None if nobody counts."""
+        """Reserves the bytes of a copy of a layer, and returns their account; None if there is no ledger. Raises
+        BudgetError."""
         ...
 
 
 class NoListener:
-    """For a layer that stands alone."""
+    """For a layer without an owner."""
 
     rolls_back = False
     verifies = False
@@ -116,51 +117,53 @@ _ALONE = NoListener()
 
 
 class Watched(Exportable):
-    """A live layer that has an owner: a listener that hears of forwards (see `seam.watch`) and decides on rewinds.
-    What most kinds answer alike is answered here."""
+    """A live layer with an owner: a listener that is notified of forwards (see `seam.watch`) and decides on rewinds.
+    Has the defaults that most kinds share."""
 
     kind: str
     sliceable = False
     """Its state lies in the track until it rotates."""
     is_plain = False
-    """Its keys and values are kept as the model made them, and read piece by piece where they lie."""
-    _pulse: Any
+    """Its keys and values are stored as the model made them, and attended in place, piece by piece."""
+    _listener: Any
     offset: int
 
     @staticmethod
     def rows(layers: list[Any], plan: StepPlan) -> Any:
-        """One layer over the rows of a batch, of which `layers` are this kind's. Raises NotImplementedError for a kind
-        that cannot be batched."""
+        """Returns one layer for the rows of a batch; `layers` are the rows' layers of this kind. Raises
+        NotImplementedError for a kind that cannot be batched."""
         raise NotImplementedError("layers of this kind are stepped row by row")
 
     @property
     def in_track(self) -> bool:
-        """Whether its state lies in the track, and nowhere else."""
+        """Whether its whole state lies in the track."""
         return False
 
     def watchers(self) -> list[Any]:
-        return [] if self._pulse is None else [self._pulse]
+        return [] if self._listener is None else [self._listener]
 
     def trim(self, n: int) -> int:
-        """Rewind by `n` tokens. Returns how many were taken back: all of them, or none."""
-        return self.pulse.trim(self, n)
+        """Rewind by `n` tokens, or to the beginning. Returns how many were removed; 0, and changes nothing, if that is
+        not possible."""
+        return self.listener.trim(self, n)
 
     def clear(self) -> None:
-        """Hold nothing. What lies in the track stays there."""
+        """Empty the layer. The track is unchanged."""
         self.free()
         self.offset = 0
 
     def put_back(self, snapshot: Any, target: int) -> bool:
-        """Restore an empty layer to `target` from a checkpoint's snapshot. Returns False, and changes nothing, if it
-        cannot."""
+        """Restore an empty layer to `target` from a checkpoint's snapshot. Returns False, and changes nothing, if that
+        is not possible."""
         return bool(self.restore(snapshot, target))
 
     def passed(self, n_tokens: int) -> None:
-        """A forward of `n_tokens` has ended, of a model that does not tell its layers so."""
+        """Called after a forward of `n_tokens`, for models that do not report to their layers how many tokens
+        passed."""
 
     def take_over(self, cache: Any, upto: int) -> None:
-        """Hold what a cache that mlx-lm made and filled holds of the positions [0, upto). Raises ValueError if it
-        cannot be cut there."""
+        """Take over the positions [0, upto) of a cache that mlx-lm made and filled. Raises ValueError if it cannot be
+        cut there."""
         raise NotImplementedError
 
     def free(self) -> None:
@@ -170,14 +173,14 @@ class Watched(Exportable):
         raise NotImplementedError
 
     @property
-    def pulse(self) -> ForwardListener:
-        found: ForwardListener = _ALONE if self._pulse is None else self._pulse
+    def listener(self) -> ForwardListener:
+        found: ForwardListener = _ALONE if self._listener is None else self._listener
         return found
 
     def __del__(self) -> None:
-        pulse = getattr(self, "_pulse", None)
-        if pulse is not None:
-            pulse.dropped(self)
+        listener = getattr(self, "_listener", None)
+        if listener is not None:
+            listener.dropped(self)
 
 
 class Ranged(Watched):
@@ -236,7 +239,7 @@ class Ranged(Watched):
 
 
 class Point(Watched):
-    """A kind whose state is good for one point alone: a child supersedes its parent, and nothing can be split."""
+    """A kind whose state belongs to one position: a child's snapshot supersedes its parent's, and none can be split."""
 
     def join(self, parent: Any, child: Any) -> Any:
         close_all(parent)
@@ -247,7 +250,7 @@ class Point(Watched):
 
 
 class Window(Point):
-    """A kind that keeps its latest entries as `keys` and `values`, in a cache class of mlx-lm's."""
+    """A kind that keeps the latest entries as `keys` and `values`, derived from one of mlx-lm's cache classes."""
 
     keys: Any
     values: Any
@@ -256,21 +259,21 @@ class Window(Point):
         self.keys, self.values, self.offset = own_name(cache.keys), own_name(cache.values), cache.offset
         self.take_place(cache)
         if self.offset != upto and not self.restore(None, upto):
-            raise ValueError(f"a layer that stands at {self.offset} cannot be cut at {upto}")
+            raise ValueError(f"a layer at position {self.offset} cannot be cut at {upto}")
 
     def take_place(self, cache: Any) -> None:
-        """Stand where `cache` stands among its entries."""
+        """Take over the write position of `cache`."""
         raise NotImplementedError
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        self._pulse.enter(self, keys.shape[2])
+        self._listener.enter(self, keys.shape[2])
         if self.keys is not None:
             self.keys, self.values = own_name(self.keys), own_name(self.values)
         return super().update_and_fetch(keys, values)  # type: ignore[misc]
 
 
 class Snapshot:
-    """State of one layer over [start, end), or for window and recurrent kinds at `end`."""
+    """The state of one layer over [start, end), or for window and recurrent kinds at `end`."""
 
     __slots__ = ("arrays", "closed", "end", "extra", "start")
 
@@ -283,7 +286,7 @@ class Snapshot:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The bytes of its arrays."""
         return sum(a.nbytes for a in self.arrays if a is not None)
 
     def close(self) -> None:
@@ -293,7 +296,7 @@ class Snapshot:
         self.arrays = []
 
     def describe(self) -> dict[str, Any]:
-        """All of it but the arrays, in values that JSON has."""
+        """Returns everything but the arrays, in values that JSON has."""
         return {
             "start": self.start,
             "end": self.end,
@@ -302,13 +305,15 @@ class Snapshot:
         }
 
     @classmethod
-    def revive(cls, said: dict[str, Any], arrays: list[mx.array | None]) -> Snapshot:
-        """The other way round; `arrays` by slot. Raises KeyError, TypeError or ValueError on nonsense."""
-        return Snapshot(arrays, int(said["start"]), int(said["end"]), tuple(int(x) for x in said["extra"]))
+    def revive(cls, described: dict[str, Any], arrays: list[mx.array | None]) -> Snapshot:
+        """Makes a snapshot from its description and its arrays, by slot. Raises KeyError, TypeError or ValueError if
+        the description is invalid."""
+        extra = tuple(int(x) for x in described["extra"])
+        return Snapshot(arrays, int(described["start"]), int(described["end"]), extra)
 
 
 class Layer(Protocol):
-    """What leases and tests rely on, for every kind."""
+    """The interface of every kind of layer, for leases and tests."""
 
     kind: str
     offset: int
@@ -321,7 +326,7 @@ class Layer(Protocol):
     def live_arrays(self) -> list[mx.array]: ...
 
     def mark(self) -> tuple[Any, ...]:
-        """Where a forward began, as references: `reset` undoes a forward that failed half-way."""
+        """Returns references to the state, so that `reset` can undo a forward that failed."""
         ...
 
     def reset(self, mark: tuple[Any, ...]) -> None: ...

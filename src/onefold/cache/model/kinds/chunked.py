@@ -1,7 +1,7 @@
-"""Chunked attention (llama4): mlx-lm's cache keeps what follows `start_position`.
+"""Chunked attention (llama4): mlx-lm's cache keeps the entries from `start_position` on.
 
-A snapshot holds [start_position, offset). A query attends only within its own chunk, so a point can be
-clamped or rewound to as long as the start of that point's chunk is still there.
+A snapshot holds [start_position, offset). A query attends only within its own chunk, so a snapshot can be clamped, and
+a layer rewound, to a point if the start of that point's chunk is still kept.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class ChunkedLayer(Window, stock.ChunkedKVCache):  # type: ignore[misc, valid-ty
     kind = "chunked"
     rows = staticmethod(AttentionRows)  # type: ignore[assignment]
 
-    def __init__(self, chunk_size: int, *, pulse: ForwardListener | None = None) -> None:
+    def __init__(self, chunk_size: int, *, listener: ForwardListener | None = None) -> None:
         super().__init__(chunk_size)
         self.epoch = 0
-        self._pulse: ForwardListener = pulse or NoListener()
+        self._listener: ForwardListener = listener or NoListener()
 
     def is_trimmable(self) -> bool:
-        return self.start_position == 0 or self.pulse.rolls_back
+        return self.start_position == 0 or self.listener.rolls_back
 
     def snapshot(self, from_offset: int = 0) -> Snapshot | None:
         if self.keys is None or self.offset <= max(0, from_offset):
@@ -94,8 +94,8 @@ class ChunkedLeaf(Leaf):
         super().__init__(cache, path)
         self.chunk_size: int = cache.chunk_size
 
-    def make(self, track: Track, pulse: ForwardListener | None, **_: Any) -> ChunkedLayer:
-        return ChunkedLayer(self.chunk_size, pulse=pulse)
+    def make(self, track: Track, listener: ForwardListener | None, **_: Any) -> ChunkedLayer:
+        return ChunkedLayer(self.chunk_size, listener=listener)
 
     def point_bytes(self, offset: int, n_tokens: int) -> int:
         n_entries = min(offset, self.chunk_size + 256) + math.ceil(n_tokens / 256) * 256 + 256

@@ -1,4 +1,4 @@
-"""Several caches in one layer (`CacheList`): all of them, or none."""
+"""Several caches in one layer (`CacheList`): all of them are restored, or none."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class CompositeLayer(stock.CacheList):  # type: ignore[misc, valid-type]
 
     @staticmethod
     def merge(caches: list[Any]) -> Any:
-        """mlx-lm's own batch of these, for a server whose model is not known."""
+        """Returns mlx-lm's own batch of these layers, for a server whose model is not known."""
         return stock.CacheList.merge(caches)
 
     @property
@@ -93,7 +93,7 @@ class CompositeLayer(stock.CacheList):  # type: ignore[misc, valid-type]
         snapshot.members = []
         snapshot.close()
         upper, lower = [h[0] for h in halves], [h[1] for h in halves]
-        if at >= snapshot.end and any(m is not None for m in upper):  # what cannot be split goes along
+        if at >= snapshot.end and any(m is not None for m in upper):  # members that cannot be split stay with the upper
             upper, lower = [u or m for u, m in halves], []
         return _composed(upper), _composed(lower)
 
@@ -117,7 +117,7 @@ class CompositeLayer(stock.CacheList):  # type: ignore[misc, valid-type]
 
 
 class CompositeRows(stock.CacheList):  # type: ignore[misc, valid-type]
-    """The members' rows."""
+    """The rows of each member."""
 
     def watchers(self) -> list[Any]:
         found: list[Any] = self.caches[0].watchers()

@@ -1,10 +1,10 @@
-"""Sliceable layers: full attention KV, kept in a track's slabs, plain or affine-quantised.
+"""Sliceable layers: full attention KV in a track's slabs, plain or affine-quantised.
 
-- Writes go to the track's tail in place; positions that the tree holds already are not written again.
-- With one piece that starts at index 0 the layer hands out plain slices: that is the stock path at stock
-  speed. Otherwise it hands out handles, for the attention seam.
-- A bounded layer (`max_kv_size`) is sliceable until it would outgrow its bound; then `rotate` turns it into
-  mlx-lm's own ring, or one of packed entries, and from there on it is a window.
+- Writes go to the track's tail in place; positions that the tree has already are not written again.
+- If the track is one piece that starts at index 0, the layer returns plain slices: the stock path, at stock speed.
+  Otherwise it returns handles, for the attention seam.
+- A bounded layer (`max_kv_size`) is sliceable until it would outgrow its bound. Then `rotate` turns it into mlx-lm's
+  own ring, or one of packed entries, and it is a window from then on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from onefold.cache.model.rows import AttentionRows
 
 
 def _buffer(side: int) -> property:
-    """The keys' (0) or the values' (1) first array in the buffer that the layer writes to."""
+    """Makes the property for the first array of the keys (0) or the values (1) in the buffer that the layer writes."""
 
     def slot(self: SegmentedLayer) -> int:
         return self.codec.n_keys() if side else 0
@@ -50,7 +50,7 @@ def _buffer(side: int) -> property:
 
 
 def _mask_ring(bound: Bound, offset: int) -> Any:
-    """A ring that stands at `offset`, for its mask: the mask is made before the update that rotates."""
+    """Returns a ring at `offset`, for its mask: models make the mask before the update that rotates the layer."""
     ring = stock.RotatingKVCache(bound.max_size, bound.keep)
     ring.offset = ring._idx = offset
     return ring
@@ -68,7 +68,7 @@ class SegmentedLayer(Ranged):
         index: int,
         codec: Any = None,
         *,
-        pulse: ForwardListener | None = None,
+        listener: ForwardListener | None = None,
         bound: Bound | None = None,
         always_handles: bool = False,
     ) -> None:
@@ -81,9 +81,9 @@ class SegmentedLayer(Ranged):
         self.epoch = 0
         self.bound = bound
         self.ring: Any = None
-        """What it has become, once it has outgrown its bound."""
+        """The ring that holds its state, once it has outgrown its bound; None before."""
         self.consumed = [0]
-        self._pulse = pulse
+        self._listener = listener
         self._always_handles = always_handles
 
     # -- what mlx-lm's models call ---------------------------------------------------------
@@ -94,9 +94,9 @@ class SegmentedLayer(Ranged):
         return self.keys_and_values() if fetched is None else fetched
 
     def admit(self, n: int) -> None:
-        """Before a write of `n` tokens: room for them is made, or refused."""
-        if self._pulse is not None:
-            self._pulse.enter(self, n)
+        """Make room for a write of `n` tokens. Raises BudgetError, before anything is written."""
+        if self._listener is not None:
+            self._listener.enter(self, n)
             return
         if self.outgrows(n):
             self.rotate()
@@ -105,7 +105,7 @@ class SegmentedLayer(Ranged):
             self.track.ensure(self.offset, n, keep=self.offset)
 
     def store(self, keys: mx.array, values: mx.array) -> tuple[Any, Any] | None:
-        """Write what was admitted, without reading back; a ring's write gives what there is to read."""
+        """Write tokens that were admitted. Returns None; a ring returns its keys and values."""
         if self.ring is not None:
             fetched: tuple[Any, Any] = self.ring.update_and_fetch(keys, values)
             self.offset = self.ring.offset
@@ -136,7 +136,7 @@ class SegmentedLayer(Ranged):
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         if self.bound is not None and (self.ring is not None or self.offset + N > self.bound.max_size):
-            if N > 1 and self.bound.keep and self.pulse.verifies:
+            if N > 1 and self.bound.keep and self.listener.verifies:
                 return steps_mask(N, self.offset, *self.bound)
             ring = self.ring or _mask_ring(self.bound, self.offset)
             return ring.make_mask(N, return_array=return_array, window_size=window_size)
@@ -144,11 +144,11 @@ class SegmentedLayer(Ranged):
 
     @staticmethod
     def merge(caches: list[Any]) -> Any:
-        """mlx-lm's own padded batch of these, for a server whose model is not known. A copy."""
+        """Returns mlx-lm's own padded batch of these layers, a copy, for a server whose model is not known."""
         return stock.BatchKVCache.merge(caches)
 
     def is_trimmable(self) -> bool:
-        return self.ring is None or self.ring.is_trimmable() or self.pulse.rolls_back
+        return self.ring is None or self.ring.is_trimmable() or self.listener.rolls_back
 
     keys = _buffer(0)
     values = _buffer(1)
@@ -179,7 +179,7 @@ class SegmentedLayer(Ranged):
             return False
         ring = self._ring_for(snapshot)
         if ring is not None:
-            whole = snapshot is None or snapshot.extra or snapshot.start == 0  # a range relies on what goes before it
+            whole = snapshot is None or snapshot.extra or snapshot.start == 0  # a later range lacks the tokens before
             return bool(whole) and ring.can_restore(self._as_window(snapshot), target)
         if snapshot is None:
             return target <= self.offset
@@ -191,7 +191,7 @@ class SegmentedLayer(Ranged):
         ring = self._ring_for(snapshot)
         if ring is not None:
             ring.restore(self._as_window(snapshot), target)
-            if self.ring is None and self._pulse is None:
+            if self.ring is None and self._listener is None:
                 self.track.free()
             self.ring, self.offset = ring, ring.offset
             return True
@@ -252,7 +252,7 @@ class SegmentedLayer(Ranged):
         return self.bound is not None and self.ring is None and self.offset + n > self.bound.max_size
 
     def rotate(self) -> None:
-        """Become a ring that holds what this layer holds. The track is left to its owner."""
+        """Become a ring with the content of this layer. The owner frees the track."""
         assert self.bound is not None
         held = self.snapshot(0)
         self.ring = self._new_ring()
@@ -260,7 +260,8 @@ class SegmentedLayer(Ranged):
             self.ring.adopt(held)
 
     def put_back(self, snapshot: Snapshot, target: int) -> bool:
-        """A checkpoint has a snapshot of this layer only if it had rotated: it becomes the ring that it was."""
+        """Become the ring of a checkpoint's snapshot. (A checkpoint has a snapshot of this layer only if it had
+        rotated.) Returns False, and changes nothing, if `target` is not its end."""
         if snapshot.end != target:
             return False
         self.rotate()
@@ -273,13 +274,13 @@ class SegmentedLayer(Ranged):
         return RotatingLayer(*self.bound) if self.codec.plain else PackedRing(*self.bound, self.codec)
 
     def _ring_for(self, snapshot: Snapshot | None) -> Any:
-        """The ring that a restore goes to: this layer's, or a new one for a snapshot that a ring has made."""
+        """Returns the ring to restore: this layer's, or a new one for a ring's snapshot; None if there is none."""
         if self.ring is None and snapshot is not None and snapshot.extra and self.bound is not None:
             return self._new_ring()
         return self.ring
 
     def _as_window(self, snapshot: Snapshot | None) -> Snapshot | None:
-        """A range from 0, taken before the rotation, as the window that it is."""
+        """Returns the snapshot of a range from 0, taken before the rotation, as a snapshot of a window."""
         if snapshot is None or snapshot.extra:
             return snapshot
         assert self.bound is not None
@@ -297,7 +298,7 @@ class FullLeaf(Leaf):
         return bool(cache.is_trimmable()) and isinstance(cache.offset, int)
 
     def set_codec(self, codec: Any) -> None:
-        """Keep its keys and values by `codec`, unless the model quantises them itself."""
+        """Encode its keys and values with `codec`, unless the model quantises them itself."""
         assert self.plain is not None
         self.codec = self.native or codec
         self.spec = self.codec.spec(*self.plain)
@@ -307,14 +308,14 @@ class FullLeaf(Leaf):
     def make(
         self,
         track: Track,
-        pulse: ForwardListener | None,
+        listener: ForwardListener | None,
         *,
         first_index: int = 0,
         bound: Bound | None = None,
         always_handles: bool = False,
     ) -> SegmentedLayer:
         index = first_index + max(0, self.index)
-        return SegmentedLayer(track, index, self.codec, pulse=pulse, bound=bound, always_handles=always_handles)
+        return SegmentedLayer(track, index, self.codec, listener=listener, bound=bound, always_handles=always_handles)
 
     def fits(self, cache: Any) -> bool:
         if not super().fits(cache):
@@ -329,7 +330,7 @@ class FullLeaf(Leaf):
         return stock.RotatingKVCache(*bound)
 
     def describe(self, bound: Bound | None) -> dict[str, Any]:
-        told: dict[str, Any] = {"in_ranges": True, "slots": []}
+        layout: dict[str, Any] = {"in_ranges": True, "slots": []}
         if bound is not None and self.spec is not None:
-            told |= window(bound.keep, bound.max_size, self.spec.arrays)
-        return told
+            layout |= window(bound.keep, bound.max_size, self.spec.arrays)
+        return layout

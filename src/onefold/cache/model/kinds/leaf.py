@@ -1,7 +1,7 @@
-"""What a model keeps in one cache object, as far as it is known before there is a request.
+"""Describes the content of one cache object of a model, before there is a request.
 
-A kind of layer is a subclass of `Leaf`, which knows the cache objects of mlx-lm that it stands for, and a live layer
-(`base.Watched`) that it makes for each request. `kinds.KINDS` lists the kinds; nothing else names them.
+A kind of layer is a subclass of `Leaf`, which recognises cache objects of mlx-lm, and a live layer (`base.Watched`),
+which it makes for each request. `registry.KINDS` lists the kinds; no other file names them.
 """
 
 from __future__ import annotations
@@ -19,30 +19,29 @@ Forms = dict[str, list[tuple[mx.Dtype, tuple[int, ...]] | None]]
 
 
 class Leaf:
-    """One cache object that holds state: a layer, or a member of a composite layer. As it stands it is the leaf of an
-    object that no kind recognises, for which nothing can be reused."""
+    """One cache object that holds state: a layer, or a member of a composite layer. The base class of the kinds."""
 
     kind: str = "unknown"
-    """The word that reports use."""
+    """The name of the kind in reports."""
     known: ClassVar[bool] = True
     sliceable: ClassVar[bool] = False
     """Its state lies in slabs and can be cut at any position."""
     one_point: ClassVar[bool] = False
-    """Its state is good for the position where it was taken, and for no earlier one."""
+    """Its state can be restored only at the position where it was taken."""
     says_offset: ClassVar[bool] = True
-    """mlx-lm's cache object says at which position it stands."""
+    """mlx-lm's cache object has its position as `offset`."""
     takes_bound: ClassVar[bool] = True
-    """It does not grow without end under `max_kv_size`."""
+    """`max_kv_size` limits its size."""
     of_the_model: ClassVar[bool] = False
-    """It is a cache class of the model's own: how it begins is not known without the model, nor what it grows by."""
+    """It is a cache class of the model's own: its initial state and its growth are not known without the model."""
 
     @classmethod
     def recognises(cls, cache: Any) -> bool:
-        """Whether a cache object that mlx-lm or the model made is of this kind. Asks what it can do, not its name."""
+        """Whether a cache object that mlx-lm or the model made is of this kind. Checks attributes, not the class."""
         raise NotImplementedError
 
     def __init__(self, cache: Any, path: tuple[int, ...]) -> None:
-        """`cache` is as the model makes it; `path` is its place among the layers and members of a composite one."""
+        """`cache` is as the model makes it; `path` is the index of its layer, and of its members in composite ones."""
         self.path = path
         self.class_name = type(cache).__name__
         self.used = True
@@ -50,14 +49,14 @@ class Leaf:
         self.spec: LayerSpec | None = None
         """Its arrays in a slab."""
         self.index = -1
-        """Its place among the sliceable leaves."""
+        """Its index among the sliceable leaves."""
         self.codec: Any = None
         self.native: Any = None
-        """The codec by which the model quantises this layer itself."""
+        """The codec with which the model quantises this layer itself; None if it does not."""
         self.packed = False
-        """It is handed out as mlx-lm's own quantised cache, which the stock attention reads."""
+        """Its live layer is mlx-lm's own quantised cache, which the stock attention reads."""
         self.plain: tuple[ArraySpec, ArraySpec] | None = None
-        """Its keys and values, as the model makes them."""
+        """The shapes of its keys and values, as the model makes them."""
         self.token_bytes = 0
         self.state_bytes = 0
         self.seen: Forms = {}
@@ -66,27 +65,27 @@ class Leaf:
     # -- the survey ----------------------------------------------------------------------------
 
     def see(self, cache: Any) -> None:
-        """Note what the cache holds after a forward of the survey."""
+        """Record the types and shapes of the cache's state after a forward of the survey."""
         for name, array in self.state_of(cache).items():
             self.seen.setdefault(name, []).append(None if array is None else (array.dtype, tuple(array.shape)))
 
     def state_of(self, cache: Any) -> dict[str, mx.array | None]:
-        """The arrays, by name, of a state whose shapes do not follow from its keys and values."""
+        """Returns the arrays, by name, of a state that does not consist of keys and values."""
         return {}
 
     def refusal(self, cache: Any) -> str:
-        """Why what the cache holds cannot be kept; empty if it can."""
+        """Returns the reason why the cache's state cannot be stored; empty if it can."""
         return ""
 
     def read(self, cache: Any) -> None:
-        """Read off a cache that was written to what it is made of."""
+        """Read shapes and sizes from a cache that was written to."""
         self.used = cache.keys is not None
         if self.used:
             k, v = self.plain = key_values(cache)
             self.token_bytes = k.token_bytes + v.token_bytes
 
     def set_codec(self, codec: Any) -> None:
-        """Keep its keys and values by `codec`. Sliceable kinds only."""
+        """Encode its keys and values with `codec`. Sliceable kinds only."""
         raise NotImplementedError
 
     # -- requests ------------------------------------------------------------------------------
@@ -94,53 +93,54 @@ class Leaf:
     def make(
         self,
         track: Track,
-        pulse: ForwardListener | None,
+        listener: ForwardListener | None,
         *,
         first_index: int = 0,
         bound: Bound | None = None,
         always_handles: bool = False,
     ) -> Any:
-        """A live layer for one request, empty."""
+        """Returns an empty live layer for one request."""
         raise NotImplementedError
 
     def point_bytes(self, offset: int, n_tokens: int) -> int:
-        """The most bytes that its state takes beyond the slabs, after a forward of `n_tokens` at `offset`."""
+        """Returns the most bytes that its state takes outside of slabs, after a forward of `n_tokens` at `offset`."""
         return 0
 
     # -- caches that mlx-lm made and filled -------------------------------------------------------
 
     def fits(self, cache: Any) -> bool:
-        """Whether a cache of this kind, which was written to, has the shape that this model makes."""
+        """Whether a cache of this kind that was written to has the shapes of this model."""
         return cache.keys is not None and all(a.shape[0] == 1 for a in arrays_of(cache))
 
     def rewinds(self, cache: Any, to: int) -> bool:
-        """Whether what the cache holds can be cut at `to`."""
+        """Whether the cache's state can be cut at `to`."""
         return bool(cache.offset == to)
 
     def bounded(self, cache: Any, bound: Bound) -> Any:
-        """An empty cache of mlx-lm's in the place of `cache`, which is empty, that keeps to the bound."""
+        """Returns an empty cache of mlx-lm's that keeps to the bound, in place of the empty `cache`."""
         return cache
 
     # -- checkpoints ---------------------------------------------------------------------------
 
     def describe(self, bound: Bound | None) -> dict[str, Any]:
-        """The arrays of its snapshots in values that JSON has; see `tiers.records.layout`."""
+        """Returns the layout of its snapshots' arrays, in values that JSON has; see `tiers.records.layout`."""
         return {"in_ranges": False, "slots": [entries(a) for a in self.plain or ()]}
 
     def revive(self, described: dict[str, Any], arrays: list[mx.array | None]) -> Snapshot:
-        """A snapshot that was described and read again. Raises KeyError, TypeError or ValueError for nonsense."""
+        """Returns a snapshot from its description and arrays. Raises KeyError, TypeError or ValueError if the
+        description is invalid."""
         return Snapshot.revive(described, arrays)
 
 
 class Unknown(Leaf):
-    """The leaf of a cache object that no kind recognises."""
+    """The leaf of a cache object that no kind recognises. Nothing of it can be reused."""
 
     known = False
     takes_bound = False
 
 
 def arrays_of(cache: Any) -> list[mx.array]:
-    """The keys' arrays, then the values'."""
+    """Returns the keys' arrays, then the values'."""
 
     def parts(x: Any) -> list[mx.array]:
         return list(x) if isinstance(x, (tuple, list)) else [x]
@@ -149,7 +149,7 @@ def arrays_of(cache: Any) -> list[mx.array]:
 
 
 def key_values(cache: Any) -> tuple[ArraySpec, ArraySpec]:
-    """The heads, dimension and type of a cache's keys and values, plain or packed."""
+    """Returns the heads, dimension and type of a cache's keys and values, plain or packed."""
 
     def spec(array: Any) -> ArraySpec:
         if isinstance(array, (tuple, list)):  # packed words, scales and biases
@@ -161,7 +161,8 @@ def key_values(cache: Any) -> tuple[ArraySpec, ArraySpec]:
 
 
 def entries(a: ArraySpec) -> list[Any]:
-    """The one form of a window's array: "entries" is as many as the window, or chunk, has at the leaf's end."""
+    """Returns the only form of a window's array. "entries" is the number of entries of the window, or chunk, at the
+    snapshot's end."""
     return [[type_name(a.dtype), [1, a.heads, "entries", a.dim]]]
 
 
@@ -170,16 +171,16 @@ def window(keep: int, size: int, arrays: Any) -> dict[str, Any]:
 
 
 def forms(seen: list[tuple[mx.Dtype, tuple[int, ...]] | None]) -> list[Any]:
-    """The forms of a state's array, by type and number of axes; an axis that was seen with several lengths may have
-    any, and null says that the array may be absent."""
+    """Returns the forms of a state's array, by type and number of axes. An axis that was seen with several lengths may
+    have any; a None among the forms means that the array may be absent."""
     found: dict[tuple[str, int], list[Any]] = {}
     for one in seen:
         if one is not None:
             dtype, shape = one
             known = found.setdefault((type_name(dtype), len(shape)), list(shape))
             known[:] = [a if a == b else None for a, b in zip(known, shape, strict=True)]
-    told: list[Any] = [[dtype, shape] for (dtype, _), shape in found.items()]
-    return [*told, None] if None in seen else told
+    known_forms: list[Any] = [[dtype, shape] for (dtype, _), shape in found.items()]
+    return [*known_forms, None] if None in seen else known_forms
 
 
 def type_name(dtype: mx.Dtype) -> str:

@@ -1,12 +1,12 @@
-"""A cache class of the model's own, kept whole: a point, nothing else.
+"""A cache class of the model's own, stored whole. It can be restored only at the position where it was taken.
 
-- What its attributes mean is not known, only that each is an array, a number or nothing. So a snapshot is all of them,
-  and setting them again puts the state back.
-- The live layer's class is derived from the model's, so that the model's code finds whatever it calls.
-- Whether that code replaces its arrays or writes into them is not known either: a snapshot is a copy, and so is what is
-  put back. An array that is set is given a buffer of its own.
-- It counts its tokens itself. When a forward begins it hears from the watch on the model, since nothing is known of the
-  methods that the model will call.
+- The meaning of its attributes is not known, only that each is an array, a number or None. So a snapshot has all of
+  them, and setting them again restores the state.
+- The live layer's class derives from the model's, so that the model's code finds every method that it calls.
+- It is not known whether that code replaces its arrays or writes into them: snapshots are copies, and restored arrays
+  are copies of the snapshot. An array that is set is copied to its own buffer.
+- It counts its tokens itself. The watch on the model notifies it when a forward begins, since the methods that the
+  model will call are not known.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from onefold.cache.model.kinds.base import ForwardListener, NoListener, Point, S
 from onefold.cache.model.kinds.leaf import Leaf, forms
 from onefold.cache.model.kinds.plain import Bound
 
-_OURS = ("epoch", "_pulse", "_pristine")
+_OURS = ("epoch", "_listener", "_pristine")
 
 
 class OwnSnapshot(Snapshot):
@@ -47,33 +47,33 @@ class OwnSnapshot(Snapshot):
         return super().describe() | {"names": self.names, "others": self.others}
 
     @classmethod
-    def revive(cls, said: dict[str, Any], arrays: list[mx.array | None]) -> OwnSnapshot:
-        named = dict(zip(said["names"], arrays, strict=True))
-        return cls(dict(said["others"]) | named, int(said["start"]), int(said["end"]))
+    def revive(cls, described: dict[str, Any], arrays: list[mx.array | None]) -> OwnSnapshot:
+        named = dict(zip(described["names"], arrays, strict=True))
+        return cls(dict(described["others"]) | named, int(described["start"]), int(described["end"]))
 
 
-class _Opening:
-    """Hears for a layer that a forward begins."""
+class _Entering:
+    """Passes notifications on to a layer's listener, and calls its `enter` when a forward begins."""
 
     def __init__(self, layer: OwnLayer) -> None:
         self._layer = layer
-        self._pulse = layer._pulse
+        self._listener = layer._listener
 
     def begun(self, model: Any, inputs: mx.array | None, row: int, *, n_layers: int, embedded: bool) -> None:
-        self._pulse.begun(model, inputs, row, n_layers=n_layers, embedded=embedded)
-        self._pulse.enter(self._layer, None if inputs is None else inputs.shape[1])
+        self._listener.begun(model, inputs, row, n_layers=n_layers, embedded=embedded)
+        self._listener.enter(self._layer, None if inputs is None else inputs.shape[1])
 
     def ended(self, n_tokens: int, stepped: bool) -> list[mx.array]:
-        return self._pulse.ended(n_tokens, stepped)
+        return self._listener.ended(n_tokens, stepped)
 
     def failed(self) -> list[mx.array]:
-        return self._pulse.failed()
+        return self._listener.failed()
 
     def lost(self, error: RuntimeError) -> None:
-        self._pulse.lost(error)
+        self._listener.lost(error)
 
     def left(self) -> None:
-        self._pulse.left()
+        self._listener.left()
 
 
 @functools.cache
@@ -82,7 +82,7 @@ def _leased(cls: type) -> Any:
 
 
 class OwnLayer(Point):
-    """Made by `like`, of a class derived from this one and the model's."""
+    """Made by `like`, which derives a class from this one and the model's."""
 
     kind = "own"
     offset: int
@@ -91,23 +91,23 @@ class OwnLayer(Point):
     _pristine: dict[str, Any]
 
     @staticmethod
-    def like(pristine: Any, pulse: ForwardListener | None = None) -> OwnLayer:
-        """A live layer that stands where `pristine` stood when the model made it."""
+    def like(pristine: Any, listener: ForwardListener | None = None) -> OwnLayer:
+        """Returns a live layer with the state of `pristine`, which is as the model makes it."""
         base: Any = type(pristine)
         derived = _leased(base)
         layer: OwnLayer = derived.__new__(derived)
         attributes = dict(vars(pristine))
-        vars(layer).update(attributes, epoch=0, _pulse=pulse or NoListener(), _pristine=attributes)
+        vars(layer).update(attributes, epoch=0, _listener=listener or NoListener(), _pristine=attributes)
         return layer
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, own_bytes(value) if isinstance(value, mx.array) else value)
 
     def watchers(self) -> list[Any]:
-        return [_Opening(self)]
+        return [_Entering(self)]
 
     def is_trimmable(self) -> bool:
-        return self.pulse.rolls_back
+        return self.listener.rolls_back
 
     def snapshot(self, from_offset: int = 0) -> OwnSnapshot | None:
         if self.offset <= max(0, from_offset):
@@ -125,14 +125,14 @@ class OwnLayer(Point):
         return True
 
     def as_stock(self) -> Any:
-        """A copy of the model's own class."""
+        """Returns a copy of the model's own class."""
         copied = self.model_class.__new__(self.model_class)
         vars(copied).update(OwnSnapshot(self._attributes(), 0, self.offset).attributes())
         mx.eval([v for v in vars(copied).values() if isinstance(v, mx.array)])
         return copied
 
     def take_over(self, cache: Any, upto: int) -> None:
-        """Hold what an object of the model's class holds, in arrays of its own."""
+        """Copy the state of an object of the model's class."""
         self._put({n: own_bytes(v) if isinstance(v, mx.array) else v for n, v in vars(cache).items()})
 
     def free(self) -> None:
@@ -151,7 +151,7 @@ class OwnLayer(Point):
         return {n: v for n, v in vars(self).items() if n not in _OURS}
 
     def _put(self, attributes: dict[str, Any]) -> None:
-        """All of the state: an attribute that is not among these is gone, as it was then."""
+        """Replace the whole state: delete attributes that are not among these."""
         for name in self._attributes():
             del vars(self)[name]
         vars(self).update(attributes)
@@ -182,10 +182,10 @@ class OwnLeaf(Leaf):
         return f"cache class {self.class_name} keeps something else than arrays and numbers"
 
     def read(self, cache: Any) -> None:
-        """What it comes to is seen by running the model for longer: see `survey`."""
+        """Does nothing: `survey` measures its size by building longer forwards."""
 
-    def make(self, track: Track, pulse: ForwardListener | None, **_: Any) -> OwnLayer:
-        return OwnLayer.like(self._pristine, pulse)
+    def make(self, track: Track, listener: ForwardListener | None, **_: Any) -> OwnLayer:
+        return OwnLayer.like(self._pristine, listener)
 
     def point_bytes(self, offset: int, n_tokens: int) -> int:
         return self.state_bytes + self.token_bytes * (offset + n_tokens)

@@ -1,9 +1,9 @@
-"""A window of quantised entries: what a bounded layer with 8 or 4 bit KV becomes when it rotates.
+"""A window of quantised entries. A bounded layer with 8 or 4 bit KV becomes one when it rotates.
 
-- Packed words, scales and biases are three of mlx-lm's rings that move in step, so `keep`, growth, trimming and the
+- Packed words, scales and biases are three of mlx-lm's rings that advance together, so `keep`, growth, trimming and the
   order of entries are mlx-lm's own.
-- Entries stay packed: attention reads them through the seam, in whatever order they lie. Only a chunk of several tokens
-  needs them in order, for its mask, and the rings put them so.
+- Entries stay packed: attention reads them through the seam, in any order. Only a chunk of several tokens needs them in
+  order, for its mask, and then the rings sort them.
 - A snapshot holds the six arrays of all entries in temporal order, keys' before values'.
 """
 
@@ -23,7 +23,7 @@ _PARTS = 3
 
 
 class PackedRing:
-    """The quantised counterpart of `RotatingLayer`, as far as a bounded layer needs one."""
+    """The quantised counterpart of `RotatingLayer`, with the methods that a bounded layer needs."""
 
     def __init__(self, max_size: int, keep: int, codec: Any) -> None:
         self.codec = codec
@@ -101,7 +101,7 @@ class PackedRing:
         return True
 
     def adopt(self, snapshot: Snapshot) -> None:
-        """Share the snapshot's arrays: the first write makes this ring's own."""
+        """Share the snapshot's arrays; the first write copies them."""
         for ring, part in zip(self._rings, _split(snapshot), strict=True):
             assert part is not None
             ring.adopt(part)
@@ -119,7 +119,7 @@ class PackedRing:
     # -- leaving the cache ---------------------------------------------------------------------
 
     def plain_snapshot(self) -> Snapshot | None:
-        """The entries, dequantised, in temporal order."""
+        """Returns the entries, dequantised, in temporal order."""
         held = self.snapshot(0)
         if held is None:
             return None
@@ -130,7 +130,7 @@ class PackedRing:
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes of the entries once they are dequantised."""
+        """The bytes of the dequantised entries."""
         if self.keys is None or self.values is None:
             return 0
         n = min(self.offset, self.max_size)
@@ -142,7 +142,7 @@ class PackedRing:
 
 
 def _split(snapshot: Snapshot | None) -> list[Snapshot | None]:
-    """A snapshot of all parts as one snapshot per ring."""
+    """Returns a snapshot of all parts as one snapshot per ring."""
     if snapshot is None:
         return [None] * _PARTS
     arrays = snapshot.arrays

@@ -15,7 +15,7 @@ class Bound(NamedTuple):
 
 
 class PlainCodec:
-    """Keeps keys and values as the model made them."""
+    """Stores keys and values as the model made them."""
 
     plain = True
     kind = "full"

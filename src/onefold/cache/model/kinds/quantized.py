@@ -1,7 +1,7 @@
 """mlx-lm's affine quantisation, attended without dequantising.
 
-`quantized_matmul` copies a slice that has slack behind it, so it is given the whole buffer: scores beyond the
-range are cut off, and weights are padded with zeros. A short range of a long buffer is copied instead.
+`quantized_matmul` copies a slice of a longer buffer, so it gets the whole buffer: scores beyond the range are cut off,
+and weights are padded with zeros. A range shorter than half of its buffer is sliced, and so copied.
 """
 
 from __future__ import annotations
@@ -63,10 +63,12 @@ class AffineCodec:
 
 
 class PackedLayer(SegmentedLayer, stock.QuantizedKVCache):  # type: ignore[misc, valid-type]
-    """For a model that reads its quantised layers by mlx-lm's own attention: it *is* one of them, in one buffer."""
+    """For a model that reads its quantised layers with mlx-lm's own attention: a `QuantizedKVCache` in one buffer."""
 
-    def __init__(self, track: Track, index: int, codec: AffineCodec, *, pulse: ForwardListener | None = None) -> None:
-        SegmentedLayer.__init__(self, track, index, codec, pulse=pulse)
+    def __init__(
+        self, track: Track, index: int, codec: AffineCodec, *, listener: ForwardListener | None = None
+    ) -> None:
+        SegmentedLayer.__init__(self, track, index, codec, listener=listener)
         self.bits = codec.bits
         self.group_size = codec.group_size
 
@@ -99,15 +101,15 @@ class QuantizedLeaf(FullLeaf):
     def make(
         self,
         track: Track,
-        pulse: ForwardListener | None,
+        listener: ForwardListener | None,
         *,
         first_index: int = 0,
         bound: Bound | None = None,
         always_handles: bool = False,
     ) -> SegmentedLayer:
         if self.packed:
-            return PackedLayer(track, first_index + max(0, self.index), self.codec, pulse=pulse)
-        return super().make(track, pulse, first_index=first_index, bound=bound, always_handles=always_handles)
+            return PackedLayer(track, first_index + max(0, self.index), self.codec, listener=listener)
+        return super().make(track, listener, first_index=first_index, bound=bound, always_handles=always_handles)
 
     def bounded(self, cache: Any, bound: Bound) -> Any:
         return cache

@@ -1,11 +1,10 @@
-"""Recurrent states (Mamba, gated delta nets, short convolutions): a point, nothing else.
+"""Recurrent states (Mamba, gated delta nets, short convolutions), which can be restored only where they were taken.
 
-- It *is* an `ArraysCache`, because some models ask.
-- Models replace states, they never write into them, so a snapshot is a second reference and costs nothing
-  until the state moves on.
-- States are often slices of a whole forward's activations: each is given a buffer of its own when it is set.
-- Most models say how many tokens passed (`advance`); for the others their owner does, when a
-  forward has ended.
+- The layer is an `ArraysCache`, because some models check the class.
+- Models replace states and never write into them, so a snapshot is a second reference and costs nothing until the state
+  changes.
+- States are often slices of a whole forward's activations: each is copied to its own buffer when it is set.
+- Most models report how many tokens passed (`advance`); for the others the layer's owner does, after each forward.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ class RecurrentLayer(Point, stock.ArraysCache):  # type: ignore[misc, valid-type
     kind = "recurrent"
     cache: list[mx.array | None]  # type: ignore[assignment]
 
-    def __init__(self, size: int, *, pulse: ForwardListener | None = None) -> None:
+    def __init__(self, size: int, *, listener: ForwardListener | None = None) -> None:
         super().__init__(size)
         self.offset = 0
         self.epoch = 0
-        self._pulse: ForwardListener = pulse or NoListener()
+        self._listener: ForwardListener = listener or NoListener()
         self._written: set[int] | None = None
 
     def __setitem__(self, slot: int, value: mx.array | None) -> None:
         if self._written is None or slot in self._written:
-            self._pulse.enter(self, None)  # a slot's second write is the next forward's first
+            self._listener.enter(self, None)  # the second write to a slot belongs to the next forward
             self._written = set()
         self._written.add(slot)
         self.cache[slot] = None if value is None else own_bytes(value)
@@ -67,7 +66,7 @@ class RecurrentLayer(Point, stock.ArraysCache):  # type: ignore[misc, valid-type
         return Snapshot(list(self.cache), max(0, from_offset), self.offset)
 
     def copied_states(self) -> list[mx.array | None]:
-        """The states, each in a buffer of its own."""
+        """Returns the states, each copied to its own buffer."""
         copies = [None if a is None else own_bytes(a) for a in self.cache]
         mx.eval([a for a in copies if a is not None])
         return copies
@@ -85,7 +84,7 @@ class RecurrentLayer(Point, stock.ArraysCache):  # type: ignore[misc, valid-type
         return True
 
     def is_trimmable(self) -> bool:
-        return self.pulse.rolls_back
+        return self.listener.rolls_back
 
     def empty(self) -> bool:
         return all(a is None for a in self.cache)
@@ -108,7 +107,7 @@ class RecurrentLayer(Point, stock.ArraysCache):  # type: ignore[misc, valid-type
 
 
 class RecurrentRows(RowsOf, stock.ArraysCache):  # type: ignore[misc, valid-type]
-    """Reads the rows' states side by side, writes each row's back to it."""
+    """Reads the rows' states as one array, and writes each row's state back to its layer."""
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__(len(layers[0].cache))
@@ -155,8 +154,8 @@ class RecurrentLeaf(Leaf):
         arrays = [a for a in cache.cache if a is not None]
         self.used, self.state_bytes = bool(arrays), sum(a.nbytes for a in arrays)
 
-    def make(self, track: Track, pulse: ForwardListener | None, **_: Any) -> RecurrentLayer:
-        return RecurrentLayer(self.n_slots, pulse=pulse)
+    def make(self, track: Track, listener: ForwardListener | None, **_: Any) -> RecurrentLayer:
+        return RecurrentLayer(self.n_slots, listener=listener)
 
     def point_bytes(self, offset: int, n_tokens: int) -> int:
         return self.state_bytes

@@ -1,4 +1,4 @@
-"""The kinds of layers. A new kind is a file in this folder and one line in `KINDS`: see docs/extending.md."""
+"""The kinds of layers. To add one, add a file in this folder and a line in `KINDS`: see docs/extending.md."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ KINDS: list[type[Leaf]] = [
 
 
 def kind_of(cache: Any) -> type[Leaf]:
-    """The kind of a cache object that is not composite; `Unknown` if there is none."""
+    """Returns the kind of a cache object that is not composite; `Unknown` if no kind recognises it."""
     return next((kind for kind in KINDS if kind.recognises(cache)), Unknown)
 
 
 def leaves_of(caches: list[Any]) -> list[Leaf]:
-    """The leaves of a model's caches, which are as the model makes them."""
+    """Returns the leaves of a model's caches. `caches` are as the model makes them."""
     found = [(path, cache) for i, top in enumerate(caches) for path, cache in stock.flatten(top, (i,))]
     return [kind_of(cache)(cache, path) for path, cache in found]
 
 
 def bounded_caches(made: list[Any], bound: Bound | None) -> list[Any]:
-    """Empty caches with a ring in the place of each that would grow without end and can be one."""
+    """Returns these empty caches, with a ring in place of each that grows and can be bounded."""
     return made if bound is None else [_bounded(cache, bound) for cache in made]
 
 
@@ -48,7 +48,7 @@ def _bounded(cache: Any, bound: Bound) -> Any:
 
 
 def opaque(cache: Any) -> bool:
-    """Whether an object is none of the kinds, and holds no KV that could be wrong."""
+    """Whether no kind recognises the object and it holds no arrays."""
     if stock.is_composite(cache) or kind_of(cache).known or not hasattr(cache, "nbytes"):
         return False
     plain = (str, bytes, bool, int, float, type(None))

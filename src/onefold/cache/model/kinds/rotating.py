@@ -1,9 +1,10 @@
-"""Windows: mlx-lm's ring, with snapshots that put it back exactly.
+"""Windows: mlx-lm's ring, with snapshots that restore it exactly.
 
-- A snapshot holds exactly min(offset, max_size) entries in temporal order (after the kept head), in arrays
-  of their own. With the offset that is the whole state: the write position follows from it.
-- Until the window is full nothing is lost, so a snapshot can be clamped and the live state rewound. Once it has
-  wrapped a snapshot cannot; the live state can be by less than the tokens of its last forward (see `_left`).
+- A snapshot holds exactly min(offset, max_size) entries in temporal order (after the kept first tokens), in its own
+  arrays. With the offset that is the whole state: the write position follows from it.
+- Until the window is full nothing is lost, so a snapshot can be clamped and the live state rewound. After it has
+  wrapped, a snapshot cannot be clamped; the live state can be rewound by less than the tokens of its last forward (see
+  `_left`).
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ class RotatingLayer(Window, stock.RotatingKVCache):  # type: ignore[misc, valid-
     kind = "rotating"
     rows = staticmethod(AttentionRows)  # type: ignore[assignment]
 
-    def __init__(self, max_size: int, keep: int = 0, *, pulse: ForwardListener | None = None) -> None:
+    def __init__(self, max_size: int, keep: int = 0, *, listener: ForwardListener | None = None) -> None:
         super().__init__(max_size, keep)
         self.epoch = 0
-        self._pulse: ForwardListener = pulse or NoListener()
+        self._listener: ForwardListener = listener or NoListener()
 
-    # a ring is put back and trimmed through the contract; it is never quantised behind our back
+    # hides mlx-lm's method: a ring is restored and trimmed through the contract, and not quantised in place
     to_quantized = property()  # type: ignore[assignment]
 
     def snapshot(self, from_offset: int = 0) -> Snapshot | None:
@@ -41,7 +42,7 @@ class RotatingLayer(Window, stock.RotatingKVCache):  # type: ignore[misc, valid-
         return Snapshot(arrays, max(0, from_offset), self.offset, (self.keep, self.max_size))
 
     def plain_snapshot(self) -> Snapshot | None:
-        """The entries as keys and values of the model's type, whatever they are kept in."""
+        """Returns the entries as keys and values of the model's type."""
         return self.snapshot(0)
 
     @property
@@ -73,19 +74,20 @@ class RotatingLayer(Window, stock.RotatingKVCache):  # type: ignore[misc, valid-
         return True
 
     def is_trimmable(self) -> bool:
-        """Whether what it holds can be rewound by a token at least."""
-        return self.offset < self.max_size or self.can_restore(None, self.offset - 1) or self.pulse.rolls_back
+        """Whether it can be rewound by at least one token."""
+        return self.offset < self.max_size or self.can_restore(None, self.offset - 1) or self.listener.rolls_back
 
     def _left(self, target: int) -> int:
-        """Entries that a rewind of a full window to `target` leaves; 0 if they would not fill it. A forward of several
-        tokens leaves more entries than the window has, in temporal order, so its last tokens can be taken back."""
+        """Returns how many entries are left after a rewind of a full window to `target`; 0 if they would not fill it. A
+        forward of several tokens leaves more entries than the window has, in temporal order, so its last tokens can be
+        removed."""
         if self.keys is None or not 0 < target < self.offset or self._idx != self.keys.shape[2]:
             return 0
         left: int = self._idx - (self.offset - target)
         return left if left >= min(target, self.max_size) else 0
 
     def adopt(self, snapshot: Snapshot) -> None:
-        """Share the snapshot's arrays: the first write makes this layer's own."""
+        """Share the snapshot's arrays; the first write copies them."""
         self.keys, self.values = snapshot.arrays[0], snapshot.arrays[1]
         assert self.keys is not None
         self.offset = snapshot.end
@@ -111,7 +113,7 @@ class RotatingLayer(Window, stock.RotatingKVCache):  # type: ignore[misc, valid-
         return exporting.ring(self)
 
     def _straighten(self) -> None:
-        """Temporal order, so that a rewind cuts the newest entries."""
+        """Sort the entries by time, so that a rewind cuts the newest ones."""
         self.keys, self.values = self._canonical(self.keys), self._canonical(self.values)
         self._idx = self.keys.shape[2]
 
@@ -124,15 +126,15 @@ class RotatingLayer(Window, stock.RotatingKVCache):  # type: ignore[misc, valid-
 
 
 def steps_mask(n: int, offset: int, max_size: int, keep: int) -> mx.array:
-    """What `n` tokens would see if a ring with a kept head were fed them one by one. In one forward mlx-lm's own mask
-    hides the head from all but the first."""
+    """Returns the mask with which `n` tokens of one forward see what they would see if a ring that keeps its first
+    tokens were fed one by one. mlx-lm's own mask hides the kept tokens from all but the first of them."""
     before = min(offset, max_size - 1)
     query, key = mx.arange(before, before + n)[:, None], mx.arange(before + n)[None]
     return (key <= query) & ((key < keep) | (key > query - (max_size - keep)))
 
 
 def ring_entries(max_size: int, offset: int, n_tokens: int) -> int:
-    """The most entries that a ring's buffer can have after a forward."""
+    """Returns the most entries that a ring's buffer can have after a forward of `n_tokens` at `offset`."""
     if n_tokens > 1:
         return min(offset, max_size + n_tokens) + n_tokens
     return max(max_size, min(offset, 2 * max_size)) if offset + 256 >= max_size else offset + 256
@@ -150,8 +152,8 @@ class RotatingLeaf(Leaf):
         self.max_size: int = cache.max_size
         self.keep: int = cache.keep
 
-    def make(self, track: Track, pulse: ForwardListener | None, **_: Any) -> RotatingLayer:
-        return RotatingLayer(self.max_size, self.keep, pulse=pulse)
+    def make(self, track: Track, listener: ForwardListener | None, **_: Any) -> RotatingLayer:
+        return RotatingLayer(self.max_size, self.keep, listener=listener)
 
     def point_bytes(self, offset: int, n_tokens: int) -> int:
         return ring_entries(self.max_size, offset, n_tokens) * self.token_bytes

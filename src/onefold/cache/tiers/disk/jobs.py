@@ -26,6 +26,7 @@ from onefold.cache.tiers.disk.ondisk import covered_to, is_covered, made_disk_of
 from onefold.cache.tiers.disk.writing import Job
 from onefold.cache.tiers.records.entry import NO_TOKENS, Record
 from onefold.cache.tiers.records.layout import Layout
+from onefold.cache.tiers.records.reasons import DiskReason
 from onefold.cache.tiers.records.record import Content, Tensor, What
 from onefold.errors import RecordError
 from onefold.sizes import show_size
@@ -132,7 +133,7 @@ class Jobs:
             )
             self._layout.require(content)
         except (KeyError, TypeError, ValueError, RecordError) as error:
-            self.reasons["checkpoint that cannot be written"] += 1
+            self.reasons[DiskReason.UNWRITABLE_CHECKPOINT] += 1
             log.debug("a checkpoint at %d cannot be written, and stays in memory: %s", node.end, error)
             return None
         known = self._known(content)
@@ -159,7 +160,7 @@ class Jobs:
         again = there is not None and there.unread and there.ready
         reason = self._catalog.refuses(content.size, content.namespace)
         if not reason and there is not None and not again:
-            reason = "record already there"
+            reason = DiskReason.ALREADY_THERE
         if not reason and there is None:
             reason = self._make_room(content.size, node.last_use, parent)
         if reason:
@@ -198,7 +199,7 @@ class Jobs:
                 "the disk budget of %s has no room for a new record: all records there were used later",
                 show_size(self._catalog.budget_bytes),
             )
-        return "no room on disk"
+        return DiskReason.NO_ROOM
 
 
 def _parent_at(node: Node, start: int) -> Record | None:

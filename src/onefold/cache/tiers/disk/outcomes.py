@@ -19,6 +19,7 @@ from onefold.cache.tiers.disk.writing import Job
 from onefold.cache.tiers.records.entry import Record
 from onefold.cache.tiers.records.faults import MISPLACED, PASSING
 from onefold.cache.tiers.records.order import below
+from onefold.cache.tiers.records.reasons import DiskReason
 from onefold.cache.tiers.records.record import What
 
 log = logging.getLogger("onefold")
@@ -72,13 +73,13 @@ class Outcomes:
             self._links.forget([record])
             self._catalog.drop(record)
         if not isinstance(error, OSError):
-            self.reasons["not yet computed"] += 1
+            self.reasons[DiskReason.NOT_COMPUTED] += 1
             log.debug("a record could not be copied out of memory: %s", error)
         elif error.errno in PASSING:
-            self.reasons["not written for now"] += 1
+            self.reasons[DiskReason.NOT_NOW] += 1
             log.warning("cannot write a record now; it is tried again when it is next used: %s", error)
         elif error.errno in MISPLACED:
-            self.reasons["something else in its place"] += 1
+            self.reasons[DiskReason.TAKEN] += 1
             log.warning("cannot write %s/%s: %s", record.namespace, record.name, error)
         else:
             self._catalog.fail(error)

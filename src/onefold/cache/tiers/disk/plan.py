@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from onefold.cache.memory.reach import kv_reach, readable_length, resume_point
 from onefold.cache.memory.state import CacheState
-from onefold.cache.memory.tree import Node, Tokens, Tree
+from onefold.cache.memory.tokens import Tokens
+from onefold.cache.memory.tree import Node, Tree
 from onefold.cache.tiers.disk.ondisk import point_of, records_of
 from onefold.cache.tiers.records.entry import Record
 

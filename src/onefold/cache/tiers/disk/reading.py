@@ -22,6 +22,7 @@ from onefold.cache.tiers.records.entry import Record
 from onefold.cache.tiers.records.files import read_all
 from onefold.cache.tiers.records.heads import read_content
 from onefold.cache.tiers.records.layout import Layout
+from onefold.cache.tiers.records.reasons import DiskReason
 from onefold.cache.tiers.records.record import Content
 from onefold.errors import BudgetError, RecordError
 
@@ -49,14 +50,14 @@ def read_header(file: int, record: Record) -> tuple[Content, int, str]:
     RecordError and OSError."""
     head, content = read_content(file, record.namespace, record.named, os.fstat(file).st_size)
     if content.parent != (b"" if record.parent is None else record.parent.address):
-        raise RecordError("misnamed")
+        raise RecordError(DiskReason.MISNAMED)
     return content, head.data_at + content.tokens.nbytes, head.checksum
 
 
 def fill(file: int, places: list[np.ndarray], at: int) -> None:  # type: ignore[type-arg]
     """Fill arrays from position `at` of a file. Raises RecordError if the file ends before, and OSError."""
     if read_all(file, places, at) != sum(p.nbytes for p in places):
-        raise RecordError("truncated")
+        raise RecordError(DiskReason.TRUNCATED)
 
 
 def open_buffers(state: CacheState, n_bytes: int) -> Account:

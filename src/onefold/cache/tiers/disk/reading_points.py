@@ -15,6 +15,7 @@ from onefold.cache.memory.tree import Node
 from onefold.cache.tiers.disk import host
 from onefold.cache.tiers.disk.reading import Reading, fill, no_room, open_buffers, read_header
 from onefold.cache.tiers.records.entry import Record
+from onefold.cache.tiers.records.reasons import DiskReason
 from onefold.cache.tiers.records.record import Content
 from onefold.errors import BudgetError, RecordError
 
@@ -73,11 +74,11 @@ def _revive(
             yield data
 
     if content.checksum(tensors(data_at)) != checksum:
-        raise RecordError("checksum")
+        raise RecordError(DiskReason.CHECKSUM)
     try:
         position, snapshots = state.model.revive(content.state, read)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise RecordError("no header of ours") from error
+        raise RecordError(DiskReason.NO_HEADER) from error
     if position != content.start or not state.model.accepts(state.store, snapshots, position):
-        raise RecordError("of another layout")
+        raise RecordError(DiskReason.OTHER_LAYOUT)
     return Checkpoint.of(position, snapshots, account)

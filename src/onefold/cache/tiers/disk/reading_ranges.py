@@ -22,12 +22,14 @@ from onefold.cache.memory.arrays import Bytes
 from onefold.cache.memory.ledger import Account
 from onefold.cache.memory.segment import Slab, Span
 from onefold.cache.memory.state import CacheState
+from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
-from onefold.cache.memory.tree import Tokens, Tree
+from onefold.cache.memory.tree import Tree
 from onefold.cache.tiers.disk import host
 from onefold.cache.tiers.disk.plan import Plan
 from onefold.cache.tiers.disk.reading import Reading, fill, no_room, open_buffers, read_header
 from onefold.cache.tiers.records.entry import Record
+from onefold.cache.tiers.records.reasons import DiskReason
 from onefold.cache.tiers.records.record import Content, Tensor
 from onefold.errors import RecordError
 
@@ -131,7 +133,7 @@ class RangeReader:
         with self._shared.links.catalog.folder.reading(record.namespace, record.name) as file:
             content, data_at, checksum = read_header(file, record)
             if content.tensors != self._tensors(n):
-                raise RecordError("of another layout")
+                raise RecordError(DiskReason.OTHER_LAYOUT)
             if self.direct:
                 places = host.places(slab, lo, lo + n)
             else:
@@ -147,10 +149,10 @@ class RangeReader:
     def _believe(self, record: Record, loaded: Loaded, upto: int) -> None:
         """Check a record. Raises RecordError if it is not what was written, or not of this path up to there."""
         if loaded.content.checksum(loaded.places) != loaded.checksum:
-            raise RecordError("checksum")
+            raise RecordError(DiskReason.CHECKSUM)
         n = min(self._plan.target, upto) - record.start
         if (loaded.content.tokens[:n] != self._tokens[record.start : record.start + n]).any():
-            raise RecordError("of other tokens")
+            raise RecordError(DiskReason.OTHER_TOKENS)
         if not self.direct:
             assert self._slab is not None
             lo = record.start - self._base

@@ -19,14 +19,16 @@ import numpy as np
 
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.state import CacheState
+from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
-from onefold.cache.memory.tree import Tokens, Tree
+from onefold.cache.memory.tree import Tree
 from onefold.cache.tiers.disk.plan import Plan, plan_for
 from onefold.cache.tiers.disk.reading import Reading
 from onefold.cache.tiers.disk.reading_points import read_point
 from onefold.cache.tiers.disk.reading_ranges import Loaded, RangeReader
 from onefold.cache.tiers.records.entry import Record
 from onefold.cache.tiers.records.faults import is_passing, reason_of
+from onefold.cache.tiers.records.reasons import DiskReason
 from onefold.errors import BudgetError, RecordError
 
 log = logging.getLogger("onefold")
@@ -45,7 +47,7 @@ def planning(
     reading, computing = shared.read_pace.estimate(found.size), shared.prefill_pace.estimate(found.saves)
     if reading is not None and computing is not None and reading >= computing and shared.read_pace.passed_over():
         shared.counts["skipped_tokens"] += found.saves
-        shared.reasons["slower than prefill"] += 1
+        shared.reasons[DiskReason.SLOWER] += 1
         return None
     room = max(0, len(tokens) + reserve_tokens - found.matched)
     if found.records:
@@ -183,11 +185,11 @@ class Restore:
                 self._shared.links.reject(record, reason_of(error))
         except BudgetError:
             self._left.clear()
-            self._shared.reasons["no room to restore"] += 1
+            self._shared.reasons[DiskReason.NO_ROOM_TO_RESTORE] += 1
         except (RuntimeError, MemoryError) as error:  # of the device, or no more threads
             self._left.clear()
             self._ranges.distrust()
-            self._shared.reasons["failed to restore"] += 1
+            self._shared.reasons[DiskReason.FAILED] += 1
             log.warning("cannot restore tokens from disk, so they are computed: %s", error)
         self._seconds += time.perf_counter() - began
 

@@ -35,6 +35,7 @@ from onefold.cache.tiers.disk.outcomes import Outcomes
 from onefold.cache.tiers.disk.staging import Staging
 from onefold.cache.tiers.disk.writing import LOOK_AGAIN, Job, Writer
 from onefold.cache.tiers.records.layout import Layout
+from onefold.cache.tiers.records.reasons import DiskReason
 
 RECORD_BYTES = 8 << 20
 """The most KV of a range record."""
@@ -146,7 +147,7 @@ class Spiller:
             left = until - time.monotonic()
             if left <= 0 or self._slow:
                 self._slow = True
-                self._reasons["disk too slow"] += 1
+                self._reasons[DiskReason.TOO_SLOW] += 1
                 return False
             if not asked:
                 self._backlog.hurry(node)

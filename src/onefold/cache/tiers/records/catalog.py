@@ -24,6 +24,7 @@ from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.listing import Filed
 from onefold.cache.tiers.records.loading import Loader
 from onefold.cache.tiers.records.order import oldest_tails_first
+from onefold.cache.tiers.records.reasons import DiskReason
 from onefold.cache.tiers.records.table import RecordTable
 from onefold.cache.tiers.records.unread import SetApart
 from onefold.cache.tiers.records.uses import Uses
@@ -219,7 +220,7 @@ class Catalog:
         """Count and log a record that was removed because it cannot be used, and its descendants, which went too."""
         self.reasons[reason] += 1
         if descendants:
-            self.reasons["orphan"] += len(descendants)
+            self.reasons[DiskReason.ORPHAN] += len(descendants)
         self.counts["rejected_records"] += 1 + len(descendants)
         self._n_rejections += 1
         level = logging.WARNING if self._n_rejections <= LOGGED_MOST else logging.DEBUG

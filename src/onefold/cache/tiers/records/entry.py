@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onefold.cache.memory.tree import Tokens
+from onefold.cache.memory.tokens import Tokens
 from onefold.cache.tiers.records.index import NO_STAMP
 from onefold.cache.tiers.records.record import Named, What, file_name
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.index import NO_STAMP, Index, Said, Stamp
+from onefold.cache.tiers.records.reasons import DiskReason
 from onefold.cache.tiers.records.record import (
     HEAD_MOST,
     VERSION,
@@ -50,14 +51,14 @@ def read_head(file: int, namespace: str, named: Named, size: int) -> Head:
     found = parse_head(os.pread(file, _BEGIN, 0))
     while isinstance(found, int):
         if found > size:
-            raise RecordError("truncated")
+            raise RecordError(DiskReason.TRUNCATED)
         if found > _MOST:
-            raise RecordError("no header of ours")
+            raise RecordError(DiskReason.NO_HEADER)
         found = parse_head(os.pread(file, found, 0))
     if (found.what, found.start, address_of(found, namespace)) != named:
-        raise RecordError("misnamed")
+        raise RecordError(DiskReason.MISNAMED)
     if (found.what is What.RANGE) != bool(len(found.tokens)):
-        raise RecordError("no header of ours")
+        raise RecordError(DiskReason.NO_HEADER)
     return found
 
 
@@ -161,5 +162,5 @@ def read_content(file: int, namespace: str, named: Named, size: int) -> tuple[He
     head = read_head(file, namespace, named, size)
     content = content_of(head, namespace, named)
     if content.size != size:
-        raise RecordError("truncated" if size < content.size else "too long")
+        raise RecordError(DiskReason.TRUNCATED if size < content.size else "too long")
     return head, content

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from onefold.cache.memory.tree import Tokens
+from onefold.cache.memory.tokens import Tokens
 from onefold.cache.tiers.records.record import ADDRESS_BYTES, Named, What, address_from
 
 MAGIC = b"onefold index 1\n"

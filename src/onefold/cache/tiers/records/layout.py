@@ -14,11 +14,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from onefold.cache.tiers.records.reasons import DiskReason
 from onefold.cache.tiers.records.record import TYPE_CODES, Content, Tensor, What, range_tensors
 from onefold.errors import RecordError
 
-MISFIT = "of another layout"
-NONSENSE = "no header of ours"
 ENTRIES = "entries"
 """In a shape: as many as a window, or a chunk, has at the leaf's end."""
 _NONSENSE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
@@ -51,7 +50,7 @@ class Layout:
         elif content.tensors:
             expected = _range_tensors(self._ranges, len(content.tokens))
             if expected is not None and content.tensors != expected:
-                raise RecordError(MISFIT)
+                raise RecordError(DiskReason.OTHER_LAYOUT)
 
     def _require_point(self, content: Content) -> None:
         try:
@@ -59,11 +58,11 @@ class Layout:
             position, leaves = int(state["position"]), list(state["leaves"])
             named = [name for i, leaf in enumerate(leaves) if leaf is not None for name in _slots(i, leaf)]
         except _NONSENSE as error:
-            raise RecordError(NONSENSE) from error
+            raise RecordError(DiskReason.NO_HEADER) from error
         if named != [t.name for t in content.tensors]:
-            raise RecordError(NONSENSE)
+            raise RecordError(DiskReason.NO_HEADER)
         if position != content.start:
-            raise RecordError(MISFIT)
+            raise RecordError(DiskReason.OTHER_LAYOUT)
         if not self.describes(What.POINT):
             return
         tensors = {t.name: t for t in content.tensors}
@@ -73,9 +72,9 @@ class Layout:
                 for i, (leaf, described) in enumerate(zip(leaves, self._points, strict=True))
             )
         except _NONSENSE as error:
-            raise RecordError(MISFIT) from error
+            raise RecordError(DiskReason.OTHER_LAYOUT) from error
         if not fit:
-            raise RecordError(MISFIT)
+            raise RecordError(DiskReason.OTHER_LAYOUT)
 
 
 def _slots(i: int, leaf: dict[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ from onefold.cache.tiers.records.faults import is_passing, reason_of
 from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.heads import Wanted, read_heads
 from onefold.cache.tiers.records.index import NO_STAMP, Index, Indexed, Said, pack
+from onefold.cache.tiers.records.reasons import DiskReason
 from onefold.cache.tiers.records.record import OTHER_FORMAT
 from onefold.cache.tiers.records.table import RecordTable
 from onefold.cache.tiers.records.unread import SetApart
@@ -98,7 +99,7 @@ class Loader:
             parent = held.get(head.parent) if head.parent else None
             waits = parent is not None and parent in apart and parent.start < record.start
             if not waits and (not record.continues(parent) if parent is not None else head.parent or record.start):
-                self._reject(record, "orphan")
+                self._reject(record, DiskReason.ORPHAN)
                 continue
             record.link(parent, record.start + len(head.tokens))
             if record.in_doubt:

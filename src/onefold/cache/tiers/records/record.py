@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from onefold.cache.memory.tree import Tokens
+from onefold.cache.memory.tokens import Tokens
+from onefold.cache.tiers.records.reasons import DiskReason
 from onefold.errors import RecordError
 
 VERSION = 1
@@ -33,7 +34,7 @@ ADDRESS_BYTES = 20
 SUFFIX = ".safetensors"
 HEAD_MOST = 1 << 24
 """No header is longer: a length beyond it is not one of ours."""
-OTHER_FORMAT = "of another format"
+OTHER_FORMAT = DiskReason.OTHER_FORMAT
 FURTHEST = 1 << 31
 """No conversation is longer."""
 ITEM_BYTES = {
@@ -229,17 +230,17 @@ _OPENING = '{"__metadata__":'
 def parse_head(begin: bytes) -> Head | int:
     """Read a file's first bytes; an integer says how many of them are needed."""
     if len(begin) < 8:
-        raise RecordError("truncated")
+        raise RecordError(DiskReason.TRUNCATED)
     (length,) = struct.unpack_from("<Q", begin)
     if not 2 <= length <= HEAD_MOST:
-        raise RecordError("no header of ours")
+        raise RecordError(DiskReason.NO_HEADER)
     data_at = 8 + length
     if len(begin) < data_at:
         return data_at
     try:
         text = begin[8:data_at].decode()
         if not text.startswith(_OPENING):
-            raise RecordError("no header of ours")
+            raise RecordError(DiskReason.NO_HEADER)
         fields, end = _DECODER.raw_decode(text, len(_OPENING))
         if fields["onefold"] != str(VERSION):
             raise RecordError(OTHER_FORMAT)
@@ -247,9 +248,9 @@ def parse_head(begin: bytes) -> Head | int:
         start, n_tokens, n_tensors = int(fields["start"]), int(fields["tokens"]), int(fields["tensors"])
         found, state = str(fields["checksum"]), str(fields["state"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise RecordError("no header of ours") from error
+        raise RecordError(DiskReason.NO_HEADER) from error
     if not 0 <= start <= FURTHEST or not 0 <= n_tokens <= FURTHEST or len(parent) not in (0, ADDRESS_BYTES):
-        raise RecordError("no header of ours")
+        raise RecordError(DiskReason.NO_HEADER)
     if len(begin) < data_at + 4 * n_tokens:
         return data_at + 4 * n_tokens
     tokens = np.frombuffer(begin, "<i4", n_tokens, data_at).astype(np.int32)
@@ -260,9 +261,9 @@ def content_of(head: Head, namespace: str, named: Named) -> Content:
     """What a file says that it holds, if that agrees with its name; its checksum is still to be compared."""
     content = Content(head.what, namespace, head.parent, head.start, head.tokens, _tensors(head), head.state)
     if (content.what, content.start, content.address) != named:
-        raise RecordError("misnamed")
+        raise RecordError(DiskReason.MISNAMED)
     if content.header(head.checksum) != head.header:
-        raise RecordError("no header of ours")
+        raise RecordError(DiskReason.NO_HEADER)
     return content
 
 
@@ -271,7 +272,7 @@ def _tensors(head: Head) -> tuple[Tensor, ...]:
         described = json.loads("{" + head.rest.lstrip().removeprefix(","))
         found = [(n, str(d["dtype"]), tuple(int(x) for x in d["shape"])) for n, d in described.items()]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise RecordError("no header of ours") from error
+        raise RecordError(DiskReason.NO_HEADER) from error
     if any(d not in ITEM_BYTES or min(shape, default=0) < 0 for _, d, shape in found):
-        raise RecordError("no header of ours")
+        raise RecordError(DiskReason.NO_HEADER)
     return tuple(Tensor(*t) for t in found if t[0] != "tokens")

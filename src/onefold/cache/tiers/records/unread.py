@@ -19,6 +19,7 @@ from onefold.cache.tiers.records.entry import Record
 from onefold.cache.tiers.records.faults import LOGGED_MOST
 from onefold.cache.tiers.records.files import read_all
 from onefold.cache.tiers.records.folder import Folder
+from onefold.cache.tiers.records.reasons import DiskReason
 
 log = logging.getLogger("onefold")
 
@@ -71,8 +72,8 @@ class SetApart:
     def note_unread(self, record: Record, error: Exception) -> None:
         """Count a record that could not be read, and log it if it is the first time."""
         if not record.unread:
-            self._reasons["unreadable"] += 1
-            level = logging.WARNING if self._reasons["unreadable"] <= LOGGED_MOST else logging.DEBUG
+            self._reasons[DiskReason.UNREADABLE] += 1
+            level = logging.WARNING if self._reasons[DiskReason.UNREADABLE] <= LOGGED_MOST else logging.DEBUG
             log.log(level, "a record on disk cannot be read now; its file stays and is tried again: %s", error)
         record.unread = True
 

@@ -17,6 +17,7 @@ from onefold.cache.tiers.records.files import read_all
 from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.heads import read_content
 from onefold.cache.tiers.records.layout import Layout
+from onefold.cache.tiers.records.reasons import DiskReason
 from onefold.errors import RecordError
 
 PIECE = 4 << 20
@@ -31,7 +32,7 @@ def verify(folder: Folder, entry: Entry, layout: Layout, read: Callable[[int], N
         data_at = head.data_at + content.tokens.nbytes
         read(data_at)
         if content.checksum(_pieces(file, data_at, size, read)) != head.checksum:
-            raise RecordError("checksum")
+            raise RecordError(DiskReason.CHECKSUM)
     layout.require(content)
 
 
@@ -40,7 +41,7 @@ def _pieces(file: int, at: int, end: int, read: Callable[[int], None]) -> Iterat
     while at < end:
         piece = buffer[: end - at]
         if read_all(file, [piece], at) != len(piece):
-            raise RecordError("truncated")
+            raise RecordError(DiskReason.TRUNCATED)
         yield piece
         read(len(piece))
         at += len(piece)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlx_lm
+import numpy as np
 import pytest
 from asking import GREEDY, Answer
 from hypothesis import given, settings
@@ -167,7 +168,7 @@ class Letters:
 
 @pytest.mark.parametrize("text", [" leading space", "naïve café", "🙂🙃 ok", "\n\nlines\n", "日本語"])
 def test_text_comes_whole_and_in_whole_characters(text: str) -> None:
-    reader = Reader(Letters(), Request(prompt=Prompt([1]), plain=True))  # type: ignore[arg-type]
+    reader = Reader(Letters(), Request(prompt=Prompt(np.array([1], np.int32)), plain=True))
     events: list[Any] = []
     for token in text.encode():
         found, ended = reader.read(token)

@@ -13,7 +13,6 @@ from mlx_lm.generate import generate_step, speculative_generate_step
 from tiny import tiny
 
 import onefold
-from onefold.cache.request import committing
 
 FAMILIES = (
     "llama",
@@ -70,7 +69,7 @@ def test_a_draft_changes_neither_the_answer_nor_what_is_stored(family: str) -> N
         with cache.lease(prompt) as lease:
             answer = drafted(cache, lease, 24)
             assert answer == reference
-            assert committing.agreement(lease.hold, prompt + answer) == lease.offset >= len(prompt) + 23
+            assert lease.agreement(prompt + answer) == lease.offset >= len(prompt) + 23
             lease.commit((prompt + answer)[: lease.offset])
         cache.check()
         assert is_right(cache, [*prompt, *answer, *words(9, 5)]) >= len(prompt) + 23
@@ -135,7 +134,7 @@ def test_any_sequence_of_drafted_turns(family: str) -> None:
                     answer = drafted(cache, lease, n, k)
                     assert answer == reference
                 whole = tokens + answer
-                kept = committing.agreement(lease.hold, whole)
+                kept = lease.agreement(whole)
                 assert kept >= len(tokens) - 1
                 lease.commit(whole[:kept])
             cache.check()

@@ -12,7 +12,6 @@ from mlx_lm.generate import generate_step
 from tiny import tiny
 
 import onefold
-from onefold.cache.request import committing
 from onefold.cache.request.fed import Fed
 
 
@@ -90,7 +89,7 @@ def test_generated_tokens_that_were_not_fed_are_refused_with_both_tokens(cache) 
         wrong = [*prompt, out[0], out[1] + 1, *out[2:]]
         with pytest.raises(onefold.CommitError, match=f"token 31 .* is {out[1] + 1}, .* fed {out[1]} there"):
             lease.commit(wrong)
-        assert committing.agreement(lease.hold, wrong) == 31 and not lease.closed
+        assert lease.agreement(wrong) == 31 and not lease.closed
         lease.commit(prompt + out)
     assert cache.lease([*wrong, 1]).cached == 31
     assert cache.lease([*prompt, *out, 1]).cached == 34
@@ -128,7 +127,7 @@ def test_what_a_part_of_the_model_was_fed_is_not_known(cache) -> None:
     with cache.lease(prompt) as lease:
         forward(cache.model, lease.layers, prompt[:20], 0)
         mx.eval(cache.model.model(mx.array([prompt[20:]]), cache=lease.layers))
-        assert lease.offset == 30 and committing.agreement(lease.hold, prompt) == 20
+        assert lease.offset == 30 and lease.agreement(prompt) == 20
         with pytest.raises(onefold.CommitError, match=r"token 20 .* is not known"):
             lease.commit(prompt)
     assert cache.lease([*prompt, 1]).cached == 20

@@ -8,7 +8,7 @@ from typing import Any
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.model import stock
 from onefold.cache.prefix_cache import PrefixCache
-from onefold.cache.request import adopting, committing
+from onefold.cache.request import adopting
 from onefold.cache.request.lease import Lease
 from onefold.errors import LeaseError, WrongThread
 from onefold.mlx_lm.layers import is_ours, is_settled, lease_of
@@ -69,7 +69,7 @@ class Inserter:
         if lease.closed:
             self._reasons.note("already put back", "these layers were put back before")
             return 0
-        held = committing.agreement(lease.hold, tokens)
+        held = lease.agreement(tokens)
         if not held:
             return self._misfit(store, lease, "the layers hold none of the tokens that were put back", ended=ended)
         if held < len(tokens):

@@ -95,11 +95,6 @@ class Holder(Protocol):
         """Which thread is using it."""
         ...
 
-    def close_dropped(self) -> None:
-        """Close a lease that was dropped without being closed. Raises WrongThread if only another thread can close
-        it."""
-        ...
-
 
 class Using(Protocol):
     """Which thread is using a lease, as memory sees it."""
@@ -117,6 +112,10 @@ class Using(Protocol):
 
     def await_turn(self, seconds: float) -> bool: ...
     def discard_now(self) -> bool: ...
+    def close_dropped(self) -> bool:
+        """Close a lease that was dropped without being closed. Returns False if its layers' state was lost. Raises
+        WrongThread if only another thread can close it."""
+        ...
 
 
 class Reader(Protocol):
@@ -192,7 +191,9 @@ class CacheState:
             for lease in list(self.dropped):
                 self.leases.add(lease)  # the cyclic collector may have removed it
                 with contextlib.suppress(WrongThread):
-                    lease.close_dropped()
+                    if lease.usage.close_dropped():
+                        self.on_dropped(lease)
+                    self.reasons[Reason.DROPPED] += 1
                     self.dropped.remove(lease)
 
     def thread_left(self, thread: int) -> None:

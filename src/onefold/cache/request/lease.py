@@ -28,7 +28,6 @@ from typing import Any
 import mlx.nn as nn
 
 from onefold.cache.memory.ledger import Purpose
-from onefold.cache.memory.reasons import Reason
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tokens import Tokens, as_tokens_or_none
 from onefold.cache.model import exporting, stock
@@ -178,6 +177,11 @@ class Lease:
         """Returns the tokens that every model's layers were fed and hold now. Waits for forwards in progress."""
         return committing.fed(self.hold).tolist()
 
+    def agreement(self, tokens: Any) -> int:
+        """Returns how many of `tokens`, from the first on, can be committed: the layers were fed them and hold them
+        now."""
+        return committing.agreement(self.hold, tokens)
+
     def export(self) -> list[Any]:
         """Returns copies of the layers as mlx-lm's own caches, each with exactly `offset` tokens, for any model, loop
         or `save_prompt_cache` of mlx-lm's. They outlive the lease, and their bytes are in the ledger while they live.
@@ -222,16 +226,6 @@ class Lease:
         else:
             hold.handed.forget()
         give_up(self)
-
-    def close_dropped(self) -> None:
-        """Close a lease that was dropped without being closed. Raises WrongThread if only another thread can close
-        it."""
-        try:
-            self.cancel()
-            self.state.on_dropped(self)
-        except DeviceError:
-            log.debug("cannot evaluate a dropped lease", exc_info=True)
-        self.state.reasons[Reason.DROPPED] += 1
 
     def __enter__(self) -> Lease:
         return self

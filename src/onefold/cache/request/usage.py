@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator
 
@@ -19,6 +20,8 @@ from onefold.cache.request import closing
 from onefold.cache.request.hold import Hold
 from onefold.cache.request.turn import Turn
 from onefold.errors import DeviceError, LeaseClosed, WrongThread
+
+log = logging.getLogger("onefold")
 
 CLOSING_MOST = 10.0
 """Seconds that a thread waits for another one that is closing the lease."""
@@ -133,6 +136,16 @@ class Usage:
         it."""
         self.end(functools.partial(closing.discard, self.hold))
         return self.hold.closed
+
+    def close_dropped(self) -> bool:
+        """Close a lease that was dropped without being closed, and store the prefilled part of its prompt. Returns
+        False if its layers' state was lost. Raises WrongThread if only another thread can close it."""
+        try:
+            self.end(functools.partial(closing.cancel, self.hold))
+        except DeviceError:
+            log.debug("cannot evaluate a dropped lease", exc_info=True)
+            return False
+        return True
 
     def await_turn(self, seconds: float) -> bool:
         """Wait until no other thread is in a forward on this lease. Returns False after `seconds`."""

@@ -154,6 +154,29 @@ def test_a_batch_hands_out_no_region_of_a_slab_that_a_lease_has_taken():
         cache.check()
 
 
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_step_after_all_rows_were_taken_back_writes_over_nothing_committed(pooled):
+    """The rows stand where they stood at the step before, and may no longer write where they wrote then."""
+    model = tiny("llama")
+    with onefold.PrefixCache(model, "64MB") as cache:
+        said = [words(20, seed=1), words(30, seed=2)]
+        rows = [cache.lease(p) for p in said]
+        for lease, prompt in zip(rows, said, strict=True):
+            forward(model, lease.layers, prompt, 0)
+        batch = cache.batch(rows, pooled=pooled)
+        mx.eval(batch.step(mx.array([3, 4])))
+        for lease, prompt, token in zip(rows, said, (3, 4), strict=True):
+            lease.commit([*prompt, token], close=False)
+            trim_prompt_cache(lease.layers, 1)
+        logits = batch.step(mx.array([5, 6]))
+        for row, prompt in enumerate(said):
+            assert close(logits[row : row + 1], fresh(model, [*prompt, (5, 6)[row]]))
+        cache.check()
+        for prompt, token in zip(said, (3, 4), strict=True):
+            lease, _ = turn(cache, model, [*prompt, token, 9])
+            assert lease.cached == len(prompt) + 1
+
+
 def test_a_refused_step_leaves_no_row_ahead():
     model = tiny("gemma2")
     with onefold.PrefixCache(model, "40MB") as cache:

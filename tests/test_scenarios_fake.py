@@ -108,6 +108,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     with made.cache:
         yield made
         settled(made.cache)
+    assert made.cache.stats().used_bytes == 0  # every account is closed
 
 
 def on(*names: str) -> pytest.MarkDecorator:

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from disk_walk import Walk
-from effort import quick
+from effort import effort, quick
 from fake import FakeModel, Session, settled, text
 
 import onefold
@@ -116,7 +116,7 @@ class Crowd:
 )
 def test_whatever_happens_between_two_steps(kinds: tuple[str, ...], seed: int) -> None:
     crowd = Crowd(kinds, seed)
-    for _ in range(40):
+    for _ in range(effort(25, 40)):
         crowd.act()
         settled(crowd.cache)
     assert crowd.intruder.times >= 10

@@ -20,7 +20,7 @@ import mlx.nn as nn
 import pytest
 from disk_caches import Held, files, flip, opened, small_records, turn
 from disk_walk import Walk
-from effort import quick
+from effort import effort, quick
 from fake import FakeModel, Session, settled, text
 from mlx_lm.tuner.lora import LoRALinear
 
@@ -474,7 +474,7 @@ def test_any_order_of_things_on_a_disk_that_fails_leaves_everything_right(
 ) -> None:
     monkeypatch.setattr(arrays, "addressable", lambda: direct)
     walk = Walk(FakeModel(kinds), tmp_path, seed + 100 * direct, fails=True)
-    for _ in range(50):
+    for _ in range(effort(30, 50)):
         walk.step()
     walk.cache.close()
 
@@ -494,7 +494,7 @@ def test_any_order_of_things_on_a_sound_disk_loses_nothing(
     """What is said to be durable is there after a restart, and no record is ever rejected."""
     monkeypatch.setattr(arrays, "addressable", lambda: direct)
     walk = Walk(FakeModel(kinds), tmp_path, seed + 100 * direct, bound=bound)
-    for _ in range(50):
+    for _ in range(effort(30, 50)):
         walk.step()
     walk.start_again()
     walk.cache.close()

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from asking import GREEDY, Pending, ask, ask_all, cold, prompt_of, request
-from effort import quick
+from effort import effort, quick
 from tiny import tiny, with_unknown_caches
 
 from onefold.engine.config import EngineConfig, EngineOptions
@@ -456,7 +456,7 @@ def test_a_common_slab_for_tails_under_memory_pressure(loaded, monkeypatch):
     monkeypatch.setattr("onefold.cache.memory.device.on_gpu", lambda: True)
     with Engine(*loaded, budget=SMALL) as engine:
         system = words(200)
-        for round in range(3):
+        for round in range(effort(1, 3)):
             prompts = [[*system, *words(30 + 40 * i, seed=10 * round + i)] for i in range(5)]
             answers = ask_all(engine, [request(p, 120) for p in prompts])
             assert [a.tokens for a in answers] == [cold(loaded[0], p, 120) for p in prompts]

@@ -652,12 +652,13 @@ def test_whoever_hangs_up_while_the_prompt_is_made_never_reaches_the_engine(clie
     assert len(engine.requests) == 1
 
 
-def test_whoever_hangs_up_while_a_request_is_handed_over_is_cancelled(client, engine):
+def test_whoever_hangs_up_while_a_request_is_handed_over_is_cancelled(client, engine, caplog):
     handing, go_on = hold_up(engine, "submit")
-    sock = raw_request(str(client.base_url), CHAT[0], {**CHAT[1], "n": 3})
-    assert handing.wait(30)
-    sock.close()
-    time.sleep(0.1)
+    with caplog.at_level("INFO", "onefold.server"):
+        sock = raw_request(str(client.base_url), CHAT[0], {**CHAT[1], "n": 3})
+        assert handing.wait(30)
+        sock.close()
+        wait_until(lambda: "hung up" in caplog.text, "it was not noticed")
     go_on.set()
     wait_until(lambda: engine.cancelled == [1], "not cancelled")
     assert len(engine.requests) == 1

@@ -31,7 +31,7 @@ schema.config.generation.update(modes=[schemathesis.GenerationMode.POSITIVE, sch
 
 
 @schema.parametrize()
-@settings(max_examples=effort(8, 20), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=effort(5, 20), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 def test_whatever_is_sent(case: Any) -> None:
     case.call_and_validate(checks=CHECKS)
 

@@ -328,7 +328,7 @@ def test_any_sequence_of_requests_leaves_everything_right(
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=int(os.environ.get("ONEFOLD_EXAMPLES", effort(3, 15))),
+            max_examples=int(os.environ.get("ONEFOLD_EXAMPLES", effort(2, 15))),
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=list(HealthCheck),

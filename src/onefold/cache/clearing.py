@@ -1,4 +1,4 @@
-"""Emptying a cache: what no lease holds is dropped, in memory, and in the tier unless that is to stay."""
+"""Empties a cache: drops everything that no lease holds, in memory and, if requested, in the tier."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onefold.cache.parts import Parts
 from onefold.cache.pins import Pins
 
 FLUSH_MOST = 10.0
-"""Seconds that clearing waits for what is being written."""
+"""Seconds that clearing waits for writes."""
 
 
 class Clearing:
@@ -29,11 +29,12 @@ class Clearing:
 
     def _flush(self, *, everything: bool) -> None:
         if self._parts.tier is not None:
-            with self._state.lock.inner:  # requests go on meanwhile
+            with self._state.lock.inner:  # so that requests continue meanwhile
                 self._parts.tier.flush(everything=everything, until=time.monotonic() + FLUSH_MOST)
 
     def dropping(self, *, disk: bool) -> Work[None]:
-        """Drop what was last used before now and is not held. With `disk=False` what the tier has stays there."""
+        """Drop the nodes that no lease holds and that were not used since this began. With `disk=False` what the tier
+        has stays."""
         self._state.sweep()
         for restore in list(self._state.restores):
             restore.finish()
@@ -54,7 +55,7 @@ class Clearing:
 
 
 def _is_leaf(node: Node, disk: bool) -> bool:
-    """Nothing hangs on it; or, with what is on disk to stay, nothing in memory does."""
+    """Whether the node has no children; or, if what is on disk stays, none in memory."""
     if disk:
         return not node.children
     return node.in_memory and not node.held_below

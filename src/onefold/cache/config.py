@@ -17,7 +17,7 @@ from onefold.errors import ConfigError
 
 
 class CacheOptions(TypedDict, total=False):
-    """The keywords of `PrefixCache`, which `CacheConfig` explains."""
+    """The keywords of `PrefixCache`; see `CacheConfig`."""
 
     draft_model: nn.Module | None
     kv: str | int
@@ -39,38 +39,39 @@ class CacheOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Raises ConfigError if a value cannot be used."""
+    """The settings of a cache. Raises ConfigError for an invalid value."""
 
     draft_model: nn.Module | None = None
     """Leased together with the target, for speculative decoding."""
     kv: str | int = "16"
     """How KV is stored: "16" (as the model makes it), "8" or "4" bits."""
     max_kv_size: int | None = None
-    """The most tokens of a conversation that stay, in every cache that grows; 0 or None is no bound."""
+    """The most tokens of a conversation that are kept, in every cache that grows; 0 or None is no bound."""
     keep: int = 4
-    """Of those, the first tokens, which always stay."""
+    """How many of its first tokens a bounded conversation always keeps."""
     adapter: str = ""
-    """Names an adapter whose weights the model does not show: its KV is kept apart."""
+    """The name of an adapter that does not show in the model's weights: its KV is not shared with others."""
     min_checkpoint_tokens: int = 64
-    """Tokens since the last checkpoint, below which a recurrent model takes no other."""
+    """A recurrent model takes no checkpoint with fewer tokens since the last one."""
     high_water: float = 0.95
-    """Of the budget: reclaiming begins above it when a request ends."""
+    """A fraction of the budget: if more is used when a request ends, reclaiming begins."""
     low_water: float = 0.90
-    """Of the budget: reclaiming goes down to it."""
+    """A fraction of the budget: reclaiming ends when no more is used."""
     elastic: bool = False
     """For servers that can neither wait nor refuse: the budget is for KV alone, and nothing is refused."""
     logit_tokens: int | None = None
-    """A promise: the logits of a longer forward are never evaluated, and no scratch is reserved for them."""
+    """The caller's promise that the logits of a forward with more tokens are never evaluated: no scratch is reserved
+    for them."""
     disk: str | os.PathLike[str] | DiskSettings | None = None
-    """A folder where conversations survive a restart. Without it nothing is ever written."""
+    """A folder where conversations survive a restart. Without it nothing is written to disk."""
     disk_budget: int | float | str | None = None
     disk_mode: str = "back"
     """When dirty data is written: "back", on eviction and on close; "through", after each commit."""
     disk_daily_limit: int | float | str | None = None
     tokenizer: str = ""
-    """A digest of the tokenizer: conversations on disk are kept apart by it."""
+    """A digest of the tokenizer. Conversations on disk are not shared between tokenizers."""
     label: str = ""
-    """The model's name for people who look at the folder."""
+    """The model's name, for people who look at the folder."""
 
     def __post_init__(self) -> None:
         if not 0 < self.low_water <= self.high_water <= 1:
@@ -81,7 +82,8 @@ class CacheConfig:
 
     @classmethod
     def of(cls, options: CacheOptions) -> CacheConfig:
-        """Checks the keywords that `PrefixCache` was given. Raises TypeError for one that it does not have."""
+        """Checks the keywords of `PrefixCache`. Raises TypeError for an unknown one, ConfigError for an invalid
+        value."""
         unknown = sorted(options.keys() - {f.name for f in fields(cls)})
         if unknown:
             raise TypeError(f"PrefixCache() got an unexpected keyword argument {unknown[0]!r}")
@@ -89,7 +91,7 @@ class CacheConfig:
 
     @classmethod
     def signature(cls) -> inspect.Signature:
-        """Of `PrefixCache`, with every keyword and its default, for `help` and for editors."""
+        """Returns the signature of `PrefixCache`, with every keyword and its default, for `help` and for editors."""
         budget = "int | float | str | None"
         given = [
             inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="nn.Module"),
@@ -100,7 +102,7 @@ class CacheConfig:
         return inspect.Signature(given)
 
     def models(self, target: Any) -> list[nn.Module]:
-        """The target and the draft, if there is one. Raises ConfigError if one is no model."""
+        """Returns the target and the draft, if there is one. Raises ConfigError if one is not a model."""
         for given in (target, self.draft_model):
             if not isinstance(given, nn.Module) and (given is target or given is not None):
                 name = type(given).__name__
@@ -123,7 +125,7 @@ class CacheConfig:
         return Bound(max_kv_size, keep)
 
     def disk_settings(self) -> object | None:
-        """Returns the settings of the tier below memory, None if there is to be none. Raises ConfigError."""
+        """Returns the settings of the tier below memory; None if there is no tier. Raises ConfigError."""
         if self.disk is None or isinstance(self.disk, DiskSettings) or is_known(self.disk):
             return self.disk
         return DiskSettings(self.disk, self.disk_budget, self.disk_mode, self.disk_daily_limit)

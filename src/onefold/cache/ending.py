@@ -1,4 +1,4 @@
-"""The end of a cache: leases are closed, dirty nodes written, and what was put into mlx-lm taken out again."""
+"""Closes a cache: closes leases, writes dirty nodes, and removes the hooks from mlx-lm."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from onefold.cache.request import closing
 from onefold.errors import DeviceError, WrongThread
 
 FORWARD_MOST = 60.0
-"""Seconds that `close` waits for forwards: what they run on is taken out afterwards."""
+"""Seconds that `close` waits for forwards, before it removes the attention seam that they use."""
 WRITING_MOST = 600.0
-"""Seconds that `close` waits for what is being written."""
+"""Seconds that `close` waits for dirty nodes to be written."""
 
 
 class Ending:
@@ -27,16 +27,15 @@ class Ending:
         self._state = parts.state
         self._clearing = clearing
         self._endings: list[Callable[[], object]] = []
-        """What `close` has begun, and has still to do."""
+        """The steps of `close` that are still to be done, if it was interrupted."""
 
     @property
     def seconds(self) -> float:
-        """How long `close` may take."""
+        """The most seconds that `close` takes to write dirty nodes."""
         return 0.0 if self._parts.tier is None else WRITING_MOST
 
     def close(self) -> None:
-        """Let go of everything, leases included, and take the attention seam out again. In a child of the process that
-        made it there is nothing to let go of: neither MLX nor the folder works there."""
+        """See `PrefixCache.close`. If it is interrupted, it can be called again and continues."""
         if self._state.lock.is_elsewhere:
             return
         self._state.closing = True
@@ -57,17 +56,17 @@ class Ending:
         if self._parts.tier is not None:
             self._parts.tier.stop(time.monotonic() + WRITING_MOST if self._endings else None)
         with self._state.lock:
-            while self._endings:  # whoever is interrupted here may close once more
+            while self._endings:  # an interrupted call leaves the rest for the next
                 self._endings[0]()
                 del self._endings[0]
 
     def hurry(self) -> None:
-        """Closing, on whatever thread, waits no longer for what is not on disk yet: that is lost."""
+        """Make `close`, on any thread, stop waiting for dirty nodes to be written: they are lost."""
         if self._parts.tier is not None:
             self._parts.tier.give_up()
 
     def _end_leases(self) -> None:
-        """Have leases that other threads are using settled by those threads, when their forwards have returned."""
+        """Wait until other threads have closed the leases that they are using, after their forwards have returned."""
         until = time.monotonic() + FORWARD_MOST
         while time.monotonic() < until:
             with self._state.lock:
@@ -83,7 +82,7 @@ class Ending:
             with contextlib.suppress(DeviceError, WrongThread):
                 if not lease.usage.discard_now():  # its thread closes it
                     continue
-            if not lease.closed:  # only a thread that is still there could compute what it holds
+            if not lease.closed:  # another thread's lazy arrays cannot be computed here: drop them
                 closing.release(lease.hold)
         self._state.dropped.clear()
         for restore in list(self._state.restores):

@@ -1,6 +1,6 @@
-"""What servers ask of a cache beyond leases: how far tokens are known, what is held, what would fit.
+"""Queries of servers, in addition to leases: how many tokens are known, what is held, what would fit.
 
-The engine and the drop-in use it as `PrefixCache.inventory`. Nothing here counts as a use of what it looks at.
+The engine and the drop-in use it as `PrefixCache.inventory`. A query does not count as a use of the nodes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Inventory:
     # -- bytes ---------------------------------------------------------------------------------
 
     def rebind(self, *models: nn.Module) -> bool:
-        """Go on with other objects of the same weights (a model that was unloaded and loaded again). False if they are
-        others, or if a request is still running."""
+        """Use other model objects with the same weights (a model that was unloaded and loaded again). Returns False,
+        and changes nothing, if the weights differ or a request is running."""
         with self._state.lock:
             self._state.sweep()
             if self._state.leases or [*map(type, models)] != self._parts.watched:
@@ -46,7 +46,7 @@ class Inventory:
 
     @property
     def held_bytes(self) -> int:
-        """KV that is held now: live, stored and in checkpoints."""
+        """The bytes of KV and states that the cache holds now: live, stored and in checkpoints."""
         with self._state.lock:
             self._state.sweep()
             for lease in self._state.leases:
@@ -64,22 +64,23 @@ class Inventory:
 
     @property
     def token_bytes(self) -> int:
-        """What one more token of a conversation takes."""
+        """The bytes of one more token of a conversation."""
         return self._state.store.token_bytes
 
     @property
     def step_bytes(self) -> int:
-        """What a conversation's buffer grows by at a time, with the copy of one layer."""
+        """The bytes by which a conversation's buffer grows at a time, with the copy of one layer."""
         return STEP * (self._state.store.token_bytes + self._state.store.layer_token_bytes)
 
     @property
     def unallocated_bytes(self) -> int:
-        """What the prompts of open leases will allocate at their first forward."""
+        """The bytes that the prompts of open leases will allocate at their first forward."""
         with self._state.lock:
             return sum(round_up(lease.hold.unreserved) for lease in self._state.leases) * self._state.store.token_bytes
 
     def prompt_bytes(self, tokens: Any) -> int:
-        """What a request for these tokens would allocate for its prompt: KV that the tree does not have, and states."""
+        """Returns the bytes that a request for these tokens would allocate for its prompt: KV that the tree does not
+        have, and states."""
         found = as_tokens(tokens)
         most = max(self._parts.models.bounds, default=len(found))
         points = sum(a.point_bytes(len(found), 1) for a in self._parts.models.anatomies)
@@ -87,7 +88,7 @@ class Inventory:
 
     @property
     def written_bytes(self) -> int | None:
-        """Bytes that this cache has written to the tier; None without one. Does not wait for the lock."""
+        """The bytes that this cache has written to the tier; None without a tier. Does not wait for the lock."""
         return None if self._parts.tier is None else self._parts.tier.written_bytes
 
     @property
@@ -95,27 +96,28 @@ class Inventory:
         return self._state.nodes.counts["evicted_tokens"]
 
     def fits(self, layers: list[Any]) -> bool:
-        """Whether these caches of mlx-lm's are such as this model's."""
+        """Whether these caches of mlx-lm's have the kinds and shapes of this model's."""
         return adopting.fits(layers, self._parts.models.anatomies)
 
     @property
     def stored_bytes(self) -> int:
-        """What no request is using."""
+        """The bytes that no request is using."""
         return self.held_bytes - self._state.ledger.by_purpose()[Purpose.LIVE.value]
 
     def in_memory(self, tokens: Any, *, namespace: Hashable = "") -> int:
-        """How far these tokens can be had without the disk, as far as segments go; touches nothing."""
+        """Returns how many of these tokens, from the first on, have readable KV in memory."""
         with self._state.lock:
             path, matched = self._parts.tree(namespace).match(as_tokens(tokens))
             return readable_length(self._state, path, matched)[0]
 
     def matched(self, tokens: Any, *, namespace: Hashable = "") -> int:
-        """How far these tokens are known; touches nothing."""
+        """Returns how many of these tokens, from the first on, the tree knows."""
         with self._state.lock:
             return self._parts.tree(namespace).match(as_tokens(tokens)).matched
 
     def continuation(self, tokens: Any, *, most: int = 32, namespace: Hashable = "") -> Tokens:
-        """What is known to follow where these tokens stop being known: the conversation used last. Touches nothing."""
+        """Returns up to `most` tokens that follow the known prefix of these tokens in the tree, in the conversation
+        that was used last."""
         with self._state.lock:
             tree = self._parts.tree(namespace)
             path, matched = tree.match(as_tokens(tokens))
@@ -127,17 +129,17 @@ class Inventory:
 
     @property
     def resumes_anywhere(self) -> bool:
-        """Whether a conversation can be taken up at any of its tokens; else only where there is a checkpoint."""
+        """Whether a conversation can be resumed at any of its tokens, and not only at a checkpoint."""
         return not self._state.model.pointwise
 
     def most_tokens(self) -> int:
-        """The longest conversation that the budget has room for, if it had all of it, MLX's pool included."""
+        """Returns the length of the longest conversation that fits in the whole budget, MLX's pool included."""
         if self._state.uncached_reason:
-            return sys.maxsize  # what an unknown cache takes is not known
+            return sys.maxsize  # the size of an unrecognised cache is not known
         free = self._state.ledger.budget_bytes - (self._state.pool.bytes if self._state.ledger.elastic else 0)
         bounds = self._parts.models.bounds
         if bounds and self._parts.need(max(bounds) + 512) <= free:
-            return sys.maxsize  # it rotates from there on, and grows no more
+            return sys.maxsize  # it rotates at the bound, and does not grow any more
         low, high = 0, free // max(1, self._state.store.token_bytes) + 1
         while low < high:
             middle = (low + high + 1) // 2
@@ -145,10 +147,10 @@ class Inventory:
         return low
 
     def forget(self, tokens: Any, keep: int, *, namespace: Hashable = "") -> None:
-        """Give up what is known of `tokens` from position `keep` on, but for what others share, and what a lease or a
-        pin holds."""
+        """Drop the nodes of `tokens` from position `keep` on, except those that other conversations share and those
+        that a lease or a pin holds."""
         if not isinstance(keep, int) or keep < 0:
-            raise ConfigError(f"keep is the number of tokens that stay, from 0 on, got {keep!r}")
+            raise ConfigError(f"keep is the number of tokens that stay, at least 0, got {keep!r}")
         self._state.lock.run(self._forgetting(as_tokens(tokens), keep, namespace))
 
     def _forgetting(self, tokens: Tokens, keep: int, namespace: Hashable) -> Work[None]:
@@ -169,12 +171,12 @@ class Inventory:
             yield from self._state.placement.trimming_slack(slab)
 
     def shrink(self, n_bytes: int) -> None:
-        """Evict until at most `n_bytes` are stored, or nothing more can be. Other threads get in meanwhile."""
+        """Evict until at most `n_bytes` are stored, or nothing more can be evicted. Releases the lock in between."""
         self._state.reclaim(lambda: min(self.stored_bytes - n_bytes, self._state.reclaiming.reclaimable_bytes()))
 
     def adopt(self, tokens: Any, layers: list[Any]) -> tuple[int, str]:
-        """Take over what a list of mlx-lm's own caches holds: the KV of `tokens`. Returns how many of them could be
-        kept, and why not all. Buffers that only the list refers to are moved."""
+        """Store the KV of `tokens` from a list of mlx-lm's own caches. Returns how many of the tokens were stored, and
+        the reason why not all. Buffers of the right capacity are moved, not copied."""
         found = as_tokens(tokens)
         with self._state.lock:
             anatomies = self._parts.models.anatomies

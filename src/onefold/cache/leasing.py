@@ -1,4 +1,4 @@
-"""How a lease is opened: wait for other threads' writes, fetch what the tier has, match."""
+"""Opens leases: waits for other threads' writes, fetches KV from the tier, then matches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Leasing:
         after: Fetch | Sequence[Fetch] | None = None,
         owner: object = None,
     ) -> Lease:
-        """See `PrefixCache.lease`. `owner` is kept alive by the lease."""
+        """See `PrefixCache.lease`. The lease keeps `owner` alive."""
         asked = _positions(checkpoints, reserve_tokens, namespace)
         self._await_writers(tokens, namespace)
         self._parts.refuse_closed()
@@ -58,8 +58,8 @@ class Leasing:
         owner: object = None,
         driver: threading.Thread | None = None,
     ) -> Fetch | None:
-        """See `PrefixCache.restore`. `owner` is kept alive by the fetch; `driver` is the thread that runs all steps, if
-        one does: others then wait for it."""
+        """See `PrefixCache.restore`. The fetch keeps `owner` alive. `driver` is the thread that runs all steps, if one
+        does: other threads then wait for it."""
         with self._state.lock:
             self._parts.refuse_closed()
             self._state.sweep()
@@ -71,13 +71,13 @@ class Leasing:
         def planned() -> Work[Fetch | None]:
             made = yield from planning
             if made is not None:
-                made.owner, made.driver = owner, driver  # with the lock, before another thread sees it
+                made.owner, made.driver = owner, driver  # with the lock held, before another thread sees it
             return made
 
         return self._state.lock.run(planned())
 
     def _fetch_all(self, tokens: Tokens, namespace: Hashable, reserve_tokens: int) -> list[Fetch]:
-        """All that is on disk of these tokens; again, where a record turned out to be damaged."""
+        """Fetch everything that is on disk of these tokens. After a damaged record, fetch what is left."""
         fetches: list[Fetch] = []
         while not fetches or fetches[-1].rejected:
             try:
@@ -125,7 +125,7 @@ class Leasing:
             self._state.reasons[Reason.NO_ROOM] += 1
             raise error.advised("shorten the prompt, end other leases, release pins, or raise the budget") from None
         except LeaseClosed:
-            self._parts.refuse_closed()  # closed by another thread meanwhile
+            self._parts.refuse_closed()  # another thread may have closed the cache meanwhile
             raise
         finally:
             if not opened:
@@ -145,8 +145,9 @@ class Leasing:
         return lease
 
     def _await_writers(self, tokens: Tokens, namespace: Hashable) -> None:
-        """Wait, without the lock, while other threads are in forwards that write where these tokens lie: what a forward
-        has written can be read by all threads when it has returned. A forward that takes longer costs a shorter hit."""
+        """Wait, without the lock, while other threads are in forwards that write the slabs of these tokens: other
+        threads can read a slab only after the forward has returned. A forward that takes longer causes a shorter
+        hit."""
         until = time.monotonic() + FORWARD_MOST
         while (left := until - time.monotonic()) > 0 and not self._state.lock.is_held_here:
             with self._state.lock:
@@ -158,7 +159,7 @@ class Leasing:
                 return
 
     def _open_uncached(self, lease: Lease) -> None:
-        """A model that we do not understand gets its own caches, and nothing is kept."""
+        """Give the lease the model's own caches, because the model runs uncached."""
         lease.hold.reason = Reason.UNCACHED
         models = [m for ref in self._parts.refs if (m := ref()) is not None]
         made = [bounded_caches(stock.make_prompt_cache(m), self._parts.models.anatomies[0].bound) for m in models]

@@ -1,6 +1,6 @@
 """The parts of one cache: its models, its state, and the tier below memory.
 
-`PrefixCache` is their public face; leases are opened, counted, cleared and closed by others that share these parts.
+`PrefixCache` is the public class. `Leasing`, `Inventory`, `Clearing` and `Ending` share these parts.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class Parts:
     def __init__(
         self, models: list[nn.Module], anatomies: list[Anatomy], ledger: Ledger, form: Hashable, lock: CacheLock
     ) -> None:
-        """`models` may be fewer than `anatomies`: layers can come without a model. `form` separates the trees of models
-        and formats."""
+        """`models` may be fewer than `anatomies`, because layers can come without a model. `form` identifies the models
+        and the KV format, and is part of each tree's namespace."""
         self.refs = [weakref.ref(m) for m in models]
         self.models = Models(anatomies)
         self.state = CacheState(self.models, ledger, lock)
         self.form = form
         self.tier: Tier | None = None
-        """Below memory; None if there is none."""
+        """The tier below memory; None if there is none."""
         self.no_tier = TierStats()
-        """What is reported where there is no tier, with the reason if it could not be opened."""
+        """The statistics that are reported without a tier, with the reason if it could not be opened."""
         self.seam = [name for m in models for name in seam.install(m, attention)]
         self.watched = [seam.watch(m) for m in models]
         stock.hook_saving()
@@ -53,7 +53,7 @@ class Parts:
             log.warning("this model runs uncached: %s", self.state.uncached_reason)
 
     def tree(self, namespace: Hashable) -> Tree:
-        """The tree of a caller's namespace, which knows what the tier has."""
+        """Returns the tree of a caller's namespace, with the nodes that the tier has."""
         tree = self.state.nodes.tree((namespace, self.form))
         if self.tier is not None:
             self.tier.attach(tree, namespace)
@@ -62,12 +62,12 @@ class Parts:
     def refuse_closed(self) -> None:
         """Raises ConfigError if the cache is closed."""
         if self.state.closing:
-            raise ConfigError("this cache is closed")
+            raise ConfigError("this cache is closed: make another one")
 
     def need(self, n_tokens: int, *, states: int = 3) -> int:
-        """Bytes of a lone conversation of `n_tokens` with a forward of one token; where it must lie in one buffer, with
-        a copy of one array, which growing takes. Of windows and recurrent layers `states` states: one that runs, one
-        that is stored, and one that is being made."""
+        """Returns the bytes that one conversation of `n_tokens` needs, with a forward of one token. Includes the copy
+        of one array, for growing, if it must lie in one buffer; and `states` states of windows and recurrent layers: a
+        live one, a stored one, and one that is being made."""
         store = self.state.store
         copied = store.array_token_bytes if self.state.model.contiguous else 0
         slab = n_tokens * (store.token_bytes + copied)

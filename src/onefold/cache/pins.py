@@ -1,4 +1,4 @@
-"""Pins: prefixes that are kept from eviction."""
+"""Pins: prefixes that are not evicted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Pins:
         return pin
 
     def holds(self, pin: Pin) -> bool:
-        """Whether the pin keeps its prefix: it was neither released nor cleared."""
+        """Whether the pin is neither released nor cleared."""
         return id(pin) in self._held
 
     def release(self, pin: Pin) -> None:

@@ -1,4 +1,4 @@
-"""`PrefixCache`, the public face: it hands out leases, stores what they computed, and keeps it under one budget.
+"""`PrefixCache`, the public class: opens leases, stores the KV that they computed, and keeps it under one budget.
 
 Continue is a move, share is a borrow, commit is a move. One lock guards the bookkeeping: any thread may lease, commit
 and read statistics. A lease may change threads between two forwards.
@@ -50,13 +50,13 @@ class PrefixCache:
     """Holds the KV of many conversations with one model, each token's once."""
 
     kv_bits = 16
-    """Of stored KV: 16 (as the model makes it), 8 or 4."""
+    """The bits of stored KV: 16 (as the model makes it), 8 or 4."""
     inventory: Inventory
-    """What servers ask: how far tokens are known, what is held, what would fit."""
+    """Queries for servers: how many tokens are known, held, or would fit."""
     ending: Ending
-    """How long closing takes, for servers."""
+    """Closes the cache. Servers ask it how long that may take."""
     state: CacheState
-    """What all parts of the cache share, for the engine and the drop-in."""
+    """The state that all parts of the cache share, for the engine and the drop-in."""
     parts: Parts
     """For tests and benchmarks: its models, its state, the tier below memory."""
     _leasing: Leasing
@@ -112,8 +112,8 @@ class PrefixCache:
 
     @classmethod
     def of_layers(cls, layers: list[Any], budget: int) -> PrefixCache:
-        """A cache for a model that is not known but for the caches it uses, which hold something already. Its layers
-        are contiguous, and it is elastic."""
+        """Returns a cache for an unknown model, made from caches of that model that hold something. Its layers are
+        contiguous, and its budget is elastic."""
         self = cls.__new__(cls)
         lock = CacheLock()
         _assemble(self, Parts([], [read_off(layers)], ElasticLedger(budget, lock.inner), (), lock))
@@ -121,7 +121,7 @@ class PrefixCache:
 
     @property
     def uncached_reason(self) -> str:
-        """Why nothing is kept for this model; empty if it is."""
+        """Why KV of this model is not cached; empty if it is."""
         return self.state.uncached_reason
 
     @property
@@ -134,12 +134,12 @@ class PrefixCache:
 
     @property
     def max_kv_size(self) -> int | None:
-        """Tokens that a conversation is bounded to; None is no bound."""
+        """The most tokens of a conversation that are kept; None if there is no bound."""
         return None if (bound := self.parts.models.anatomies[0].bound) is None else bound.max_size
 
     @property
     def keep(self) -> int:
-        """The first tokens of a bounded conversation, which stay; 0 without a bound."""
+        """How many of its first tokens a bounded conversation always keeps; 0 without a bound."""
         return 0 if (bound := self.parts.models.anatomies[0].bound) is None else bound.keep
 
     # -- requests -------------------------------------------------------------------------
@@ -153,12 +153,12 @@ class PrefixCache:
         reserve_tokens: int = 0,
         after: Fetch | Sequence[Fetch] | None = None,
     ) -> Lease:
-        """Open a lease on what is cached of `tokens`, with room for the rest and `reserve_tokens` more.
+        """Open a lease on the cached prefix of `tokens`, with room for the rest and `reserve_tokens` more.
 
         `checkpoints` are positions where a later request will branch off, such as the end of the prompt as the next
-        turn will render it. What is on disk of the tokens is read first, unless the caller did that: `after` is its
-        `restore`, or several, or none (`[]`). Raises BudgetError if there is no room for the rest; then nothing that is
-        stored was lost.
+        turn will render it. KV of the tokens that is on disk is read first, unless the caller did that with `restore`:
+        `after` is the result, or a list of results, which may be empty. Raises BudgetError if there is no room for the
+        rest, TokenError for invalid tokens, and ConfigError for other invalid arguments or if the cache is closed.
         """
         return self._leasing.lease(
             frozen(as_tokens(tokens)),  # the caller may change its own array
@@ -170,46 +170,47 @@ class PrefixCache:
         )
 
     def batch(self, leases: list[Lease], *, pooled: bool | None = None) -> Batch:
-        """Rows for one decode step at a time: see `Batch`. `pooled` keeps their tails in one slab, which saves
-        operations at the price of some arithmetic: by default on a GPU, and not on a CPU."""
+        """Returns a batch that decodes one token per row and step: see `Batch`. With `pooled` the rows' tails lie in
+        one slab, which needs fewer operations and more arithmetic; the default is True on a GPU, and False on a CPU."""
         self.parts.refuse_closed()
         pooled = device.on_gpu() if pooled is None else pooled
         arena = Arena(self.state.store) if pooled else None
         if self.model is None:
-            raise ConfigError("the model of this cache is gone")
+            raise ConfigError("the model of this cache was deleted: keep a reference to it while the cache is open")
         return Batch(self.model, self.parts.models.anatomies[0], leases, arena, self.state)
 
     def pin(self, tokens: Any, *, namespace: Hashable = "") -> Pin:
-        """Keep the cached part of `tokens` from being evicted, until the pin is released. Raises ConfigError if nothing
-        of them is cached."""
+        """Keep the cached prefix of `tokens` in memory until the pin is released. Raises ConfigError if no token of
+        them is cached."""
         found = as_tokens(tokens)
         with self.state.lock:
             self.parts.refuse_closed()
             node, matched = self.parts.tree(namespace).reach(found)
             if matched == 0:
                 given = show_count(len(found), "token")
-                raise ConfigError(f"nothing of these {given} is cached; commit them once, then pin")
+                raise ConfigError(f"no prefix of these {given} is cached: commit them first, then pin")
             return self._pins.pin(node, self)
 
     def restore(self, tokens: Any, *, namespace: Hashable = "", reserve_tokens: int = 0) -> Fetch | None:
-        """Begin to read what is on disk of `tokens`, for a caller that has other things to do in between: `step()` it
-        until that returns False, then give it to `lease`. Returns None if nothing is worth reading. Raises BudgetError
-        if there is no room for it now."""
+        """Begin to read KV of `tokens` from disk in steps, for a caller that does other work in between: call `step()`
+        until it returns False, then pass the result to `lease`. Returns None if nothing is worth reading. Raises
+        BudgetError if there is no room for it now."""
         return self._leasing.fetch(as_tokens(tokens), namespace, reserve_tokens, owner=self)
 
     def flush(self, timeout: float | None = None, *, everything: bool = False) -> bool:
-        """Block until all dirty data that the mode wants written is on disk: with "back" there is none before `close`,
-        unless `everything` in memory is to be written now. Not from within a lease's forward. Returns False if
-        `timeout` seconds were not enough, if something could not be written, or if the disk failed."""
+        """Block until all dirty data that is due is on disk. In write-back mode none is due before `close`, except with
+        `everything`, which writes all dirty data now. Do not call it during a forward. Returns False if `timeout`
+        seconds were not enough, if something could not be written, or if the disk failed."""
         if self.parts.tier is None:
             return not self.parts.no_tier.failed
         until = time.monotonic() + (timeout if timeout is not None else 1e9)
         self.state.lock.refuse_elsewhere()
-        with self.state.lock.inner:  # requests go on meanwhile
+        with self.state.lock.inner:  # so that requests continue meanwhile
             return self.parts.tier.flush(everything=everything, until=until, reports=True)
 
     def durable(self, tokens: Any, *, namespace: Hashable = "") -> int:
-        """How many of these tokens, from the first on, would survive the end of this process. Touches nothing."""
+        """Returns how many of these tokens, from the first on, would survive the end of this process. Does not count as
+        a use."""
         with self.state.lock:
             self.parts.refuse_closed()
             if self.parts.tier is None:
@@ -227,20 +228,19 @@ class PrefixCache:
             return resumable if self.state.model.pointwise else max(resumable, min(kv, matched))
 
     def clear(self, *, disk: bool = True) -> None:
-        """Drop everything that no lease holds; pins too. When it returns, the files of this model are gone from disk as
-        well, in every namespace; with `disk=False` what is on disk stays, and dirty data is written first, for some
-        seconds at most."""
+        """Drop everything that no lease holds, and all pins. Also deletes the files of this model from disk, in every
+        namespace; with `disk=False` they stay, and dirty data is written first, for at most some seconds."""
         self._clearing.run(disk=disk)
 
     def set_budget(self, budget: int | float | str) -> None:
-        """Change the budget while running. Frees what no longer fits; refuses what cannot be freed now. Below what a
-        forward needs, requests are refused until it is raised again."""
+        """Change the budget while running. Evicts what no longer fits; raises BudgetError if that is not possible now.
+        With a budget below what a forward needs, requests are refused until it is raised again."""
         n_bytes = parse_size(budget, total_bytes=device.memory_bytes())
         ledger, share = self.state.ledger, 0 if self.state.ledger.elastic else device.pool_bytes(n_bytes)
         if n_bytes > 0:
             self.state.reclaim(lambda: ledger.used_bytes - ledger.spare() + share + ledger.headroom() - n_bytes)
             if mx.get_cache_memory() > device.pool_bytes(n_bytes):
-                mx.clear_cache()  # here, since it takes long where many buffers were freed
+                mx.clear_cache()  # without the lock, because it takes long if many buffers were freed
         with self.state.lock:
             self.parts.refuse_closed()
             self.state.sweep()
@@ -254,8 +254,8 @@ class PrefixCache:
             self.state.pool.set_share(device.pool_bytes(n_bytes))
 
     def close(self) -> None:
-        """Close all leases, write dirty data, free everything, and take the attention seam out again. In a child of the
-        process that made it this does nothing: neither MLX nor the folder works there."""
+        """Close all leases, write dirty data, free everything, and remove the attention seam. Does nothing in a child
+        of the process that made the cache: neither MLX nor the folder works there."""
         self.ending.close()
 
     def __enter__(self) -> PrefixCache:
@@ -278,13 +278,13 @@ class PrefixCache:
         if self.state.closed:
             return "<PrefixCache, closed>"
         ledger = self.state.ledger
-        held, budget = show_size(ledger.held_bytes), show_size(ledger.budget_bytes)  # closes no dropped lease
+        held, budget = show_size(ledger.held_bytes), show_size(ledger.budget_bytes)  # without closing dropped leases
         uncached = f", uncached: {self.state.uncached_reason}" if self.state.uncached_reason else ""
         return f"<PrefixCache of {model_name(self.model)}, {held} of {budget} held{uncached}>"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of KV and states that are held now: live, stored and in checkpoints."""
+        """The bytes of KV and states that the cache holds now: live, stored and in checkpoints."""
         return self.inventory.held_bytes
 
     def stats(self) -> Stats:
@@ -295,14 +295,14 @@ class PrefixCache:
             return stats.count(self.state, self.parts.tier.stats(), self.parts.tier.reasons())
 
     def check(self) -> None:
-        """Recount everything from nothing; raises IntegrityError with every finding."""
+        """Recount everything from scratch. Raises IntegrityError with every finding."""
         with self.state.lock:
             if found := recount(self.state):
                 raise IntegrityError(found)
 
     @property
     def closed(self) -> bool:
-        """Whether it is closed, or being closed."""
+        """Whether the cache is closed, or being closed."""
         return self.state.closing
 
 
@@ -320,19 +320,19 @@ def _assemble(cache: PrefixCache, parts: Parts) -> None:
 
 
 def _refuse_tiny(parts: Parts, budget_bytes: int) -> None:
-    """Raises ConfigError for a budget that no forward fits, where that is known beforehand."""
+    """Raises ConfigError if the budget has no room for a forward, as far as that is known in advance."""
     state = parts.state
     if state.ledger.elastic or state.uncached_reason or not state.store.specs:
         return
     if 0 < budget_bytes < parts.need(1, states=1):
         raise ConfigError(
             f"a budget of {show_size(budget_bytes)} has no room for a forward of this model: give at least "
-            f"{show_size(parts.need(STEP))}, which is {STEP} tokens of KV and the scratch of a forward"
+            f"{show_size(parts.need(STEP))}, for {STEP} tokens of KV and the scratch of a forward"
         )
 
 
 def _open_tier(cache: PrefixCache, settings: object, about: dict[str, Any], label: str) -> None:
-    """Open the tier below memory. If it cannot be used, the cache runs without. Raises ConfigError."""
+    """Open the tier below memory. If it cannot be used, the cache runs without one. Raises ConfigError."""
     parts = cache.parts
     opened = open_tier(settings, parts.state, Identity(about, parts.models.describe(), label))
     if isinstance(opened, TierStats):

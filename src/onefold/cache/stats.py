@@ -1,4 +1,4 @@
-"""What a cache says of itself: statistics, and the recount from nothing that they have to stand."""
+"""The statistics of a cache."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from onefold.cache.tiers.disk.tier import DiskStats
 
 @dataclass(frozen=True)
 class Stats:
-    """A moment of the cache. Tokens and bytes are totals; `bytes` is by purpose."""
+    """The statistics of a cache at a moment. Tokens are totals since it was made; `bytes` is by purpose."""
 
     requests: int
-    """Leases that were opened. One that found no room is among the reasons."""
+    """Leases that were opened. Those that were refused are counted in `reasons`."""
     hits: int
     tokens_requested: int
     tokens_matched: int
@@ -33,16 +33,16 @@ class Stats:
     used_bytes: int
     peak_bytes: int
     token_bytes: int
-    """What one more token of a conversation takes."""
+    """The bytes of one more token of a conversation."""
     bytes: dict[str, int]
     reasons: dict[str, int]
     tokens_from_disk: int = 0
-    """Of the cached tokens, those that were read from disk; the others were in memory."""
+    """How many of the cached tokens were read from disk; the others were in memory."""
     disk: DiskStats = field(default_factory=DiskStats)
 
 
 def count(state: CacheState, disk: DiskStats, disk_reasons: Counter[str]) -> Stats:
-    """Returns the statistics of this moment. Called with the lock held."""
+    """Returns the statistics at this moment. Called with the lock held."""
     for lease in state.leases:
         lease.usage.recount()
     nodes = list(state.nodes.nodes())

@@ -123,7 +123,7 @@ class Points:
 
     def __init__(self) -> None:
         self.bytes = 0
-        """Of all checkpoints in the trees."""
+        """The bytes of all checkpoints in the trees."""
         self._bytes: dict[Node, int] = {}
         self._order: Ranking[Node] = Ranking()
 

@@ -1,4 +1,4 @@
-"""Why a hit was shorter than it might have been, or something was not kept. The values are what users see."""
+"""The reasons why a hit was shorter than possible, or something was not stored. Users see the values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import enum
 
 class Reason(enum.StrEnum):
     NONE = ""
-    """A whole hit."""
+    """A full hit."""
     NOTHING_KNOWN = "nothing known"
     NO_CHECKPOINT = "no checkpoint"
     ROTATED = "rotated"

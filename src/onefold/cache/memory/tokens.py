@@ -1,4 +1,4 @@
-"""Token ids in the one form that the cache has them in: one-dimensional int32 arrays.
+"""Token ids, as one-dimensional int32 arrays.
 
 No MLX in this file.
 """
@@ -64,7 +64,7 @@ def as_tokens(tokens: Any) -> Tokens:
 
 
 def frozen(tokens: Tokens) -> Tokens:
-    """The same tokens in an array that nobody can change: itself if it is one, else a copy."""
+    """Returns the tokens in an array that cannot be changed: the same array if `is_frozen`, else a copy."""
     if not is_frozen(tokens):
         tokens = tokens.copy()
         tokens.flags.writeable = False
@@ -72,7 +72,7 @@ def frozen(tokens: Tokens) -> Tokens:
 
 
 def is_frozen(tokens: Tokens) -> bool:
-    """Whether nobody can change these tokens: the array owns them, and is read-only."""
+    """Whether the tokens cannot be changed: the array owns its memory, and is read-only."""
     return not tokens.flags.writeable and tokens.base is None
 
 

@@ -1,9 +1,9 @@
-"""Caches that mlx-lm made and filled itself, taken over into a lease.
+"""Takes over caches that mlx-lm made and filled itself into a lease.
 
-- Nothing is believed that the objects do not show: kinds and shapes must be the model's, and what is kept ends where
-  the shortest layer ends. Recurrent layers do not say where they stand; they are believed where nothing contradicts.
-- A buffer that grew the way mlx-lm's do is moved: from then on it is the lease's. What the tree has already is not
-  looked at, and of anything else only the new part is copied, layer by layer.
+- The objects are checked: kinds and shapes must be the model's, and only the tokens of the shortest layer are kept.
+  Recurrent layers have no position; they are assumed to be at the position of the others.
+- A buffer whose capacity is a multiple of mlx-lm's step is moved: from then on it is the lease's. Tokens that the tree
+  has already are skipped, and of other buffers only the new part is copied, layer by layer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def fits(layers: list[Any], anatomies: list[Anatomy]) -> bool:
 
 
 def sound_length(layers: list[Any], anatomies: list[Anatomy], n_tokens: int) -> tuple[int, str]:
-    """How many of the tokens these layers really hold in a way that can be resumed, and why not all."""
+    """Returns how many of the tokens these layers hold in a way that can be resumed, and the reason why not all."""
     if not fits(layers, anatomies):
         return 0, MISFIT
     pairs = _pairs(layers, anatomies)
@@ -47,7 +47,7 @@ def sound_length(layers: list[Any], anatomies: list[Anatomy], n_tokens: int) -> 
 
 
 def fill(hold: Hold, layers: list[Any], upto: int) -> None:
-    """Have the lease's layers hold what these hold of the positions [0, upto)."""
+    """Fill the lease's layers with the positions [0, upto) of these layers."""
     given = [cache for cache, _ in _pairs(layers, [b.anatomy for b in hold.watchers])]
     own = hold.leaves
     sliceable = [(x, arrays_of(c)) for x, c in zip(own, given, strict=True) if x.sliceable]
@@ -85,7 +85,7 @@ def _fill_track(hold: Hold, layers: list[tuple[Any, list[mx.array]]], upto: int)
 
 
 def to_quantized(layer: Any, group_size: int = 64, bits: int = 4) -> Any:
-    """What a plain layer holds as mlx-lm's own quantised cache: a copy of its own."""
+    """Returns a copy of a plain layer as mlx-lm's own quantised cache."""
     keys, values = [], []
     for arrays, lo, hi, _ in layer.track.read(layer.index, layer.offset):
         keys.append(arrays[0][..., lo:hi, :])
@@ -98,7 +98,7 @@ def to_quantized(layer: Any, group_size: int = 64, bits: int = 4) -> Any:
 
 
 def _pairs(layers: list[Any], anatomies: list[Anatomy]) -> list[tuple[Any, Leaf]]:
-    """Each cache that holds state, with what the model's survey says of it."""
+    """Returns each cache that holds state, with its leaf from the model's survey."""
     expected = [leaf for a in anatomies for leaf in a.leaves]
     return [(cache, leaf) for cache, leaf in zip(_leaves(layers), expected, strict=True) if leaf.used]
 

@@ -1,11 +1,11 @@
 """One slab for the tails of a batch's rows.
 
-- Each row has a region of `STEP` tokens. A decode step then writes all rows with one operation per layer and reads
-  all tails with one product, instead of a handful per row: on a GPU that is where a step's time goes.
-- A row that joins brings its own short tail along (at most `BRINGS` tokens are copied); a longer one stays where it
-  is. A row that leaves takes what its nodes own here to a slab of their own: what it decoded (`NodeStore.evacuate`).
-- Rows that have nothing in common stay where they are: each is one range for the stock kernel.
-- It is a convenience: where the budget has no room for it, rows go on in slabs of their own.
+- Each row has a region of `STEP` tokens. A decode step then writes all rows with one operation per layer and reads all
+  tails with one product, instead of several per row: on a GPU the number of operations determines a step's time.
+- A tail of at most `BRINGS` tokens is copied here when its row joins; a longer one stays where it is. When a row
+  leaves, what its nodes own here is copied to another slab (`Placement.evacuate`).
+- Rows that share no slab stay where they are: each is one range for the stock kernel.
+- The arena is optional: if the budget has no room for it, rows continue in their own slabs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onefold.cache.memory.track import Track
 from onefold.errors import BudgetError
 
 BRINGS = STEP // 2
-"""A tail up to this long is brought along."""
+"""Tokens. A tail up to this long is copied to the arena."""
 
 
 class Arena:
@@ -27,7 +27,8 @@ class Arena:
         self._slab: Slab | None = None
 
     def seat(self, tracks: list[Track]) -> None:
-        """See that every row's next token has a place here. Called between steps."""
+        """Give every row a place here for its next token. Does nothing if rows share nothing, or if there is no room.
+        Called between steps."""
         if not self._store.specs:
             return
         if self._slab is not None and self._slab not in self._store.slabs:
@@ -49,13 +50,13 @@ class Arena:
         return last.slab is self._slab and last.limit is not None and last.room > 0 and track.writable(last)
 
     def _regions(self, n: int, rows: int) -> list[int]:
-        """Where `n` free regions begin; the slab is made, or grown, to have them."""
+        """Returns the indices where `n` free regions begin. Makes or grows the slab if needed. Raises BudgetError."""
         slab = self._slab
         if slab is not None and (
             not slab.tracks <= slab.writers
             or any(p.slab is slab and p.limit is None for t in slab.writers for p in t.pieces)
         ):
-            slab = self._slab = None  # sealed by a reader, or become a lease's own: start afresh
+            slab = self._slab = None  # sealed by a reader, or taken over by a lease: make a new one
         taken = set[int]()
         if slab is not None:
             ranges = [(s.lo, s.hi) for s in slab.spans]

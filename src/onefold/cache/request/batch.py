@@ -1,8 +1,8 @@
 """A decode batch: several leases, one forward per step.
 
-Rows are ragged and each stays its lease's own: add and remove rows between any two steps; nothing is padded, and
-no prefix is copied (see `arena` for the tails). A segment that several rows share is read once. A model that cannot
-carry rows at different positions is stepped row by row, behind the same call.
+Rows are ragged, and each row's state stays in its lease: rows can be added and removed between any two steps, nothing
+is padded, and no prefix is copied (see `arena` for the tails). A segment that several rows share is read once. For a
+model that cannot carry rows at different positions, `step` runs one forward per row.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Batch:
     def model(self) -> nn.Module:
         model = self._model()
         if model is None:
-            raise LeaseError("the model of this batch is gone")
+            raise LeaseError("the model of this batch was deleted: keep a reference to it while the batch is used")
         return model
 
     def __repr__(self) -> str:
@@ -59,26 +59,27 @@ class Batch:
         return f"<Batch of {show_count(len(self.leases), 'row')} of {model_name(self._model())}{how}>"
 
     def add(self, lease: Lease) -> None:
-        """One more row: a lease of this cache that is prefilled up to its last token."""
+        """Add a row: a lease of this cache that is prefilled up to its last token. Raises LeaseError if it is not a
+        lease of this cache, or a row already."""
         if not isinstance(lease, Lease):
-            raise LeaseError(f"a row of a batch is a lease, not {type(lease).__name__}")
+            raise LeaseError(f"a row of a batch must be a lease, got {type(lease).__name__}")
         lease.usage.require_usable()
         if lease.state is not self._state or not lease.hold.is_of(self.model):
-            raise LeaseError("a lease of another cache cannot be a row of this batch")
+            raise LeaseError("a lease of another cache cannot be a row of this batch: open it on the batch's cache")
         if any(lease is known for known in self.leases):
-            raise LeaseError("this lease is a row of the batch already")
+            raise LeaseError("this lease is a row of the batch already: add it once")
         self.leases.append(lease)
         self._layers = None
 
     def seat(self, leases: list[Lease]) -> None:
-        """Have just these rows, in this order."""
+        """Replace the rows by these, in this order. Raises LeaseError like `add`."""
         if len(leases) != len(self.leases) or any(a is not b for a, b in zip(leases, self.leases, strict=True)):
             self.leases, self._layers = [], None
             for lease in leases:
                 self.add(lease)
 
     def remove(self, lease: Lease) -> None:
-        """Takes a row out; the lease stays open. Raises LeaseError if it is no row of this batch."""
+        """Remove a row; the lease stays open. Raises LeaseError if it is not a row of this batch."""
         if not any(lease is known for known in self.leases):
             raise LeaseError("this lease is not a row of the batch: add it first, and remove it once")
         self.leases = [known for known in self.leases if known is not lease]
@@ -86,7 +87,7 @@ class Batch:
 
     @property
     def layers(self) -> list[Any]:
-        """What the model takes as its cache, for one token per row."""
+        """The layers to pass to the model as its cache, for one token per row."""
         if self._layers is None:
             own = [lease.layers[: self._n_layers] for lease in self.leases]
             self._plan = plan = StepPlan()
@@ -94,7 +95,8 @@ class Batch:
         return self._layers
 
     def step(self, tokens: Any) -> mx.array:
-        """Logits `[rows, vocab]` for one more token per row, from one forward of the model."""
+        """Runs one forward with one more token per row. Returns the logits, `[rows, vocab]`. Raises LeaseError if there
+        is not one token per row, and BudgetError before anything is written."""
         for lease in self.leases:
             lease.usage.require_usable()
         if not isinstance(tokens, mx.array):
@@ -114,7 +116,7 @@ class Batch:
                         self._arena.seat([lease.hold.track for lease in self.leases if not lease.hold.spanless])
                 self._plan.begin()
                 return self.model(tokens, cache=self.layers)[:, -1, :]
-            for hold, watcher in rows:  # all or none: a row that went ahead could not be taken back
+            for hold, watcher in rows:  # for all rows first, because a row that was stepped cannot be undone
                 forward.reserve_step(hold, watcher, 1)
             for hold in holds:
                 stock_caches.reserve(hold, 1)

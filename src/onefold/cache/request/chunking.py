@@ -1,4 +1,4 @@
-"""How a prompt is cut into chunks: where checkpoints belong, and what the budget has room for."""
+"""Cuts a prompt into chunks that fit in the budget and end where checkpoints belong."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from onefold.cache.request.hold import Hold
 
 
 def chunk_limit(hold: Hold, limit: int = 2048) -> int:
-    """The largest chunk, up to `limit`, whose scratch the budget has room for: a `prefill_step_size` that will not
-    be refused. Nothing is evicted for 16 tokens or more; for fewer, whatever can be."""
+    """See `Lease.chunk_limit`."""
     parts: list[Any] = [*hold.watchers, *hold.uncached]
     ledger, held = hold.state.ledger, hold.state.scratch.bytes - 2 * hold.points.bytes
     while limit > LEAST_CHUNK and not all(ledger.fits(b.scratch_bytes(limit) - held) for b in parts):
@@ -24,10 +23,10 @@ def chunk_limit(hold: Hold, limit: int = 2048) -> int:
 
 
 def next_chunk(hold: Hold, start: int, limit: int = 2048) -> Tokens:
-    """The chunk that begins at `start`; empty where only the last token is left."""
+    """Returns the chunk that begins at `start`; empty if only the last token is left."""
     end = len(hold.tokens) - 1
     stops = {end, *hold.asked, (start // GRID + 1) * GRID}
     if hold.state.model.pointwise and hold.matched > hold.cached:
-        stops.add(hold.matched)  # where this request was seen to branch off
+        stops.add(hold.matched)  # where this request branched off
     stop = min([start + chunk_limit(hold, limit), *(s for s in stops if start < s <= end)])
     return hold.tokens[start : min(stop, end)]

@@ -1,8 +1,8 @@
-"""Settling a lease: what it made becomes the tree's, by a move, and everything else is let go.
+"""Closes a lease: the tree takes ownership of what it computed, without a copy, and the rest is freed.
 
-- What goes into the tree has been evaluated: other threads may read it.
-- A segment of a recurrent model without a checkpoint behind it could never be resumed, and is not kept.
-- If the device failed in the middle of a forward, the buffers that were being written are lost, and said to be.
+- Arrays that the tree owns are evaluated, so that other threads may read them.
+- A segment of a recurrent model without a checkpoint behind it could never be resumed, and is not stored.
+- If the device failed in the middle of a forward, the buffers that it was writing are lost; this is logged and counted.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ log = logging.getLogger("onefold")
 
 
 def settle(hold: Hold, tokens: Tokens, *, close: bool) -> None:
-    """Store `tokens` of what a lease holds, and with `close` let go of the rest. The device is waited for without the
-    lock. It is not held throughout while buffers are cut to size, and while room is made for what comes next."""
+    """Store the KV of `tokens`, and with `close` free the rest and close the lease. Waits for the device without the
+    lock, and releases the lock in between while it trims buffers and makes room. Raises DeviceError if the state cannot
+    be computed."""
     if not hold.state.uncached_reason and not hold.closed:
         try:
             evaluate(hold)
         finally:
-            if hold.closed:  # it was lost
+            if hold.closed:  # the device failed
                 _lower_water(hold.state, None)
     if not hold.closed and _takes_end(hold, keep := _kept(hold, tokens)):
         make_room_for_checkpoint(hold, gap=keep - hold.last_checkpoint)
@@ -53,7 +54,7 @@ def settle(hold: Hold, tokens: Tokens, *, close: bool) -> None:
 
 
 def cancel(hold: Hold) -> None:
-    """Close without generated tokens: the part of the prompt that was prefilled is kept."""
+    """Close the lease, and store the part of the prompt that was prefilled, without generated tokens."""
     for watcher in hold.watchers:
         watcher.undo()
     sound = hold.uniform and not hold.handed.changed
@@ -62,24 +63,24 @@ def cancel(hold: Hold) -> None:
 
 
 def discard(hold: Hold) -> None:
-    """Close, and keep nothing of what was done."""
+    """Close the lease, and store nothing."""
     evaluate(hold)
     release(hold)
 
 
 def evaluate(hold: Hold) -> None:
-    """Wait until what the layers hold is computed: what goes into the tree may be read by other threads. Raises
-    DeviceError if it cannot be; the buffers that the lease was writing are lost then, and it is closed."""
+    """Wait until the layers' state is computed, so that other threads may read it. If that fails, closes the lease,
+    drops the buffers that it was writing, and raises DeviceError."""
     try:
         mx.eval([a for leaf in hold.leaves for a in leaf.live_arrays()])
     except RuntimeError as error:
         with hold.state.lock:
             lose(hold, error)
-        raise DeviceError(f"what the layers hold could not be evaluated: {error}") from error
+        raise DeviceError(f"the device could not compute the layers' state: {error}") from error
 
 
 def lose(hold: Hold, error: Exception) -> None:
-    """Close a lease whose state cannot be computed, and give up the buffers that it was writing."""
+    """Close a lease whose state cannot be computed, and drop the buffers that it was writing."""
     torn = [p.slab for p in hold.track.pieces if hold.track.writable(p)]
     hold.state.reasons[Reason.LOST] += 1
     release(hold)
@@ -88,12 +89,12 @@ def lose(hold: Hold, error: Exception) -> None:
 
 
 def _store_work(hold: Hold, tokens: Tokens) -> None:
-    shelf, tree, track = hold.state.nodes, hold.state.nodes.tree(hold.namespace), hold.track
+    nodes, tree, track = hold.state.nodes, hold.state.nodes.tree(hold.namespace), hold.track
     keep = _kept(hold, tokens)
     if _takes_end(hold, keep):
         _take_end(hold, keep)
     if hold.state.model.recurrent:
-        # without a checkpoint behind it a segment could never be resumed: do not keep it
+        # a segment without a checkpoint behind it could never be resumed: do not store it
         last = max((c.position for c in hold.taken), default=0)
         if last < keep:
             hold.state.totals["discarded_tokens"] += max(0, keep - max(last, track.floor))
@@ -106,7 +107,7 @@ def _store_work(hold: Hold, tokens: Tokens) -> None:
     if keep == 0:
         return
     kept = tokens[:keep]
-    node = shelf.put(tree, kept, None if hold.spanless else track)
+    node = nodes.put(tree, kept, None if hold.spanless else track)
     _hold_deeper(hold, node)
     if not hold.spanless:
         track.freeze(keep)
@@ -115,34 +116,34 @@ def _store_work(hold: Hold, tokens: Tokens) -> None:
     reach = kv_reach(hold.state, node.path(), keep) if hold.spanless else keep
     for checkpoint in taken_here:
         if not checkpoint.spanless and checkpoint.position > reach:
-            checkpoint.close()  # it goes with KV that was forgotten when the conversation rotated
-        elif not shelf.place(tree, kept, checkpoint):
+            checkpoint.close()  # it needs KV that was freed when the conversation rotated
+        elif not nodes.place(tree, kept, checkpoint):
             hold.state.reasons[Reason.CHECKPOINT_THERE] += 1
-    shelf.touch(node)
-    shelf.thin(node)
+    nodes.touch(node)
+    nodes.thin(node)
     if hold.state.tier is not None:
         hold.state.tier.committed(node)
 
 
-def say_unfed(hold: Hold) -> None:
-    """Count, and log once, that nothing is stored because one of two models stands at the beginning, if that is so."""
+def count_unfed(hold: Hold) -> None:
+    """Count, and log once, if nothing can be stored because one of two models was fed nothing."""
     fed = [watcher.position > 0 for watcher in hold.watchers]
     if all(fed) or not any(fed):
         return
     which = "draft model" if fed[0] else "target"
     if not hold.state.reasons[Reason.HALF_FED]:
         log.warning(
-            "a request that ran on one model alone is not stored: its %s was fed nothing. Feed both, or use a cache "
-            "that is made without draft_model=",
+            "a request is not stored, because its %s was fed nothing: feed both models, or make the cache without "
+            "draft_model=",
             which,
         )
     hold.state.reasons[Reason.HALF_FED] += 1
 
 
 def _kept(hold: Hold, tokens: Tokens) -> int:
-    """How many of these tokens can be stored."""
+    """Returns how many of these tokens can be stored."""
     keep = min(len(tokens), hold.offset)
-    return keep if hold.spanless else min(keep, hold.rotated_at)  # from there on a model that rotated wrote nothing
+    return keep if hold.spanless else min(keep, hold.rotated_at)  # a model that rotated wrote no later KV to the track
 
 
 def _takes_end(hold: Hold, keep: int) -> bool:
@@ -153,14 +154,14 @@ def _takes_end(hold: Hold, keep: int) -> bool:
 
 
 def _take_end(hold: Hold, position: int) -> None:
-    """Makes the live state the checkpoint at the end. It is moved, not copied, where it lies right."""
+    """Take the live state as the checkpoint at the end."""
     taken = take_checkpoint(hold, position, gap=position - hold.last_checkpoint)
     if taken is not None:
         hold.taken.append(taken)
 
 
 def make_room_for_checkpoint(hold: Hold, *, gap: int) -> None:
-    """Before `take_checkpoint`, and without the lock."""
+    """Make room for `take_checkpoint`. Called before it, without the lock."""
     if not _too_short(hold.state, gap):
         size = _checkpoint_bytes(hold)
         if hold.state.lock.run(hold.state.reclaiming.admitting_checkpoint(size)):
@@ -168,7 +169,7 @@ def make_room_for_checkpoint(hold: Hold, *, gap: int) -> None:
 
 
 def _too_short(state: CacheState, gap: int) -> bool:
-    """Whether so few tokens since the last checkpoint are not worth another."""
+    """Whether a gap of so few tokens since the last checkpoint is not worth another one."""
     return state.model.recurrent and gap < state.min_checkpoint_tokens
 
 
@@ -177,6 +178,8 @@ def _checkpoint_bytes(hold: Hold) -> int:
 
 
 def take_checkpoint(hold: Hold, position: int, *, gap: int) -> Checkpoint | None:
+    """Returns a checkpoint of the live state. Returns None, and counts the reason, if the gap is too short or there is
+    no room. Called with the lock held."""
     if _too_short(hold.state, gap):
         hold.state.reasons[Reason.TOO_SHORT] += 1
         return None
@@ -202,7 +205,7 @@ def _hold_deeper(hold: Hold, node: Node) -> None:
 
 
 def _adopt(hold: Hold, node: Node) -> None:
-    """A contiguous copy was made for this request: where nobody reads the original, the copy takes its place."""
+    """Replace the slabs of the path's nodes by this request's contiguous copy, where no lease reads them."""
     if not hold.track.whole:
         return
     slab = hold.track.pieces[-1].slab
@@ -211,7 +214,7 @@ def _adopt(hold: Hold, node: Node) -> None:
 
 
 def release(hold: Hold) -> None:
-    """Let go of all that a lease holds. What it has put into the tree stays."""
+    """Close a lease, and free everything that it holds. What it has stored in the tree stays."""
     with hold.state.lock:
         slabs = _release(hold)
     hold.state.lock.run(_trimming(hold.state, slabs))
@@ -223,7 +226,7 @@ def _trimming(state: CacheState, slabs: set[Slab]) -> Work[None]:
 
 
 def _release(hold: Hold) -> set[Slab]:
-    """Returns the buffers that it used, which may have more room now than they need."""
+    """Close a lease. Returns the slabs that it used, which may have more room now than they need."""
     if hold.closed:
         return set()
     slabs = {p.slab for p in hold.track.pieces}
@@ -238,7 +241,7 @@ def _release(hold: Hold) -> set[Slab]:
         checkpoint.close()
     hold.taken, hold.checkpoint = [], None
     node, tree = hold.node, hold.state.nodes.tree(hold.namespace)
-    let_go(hold)
+    release_path(hold)
     if not hold.points.closed:
         hold.points.close()
     hold.closed = True
@@ -251,31 +254,33 @@ def _release(hold: Hold) -> set[Slab]:
     return slabs
 
 
-def let_go(hold: Hold) -> None:
+def release_path(hold: Hold) -> None:
+    """Release the nodes of the path that the lease holds."""
     if hold.node is not None:
         hold.state.nodes.release(hold.node)
         hold.node = None
 
 
 def abandon(hold: Hold) -> bool:
-    """Give the tree's share of this lease's path up to the hold, if nobody else needs it. What is on disk of it stays
-    there."""
+    """Evict the nodes of this lease's path, so that its slabs belong to the lease alone. What is on disk stays there.
+    Returns False if another lease reads a slab, or another node owns a range of one."""
     track = hold.track
     if any(p.slab.tracks != {track} for p in track.pieces):
         return False
     node, tree = hold.node, hold.state.nodes.tree(hold.namespace)
-    let_go(hold)
+    release_path(hold)
     while node is not None and node.parent is not None and node.idle and not any(n.in_memory for n in node.walk()):
-        node, gone = node.parent, node
+        node, evicted = node.parent, node
         if hold.state.tier is not None:
-            hold.state.tier.count_lost(gone)
-        hold.state.nodes.unload(tree, gone)
+            hold.state.tier.count_lost(evicted)
+        hold.state.nodes.unload(tree, evicted)
     return not any(p.slab.spans for p in track.pieces)
 
 
 def _lower_water(state: CacheState, node: Node | None) -> None:
-    """Reclaim down to the low mark if more than the high mark is used; never from what was used as late as `node`,
-    which was settled just now. MLX's pool, which gives way by itself, does not count, and gets what is free then."""
+    """Evict down to the low mark if more than the high mark is used, but never nodes that were used as late as `node`,
+    the end of the lease that was just closed. MLX's pool does not count, because it shrinks on demand; it grows again
+    from the bytes that are free afterwards."""
     low, high = state.water
     ledger = state.ledger
 

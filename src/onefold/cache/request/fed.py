@@ -1,9 +1,9 @@
-"""The tokens that one model's layers were fed, by position: what a commit may store.
+"""The tokens that one model's layers were fed, by position. A commit may store only these.
 
-- A forward's tokens are recorded as the array that the model was given, which may not be computed yet. It is read
-  when somebody asks, or when newer forwards have long since used it.
-- A forward that nobody watched, or that was given embeddings nobody has a name for, leaves a gap: what lies there is
-  not known, and nothing from there on can be committed.
+- A forward's tokens are recorded as the array that the model was given, which may not be computed yet. The array is
+  read on demand, or after newer forwards have used it.
+- A forward that was not watched, or that was given embeddings without an id from the caller, leaves a gap: its tokens
+  are not known, and nothing from there on can be committed.
 
 Knows nothing of layers or leases.
 """
@@ -19,9 +19,9 @@ from onefold.cache.memory.tokens import Tokens, common_length
 
 UNKNOWN = -1
 _MOST_UNREAD = 64
-"""Forwards whose tokens may wait to be read."""
+"""The most forwards whose tokens are not read yet."""
 _IN_FLIGHT = 2
-"""Forwards that a generation loop may have scheduled and not waited for."""
+"""Forwards that a generation loop may have scheduled without waiting for them."""
 
 
 class _Unread(NamedTuple):
@@ -35,7 +35,7 @@ class Fed:
     def __init__(self) -> None:
         self._tokens: Tokens = np.empty(0, np.int32)
         self._end = 0
-        """Positions of `_tokens` that count; the rest is room."""
+        """How many of `_tokens` are valid; the rest is room."""
         self._unread: list[_Unread] = []
 
     @property
@@ -45,14 +45,14 @@ class Fed:
         return self._end if last is None else last.start + last.n_tokens
 
     def begin_with(self, tokens: Tokens) -> None:
-        """Record that the layers hold exactly `tokens`, however they came to."""
+        """Record that the layers hold exactly `tokens`."""
         held = tokens.view()
-        held.flags.writeable = False  # it may be the caller's: `_store` goes on in an array of its own
+        held.flags.writeable = False  # it may be the caller's array: `_store` then copies it
         self._tokens, self._end, self._unread = held, len(tokens), []
 
     def append(self, start: int, inputs: mx.array | Tokens | None, row: int, n_tokens: int) -> None:
-        """Record a forward of `n_tokens` at `start`: row `row` of `inputs`, tokens that are known already, or a gap if
-        `inputs` is None. What was recorded from `start` on is forgotten."""
+        """Record a forward of `n_tokens` at `start`: row `row` of the array `inputs`, known tokens, or a gap if
+        `inputs` is None. Replaces what was recorded from `start` on."""
         self.cut(start)
         if not isinstance(inputs, mx.array):
             self._read(0)
@@ -63,7 +63,7 @@ class Fed:
             self._read(_IN_FLIGHT)
 
     def cut(self, to: int) -> None:
-        """Forget what was recorded from position `to` on."""
+        """Delete what was recorded from position `to` on."""
         while self._unread and self._unread[-1].start >= to:
             self._unread.pop()
         if self.end > to:
@@ -71,12 +71,12 @@ class Fed:
             self._end = to
 
     def agreement(self, tokens: Tokens) -> int:
-        """How many of `tokens`, from the first on, the layers were fed."""
+        """Returns how many of `tokens`, from the first on, the layers were fed."""
         self._read(0)
         return common_length(self._tokens[: self._end], tokens)
 
     def tokens(self) -> Tokens:
-        """What the layers were fed, from the first position to the first gap. A copy."""
+        """Returns a copy of the tokens that the layers were fed, from the first position to the first gap."""
         self._read(0)
         found = self._tokens[: self._end]
         gaps = found == UNKNOWN

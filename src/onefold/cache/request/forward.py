@@ -1,8 +1,8 @@
-"""What happens before a forward of a model writes anything: growth is reserved, a checkpoint is taken, a bound is met.
+"""Prepares a forward before it writes anything: reserves growth, takes a checkpoint, applies the bound.
 
-- A forward is noticed at its first layer (`watcher`), where every layer stands at one position. That is where a
-  checkpoint can be taken, and where growth is reserved for all layers, or refused before anything is written.
-- A conversation that reaches its bound has its sliceable layers made into rings.
+- The watcher notices a forward at its first layer, where all layers are at one position. There a checkpoint can be
+  taken, and growth is reserved for all layers, or refused before anything is written.
+- When a conversation reaches its bound, its sliceable layers become rings.
 
 Functions of a hold and of one of its watchers.
 """
@@ -25,19 +25,24 @@ from onefold.errors import BudgetError, LeaseError
 
 
 def begin(hold: Hold, watcher: Watcher) -> None:
-    """A forward begins: every layer of the model stands at one position. Raises LeaseError if they do not."""
+    """Begin a forward: undo an unfinished one, handle a rewind, and take a checkpoint if one is due. Raises LeaseError
+    if the model's layers are at different positions, or hold tokens that a refused rewind should have removed."""
     watcher.undo()
     watcher.rounds.check_refused(watcher.position)
     offsets = sorted({leaf.offset for leaf in watcher.leaves})
     if len(offsets) > 1:
-        raise LeaseError(f"the layers disagree: they hold from {offsets[0]} to {offsets[-1]} tokens")
+        raise LeaseError(
+            f"the layers are at different positions, from {offsets[0]} to {offsets[-1]}: pass all of them to each "
+            "forward, and trim all by the same number"
+        )
     if watcher.position < watcher.reached:
         _note_rewind(hold, watcher.position)
     _maybe_checkpoint(hold)
 
 
 def _note_rewind(hold: Hold, to: int) -> None:
-    """What comes from here on need not be what the lease was opened with."""
+    """Note a rewind to `to`: later tokens may differ from those with which the lease was opened, so drop what was
+    recorded and the checkpoints taken behind `to`."""
     hold.rewound = min(hold.rewound, to)
     for watcher in hold.watchers:
         if watcher.position <= to:
@@ -64,8 +69,8 @@ def _maybe_checkpoint(hold: Hold) -> None:
 
 
 def reserve_step(hold: Hold, watcher: Watcher, n_tokens: int) -> None:
-    """Reserve growth for all layers, windows and states, and the forward's scratch. Raises BudgetError, and then
-    nothing is reserved."""
+    """Reserve growth for all layers, windows and states, and the forward's scratch. Raises BudgetError before anything
+    is written."""
     hold.state.lock.run(_reserving_step(hold, watcher, n_tokens))
 
 
@@ -94,16 +99,16 @@ def _reserving_step(hold: Hold, watcher: Watcher, n_tokens: int) -> Work[None]:
 
 
 def _time_prefill(hold: Hold, tier: Tier, watcher: Watcher, n_tokens: int) -> None:
-    """Tell the tier how long the chunk before this forward took, if it was one."""
+    """Report to the tier how long the chunk before this forward took, if it was a chunk."""
     n, began = hold.chunk
     if n >= LEAST_CHUNK:
-        mx.eval([leaf.live_arrays() for leaf in watcher.leaves])  # done already, unless the caller never waits
+        mx.eval([leaf.live_arrays() for leaf in watcher.leaves])  # computed already, unless the caller never waits
         tier.prefilled(n, time.perf_counter() - began)
     hold.chunk = (n_tokens, time.perf_counter())
 
 
 def _rotate(hold: Hold, watcher: Watcher) -> None:
-    """The bound is reached: this model's sliceable layers become rings."""
+    """Turn this model's sliceable layers into rings, because the bound is reached. Raises BudgetError."""
     bound = watcher.anatomy.bound
     assert bound is not None
     start = watcher.position
@@ -129,13 +134,13 @@ def _rotate(hold: Hold, watcher: Watcher) -> None:
     hold.state.note_rotation(watcher.reached, bound.max_size)
     if hold.spanless:
         hold.track.free()
-        closing.let_go(hold)
+        closing.release_path(hold)
     if give_up:
         hold.points.resize(hold.live_point_bytes())
 
 
 def admit_uncached(hold: Hold, part: Uncached, n_tokens: int) -> None:
-    """Reserve growth and scratch of a forward on caches that are not ours. Raises BudgetError, before it runs."""
+    """Reserve growth and scratch of a forward on caches that are not Onefold's. Raises BudgetError before it runs."""
     hold.state.lock.run(_admitting_uncached(hold, part, n_tokens))
 
 

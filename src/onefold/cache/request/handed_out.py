@@ -1,6 +1,6 @@
-"""The layers that a lease gave to its caller, and whether its list of them is still what it was.
+"""The layers that a lease gave to its caller, and whether the caller has changed the list.
 
-Once the caller has dropped the lease, the layers are referred to weakly: they die with the caller's last reference.
+After the caller has dropped the lease, references to the layers are weak: the caller's last reference frees them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ class HandedOut:
         """The caller's list."""
         self._given: list[Any] = []
         self._parts: list[slice] = []
-        """Each model's layers among them all."""
+        """The range of each model's layers."""
         self._dropped: list[weakref.ref[Any]] = []
 
     def give(self, layers: list[Any]) -> None:
-        """Hand out one more model's layers, behind the others'."""
+        """Append one more model's layers."""
         start = len(self.layers)
         self._parts.append(slice(start, start + len(layers)))
         self.layers += layers
@@ -33,19 +33,19 @@ class HandedOut:
         return any(a is not b for a, b in zip(self.layers, self._given, strict=True))
 
     def of_model(self, i: int) -> list[Any]:
-        """The layers that model `i` takes as its cache; none if the list was changed."""
+        """Returns the layers of model `i`; none if the list was changed."""
         return [] if self.changed else self.layers[self._parts[i]]
 
     def are(self, layers: list[Any]) -> bool:
-        """Whether these are the layers that were handed out, all of them."""
+        """Whether these are exactly the layers that the caller was given."""
         own = self._given or [ref() for ref in self._dropped]
         return len(own) == len(layers) and all(a is b for a, b in zip(own, layers, strict=True))
 
     def drop(self) -> None:
-        """The caller has dropped the lease: refer to its layers weakly."""
+        """Make the references to the layers weak, because the caller has dropped the lease."""
         self._dropped = [weakref.ref(layer) for layer in self._given]
         self.layers, self._given = [], []
 
     def forget(self) -> None:
-        """Refer to none of them: caches that are not ours are freed with the caller's last reference."""
+        """Drop all references: the caller's last reference then frees caches that are not Onefold's."""
         self.layers, self._given, self._dropped = [], [], []

@@ -1,7 +1,8 @@
-"""The cache objects that hold one model's state, and who keeps them alive.
+"""References to the cache objects that hold one model's state.
 
-While the lease is the caller's, its watcher refers to them. When the caller has dropped the lease, only the caller's
-own references keep them alive: each comes back here when it is finalized, so that what it holds can be stored.
+While the caller has the lease, these references are strong. After the caller has dropped it, they are weak, so that
+only the caller's own references keep a leaf alive. Each leaf is added here again when it is finalized, so that its
+state can be stored.
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ class HeldLeaves:
         self._leaves = leaves
         self._weak: list[weakref.ref[Any]] | None = None
         self._order: dict[int, int] = {}
-        """Where each leaf that is still alive belongs, by id."""
+        """The index of each leaf that is still alive, by id."""
         self._finalized: set[int] = set()
-        """Leaves that were finalized before their lease was, by id: the collector has an order of its own."""
+        """Leaves that were finalized before their lease, by id: the collector may choose any order."""
 
     def all(self) -> list[Any]:
-        """Those that are alive, in their order."""
+        """Returns the leaves that are alive, in their order."""
         if self._weak is None:
             return self._leaves
         alive = [ref() for ref in self._weak]
         return [leaf for leaf in alive if leaf is not None]
 
-    def let_go(self) -> None:
-        """The caller has dropped the lease: refer to the leaves weakly."""
+    def weaken(self) -> None:
+        """Make the references weak, because the caller has dropped the lease."""
         leaves = self._leaves
         self._weak = [weakref.ref(leaf) for leaf in leaves]
         self._order = {id(leaf): i for i, leaf in enumerate(leaves) if id(leaf) not in self._finalized}
         self._leaves = [leaf for leaf in leaves if id(leaf) in self._finalized]
 
     def finalized(self, leaf: Any) -> bool:
-        """Take back a leaf that is being finalized. Returns True if it was the last one that was alive."""
+        """Keep a leaf that is being finalized. Returns True if it was the last one that was alive."""
         if self._weak is None:
             self._finalized.add(id(leaf))
             return False

@@ -1,7 +1,7 @@
-"""What one request holds: its path in the tree, its buffers, its checkpoints, and where its layers stand.
+"""The state of one request: its path in the tree, its buffers, its checkpoints, and the positions of its layers.
 
-Plain data, and what follows from it. `opening` fills it, `forward` changes it before each forward of the model,
-`closing` empties it; `Lease` is its public face. A structure test says which module may write which field.
+Plain data, and values computed from it. `opening` fills it, `forward` changes it before each forward of the model,
+`closing` empties it; `Lease` is the public class. A structure test lists which module may write which field.
 
     tokens   |<------ cached ------>|<-- prefilled -->|<-- generated -->|
     layers   |<-- tree's, read in place -->|<---- this request's own ---->|
@@ -60,73 +60,74 @@ class Hold:
         self.state = state
         self.tokens = tokens
         self.namespace = namespace
-        """Of the tree: the caller's namespace and the model's format."""
+        """The tree's namespace: the caller's, and the model's format."""
         self.asked = asked
         """Positions where a later request will branch off."""
         self.matched = 0
-        """How far the tree knows the tokens."""
+        """How many of the tokens, from the first on, the tree knows."""
         self.cached = 0
-        """How far the state could be put back."""
+        """The position to which all layers were restored."""
         self.from_disk = 0
-        """Of the cached tokens, those that were read from disk for this request."""
+        """How many of the cached tokens were read from disk for this request."""
         self.reason = Reason.NONE
-        """Why `cached` is less than it might be; empty for a whole hit."""
+        """Why `cached` is less than possible; empty for a full hit."""
         self.closed = False
         self.track = Track(state.store, contiguous=state.model.contiguous)
         self.node: Node | None = None
-        """The end of the path that it holds in the tree."""
+        """The last node of the path that it holds in the tree."""
         self.points: Account = state.ledger.open(Purpose.LIVE, 0)
-        """What windows and states occupy."""
+        """The account of windows and states."""
         self.watchers: list[Any] = []
         """One for each model (`Watcher`)."""
         self.uncached: list[Uncached] = []
-        """Instead of watchers, for a model that runs uncached."""
+        """One for each model that runs uncached, instead of watchers."""
         self.checkpoint: Checkpoint | None = None
-        """That the layers were put back from."""
+        """The checkpoint from which the layers were restored."""
         self.taken: list[Checkpoint] = []
-        """Checkpoints that this request took, and that no node has yet."""
+        """Checkpoints that this request took and that are not stored in the tree yet."""
         self.rotated_at = sys.maxsize
         """The first position that a ring, not the track, holds."""
         self.rewound = sys.maxsize
-        """Below here the layers hold what the request was opened with."""
+        """Below this position the layers hold the tokens with which the request was opened."""
         self.unreserved = 0
-        """Tokens of the prompt that room is made for at the first forward, and not before."""
+        """Tokens of the prompt for which the first forward makes room."""
         self.chunk = (0, 0.0)
-        """The last forward's tokens, and when it began."""
+        """The number of tokens of the last forward, and the time when it began."""
         self.thread = threading.get_ident()
-        """That used it last: forwards' scratch is reserved by thread."""
+        """The thread that used it last: scratch is reserved by thread."""
         self.unscheduled: threading.Thread | None = None
-        """The thread of a forward that was not watched: what it wrote may be computable there alone."""
+        """The thread of a forward that was not watched: maybe only this thread can compute what it wrote."""
         self.running: Any = None
-        """The watcher whose forward was the last."""
+        """The watcher of the last forward."""
         self.handed = HandedOut()
-        """The layers, as the caller has them."""
+        """The layers that the caller has."""
         self.target: weakref.ref[nn.Module] | None = None
         """The model, if it is known."""
         self.given_up = False
-        """Nobody refers to the lease or to its layers any more: the cache closes it."""
+        """The caller refers neither to the lease nor to its layers any more: the cache closes it."""
 
     def is_of(self, model: nn.Module) -> bool:
-        """Whether this is the model that its layers are of, or that is not known."""
+        """Whether its layers are for this model; True if their model is not known."""
         return self.target is None or self.target() is model
 
     def stop_at(self, position: int) -> None:
-        """Another request will branch off here: a chunk ends at this position, with a checkpoint if one is needed."""
+        """End a chunk at this position, with a checkpoint if one is needed, because another request will branch off
+        there."""
         self.asked |= {position}
 
     def refuse_closed(self) -> None:
-        """Raises LeaseClosed if it is closed: by another thread, where the lock was let go in between."""
+        """Raises LeaseClosed if the lease is closed. Another thread may close it whenever the lock is released."""
         if self.closed:
-            raise LeaseClosed("this lease is closed; its layers hold nothing any more")
+            raise LeaseClosed("this lease is closed, and its layers are empty: open another one")
 
     @property
     def path(self) -> list[Node]:
-        """The nodes that it holds, as they are now."""
+        """The nodes that it holds now."""
         return [] if self.node is None else self.node.path()
 
     @property
     def offset(self) -> int:
-        """Tokens that the layers hold now."""
+        """The number of tokens that the layers hold now."""
         if self.uncached:
             return min(part.position for part in self.uncached)
         return min((w.position for w in self.watchers), default=0)
@@ -137,23 +138,23 @@ class Hold:
         return [leaf for w in self.watchers for leaf in w.leaves]
 
     def empty_layers(self) -> None:
-        """Have every layer hold nothing. What lies in the track stays there."""
+        """Empty every layer. The track is unchanged."""
         for leaf in self.leaves:
             leaf.clear()
 
     @property
     def uniform(self) -> bool:
-        """Whether the layers of each model stand at one position."""
+        """Whether the layers of each model are at one position."""
         return all(len({leaf.offset for leaf in w.leaves}) <= 1 for w in self.watchers)
 
     @property
     def spanless(self) -> bool:
-        """No layer's state lies in the track (any more)."""
+        """Whether no layer's state lies in the track."""
         return all(w.rotated for w in self.watchers)
 
     @property
     def last_checkpoint(self) -> int:
-        """The deepest point that this conversation could be resumed at as it stands."""
+        """The deepest position at which this conversation could be resumed now."""
         restored = self.checkpoint
         at = self.cached if restored is not None and restored.position == self.cached else 0
         return max([c.position for c in self.taken], default=at)
@@ -161,13 +162,13 @@ class Hold:
     # -- bytes of windows and states ---------------------------------------------------------------
 
     def point_bytes(self, watcher: Watcher, n_tokens: int) -> int:
-        """What windows and states of a model will occupy after `n_tokens` more."""
+        """Returns the bytes that windows and states of a model may occupy after `n_tokens` more."""
         start = watcher.position
         total = watcher.anatomy.point_bytes(start, n_tokens)
         return total + watcher.anatomy.ring_bytes(start, n_tokens) if watcher.rotated else total
 
     def live_point_bytes(self) -> int:
-        """What windows and states occupy now, beyond what they share with checkpoints."""
+        """Returns the bytes that windows and states occupy now and do not share with checkpoints."""
         shared: set[int] = set()
         for checkpoint in [self.checkpoint, *self.taken]:
             if checkpoint is not None:
@@ -181,9 +182,9 @@ class Hold:
         return total
 
     def count_points(self, at_least: int = 0) -> None:
-        """Bring the account of windows and states up to what they occupy (or will, after this forward)."""
+        """Set the account of windows and states to what they occupy, or to `at_least`. Raises BudgetError."""
         self.points.resize(max(self.live_point_bytes(), at_least))
 
     def snapshots(self) -> list[Any]:
-        """Every leaf's own state, None where it lies in the track."""
+        """Returns a snapshot of every leaf; None where its state lies in the track."""
         return [None if x.in_track else x.snapshot(0) for x in self.leaves]

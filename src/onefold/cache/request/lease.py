@@ -1,13 +1,13 @@
-"""A lease: one request's hold on a path of the tree, and its live layers.
+"""A lease: one request's path in the tree, and its live layers.
 
-- `layers` go to any mlx-lm model, `generate_step` or `speculative_generate_step` as their prompt cache.
-- A forward is noticed at its first layer (`watcher`). There every layer stands at one position: growth is reserved
-  for all of them, or refused before anything is written, and a checkpoint can be taken (`forward`).
-- A forward that fails half-way is undone at the next one, or when the lease is settled.
-- Closing settles it, by commit, cancel or error: the sound part of the work is kept, everything else let go. A commit
-  stores only tokens that the layers were fed.
-- One thread at a time uses a lease; any thread may, between two forwards. A lease that is ended by another thread
-  during a forward is settled by the forward's own when that has returned.
+- `layers` are the prompt cache for any mlx-lm model, `generate_step` or `speculative_generate_step`.
+- The watcher notices a forward at its first layer, where all layers are at one position. There growth is reserved for
+  all of them, or refused before anything is written, and a checkpoint can be taken (`forward`).
+- A forward that fails half-way is undone at the next one, or when the lease is closed.
+- A lease is closed by commit, cancel or error: complete forwards are stored, everything else is freed. A commit stores
+  only tokens that the layers were fed.
+- One thread at a time uses a lease; any thread may, between two forwards. If another thread closes a lease during a
+  forward, the forward's thread closes it after the forward has returned.
 
     tokens   |<------ cached ------>|<-- prefilled -->|<-- generated -->|
     layers   |<-- tree's, read in place -->|<---- this lease's own ---->|
@@ -55,14 +55,14 @@ class Lease:
         models: Sequence[nn.Module | None],
         asked: frozenset[int],
     ) -> None:
-        """`models`: those of the anatomies, as far as they are known."""
+        """`models` are those of the anatomies, as far as they are known. `asked` are positions for checkpoints."""
         self.state = state
         self.hold = Hold(state, tokens, namespace, asked)
-        """What it holds, for the rest of the package."""
+        """Its state, for the rest of the package."""
         self.usage = Usage(self.hold)
         """Which thread is using it, for the rest of the package."""
         self.owner: object = None
-        """Kept alive by this lease: the cache, which closes it."""
+        """The cache, which this lease keeps alive."""
         first = 0
         for i, anatomy in enumerate(anatomies):
             watcher = ForwardWatcher(self, anatomy, models[i] if models else None)
@@ -78,32 +78,32 @@ class Lease:
 
     @property
     def layers(self) -> list[Any]:
-        """What a model takes as its cache; behind the target's layers those of a draft model."""
+        """The layers to pass to the model as its cache; the draft model's follow the target's."""
         return self.hold.handed.layers
 
     @property
     def tokens(self) -> Tokens:
-        """That it was opened with."""
+        """The tokens with which it was opened."""
         return self.hold.tokens
 
     @property
     def matched(self) -> int:
-        """How far the tree knows these tokens."""
+        """How many of these tokens, from the first on, the tree knows."""
         return self.hold.matched
 
     @property
     def cached(self) -> int:
-        """How far the state could be put back: prefill `tokens[cached:]`. At most len(tokens) - 1."""
+        """The position to which all layers were restored: prefill `tokens[cached:]`. At most len(tokens) - 1."""
         return self.hold.cached
 
     @property
     def restored(self) -> int:
-        """Of the cached tokens, those that were read from disk for this request."""
+        """How many of the cached tokens were read from disk for this request."""
         return self.hold.from_disk
 
     @property
     def reason(self) -> str:
-        """Why `cached` is less than it might be; empty for a whole hit."""
+        """Why `cached` is less than possible; empty for a full hit."""
         return self.hold.reason.value
 
     @property
@@ -112,12 +112,12 @@ class Lease:
 
     @property
     def offset(self) -> int:
-        """Tokens that the layers hold now."""
+        """The number of tokens that the layers hold now."""
         return self.hold.offset
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers that this lease writes. What it only reads, such as a shared prefix, is the tree's."""
+        """The bytes of the buffers that this lease writes; not those that it only reads, such as a shared prefix."""
         held = sum(a.nbytes for leaf in self.hold.leaves for a in leaf.live_arrays())
         return held + sum(part.nbytes for part in self.hold.uncached)
 
@@ -127,32 +127,35 @@ class Lease:
         return self.tokens[self.cached :]
 
     def chunk_limit(self, limit: int = 2048) -> int:
-        """The largest chunk, up to `limit`, whose scratch the budget has room for: a `prefill_step_size` that will not
-        be refused. Nothing is evicted for 16 tokens or more; for fewer, whatever can be."""
+        """Returns the largest chunk, up to `limit`, whose scratch fits in the budget: a `prefill_step_size` that will
+        not be refused. A chunk of more than 16 tokens must fit without eviction."""
         return chunking.chunk_limit(self.hold, limit)
 
     def chunks(self, limit: int = 2048) -> Iterator[Tokens]:
-        """The rest but for its last token, in chunks that end where checkpoints belong and that the budget has room
-        for."""
+        """Yields the rest except its last token, in chunks that fit in the budget and end where checkpoints belong.
+        Raises ConfigError for a limit below 1."""
         if limit < 1:
-            raise ConfigError(f"a chunk has at least one token, got a limit of {limit}")
+            raise ConfigError(f"limit must be at least one token, got {limit}")
         start = self.cached
         while len(chunk := chunking.next_chunk(self.hold, start, limit)):
             yield chunk
             start += len(chunk)
 
     def commit(self, tokens: Any = None, *, close: bool = True) -> list[int]:
-        """Keep what the layers hold: the KV of `tokens`, from the first on. Returns the tokens that were committed.
+        """Store the KV of `tokens`, from the first on, and close the lease. Returns the tokens that were committed.
 
-        Without `tokens` that is everything the layers were fed. (`generate_step` feeds a token before it yields it, so
-        each token that it yielded is among them, the last one and an end marker too.) May be given fewer tokens than
-        the layers hold (a stop token that will not come back), never more, and never others than they were fed:
-        CommitError then says where they differ, and the lease stays open. With `close=False` the lease goes on, and
-        others can borrow what was committed.
+        Without `tokens` it commits everything that the layers were fed. (`generate_step` feeds a token before it yields
+        it, so this includes every token that it yielded, the last one and an end marker too.) You may pass fewer tokens
+        than the layers hold (without a stop token that will not be in the next prompt), but not more, and only tokens
+        that they were fed. Otherwise CommitError names the first difference, and the lease stays open. With
+        `close=False` the lease stays open, and other leases can borrow what was committed.
         """
         with self.usage.in_turn():
             if self.hold.handed.changed:
-                raise CommitError("the list of layers was changed; what they hold cannot be known")
+                raise CommitError(
+                    "the list of layers was changed, so their content is not known: pass lease.layers to the model "
+                    "unchanged"
+                )
             for watcher in self.hold.watchers:
                 watcher.undo()
             if tokens is None:
@@ -160,52 +163,59 @@ class Lease:
             else:
                 found = as_tokens_or_none(tokens)
                 committing.check(self.hold, found)
-            closing.say_unfed(self.hold)
+            closing.count_unfed(self.hold)
             if not self.hold.uniform:
                 offsets = sorted({leaf.offset for leaf in self.hold.leaves})
-                raise CommitError(f"the layers disagree: they hold from {offsets[0]} to {offsets[-1]} tokens")
+                raise CommitError(
+                    f"the layers are at different positions, from {offsets[0]} to {offsets[-1]}: pass all of them to "
+                    "each forward, and trim all by the same number"
+                )
             closing.settle(self.hold, found, close=close)
             return found.tolist()
 
     def fed(self) -> list[int]:
-        """The tokens that every model's layers were fed and hold now. Waits for forwards that are under way."""
+        """Returns the tokens that every model's layers were fed and hold now. Waits for forwards in progress."""
         return committing.fed(self.hold).tolist()
 
     def agreement(self, tokens: Any) -> int:
-        """Returns how many of `tokens`, from the first on, the layers were fed and hold now: as many as can be
-        committed."""
+        """Returns how many of `tokens`, from the first on, can be committed: the layers were fed them and hold them
+        now."""
         return committing.agreement(self.hold, tokens)
 
     def export(self) -> list[Any]:
-        """Returns copies of the layers as mlx-lm's own caches, each holding exactly `offset` tokens: any model, loop or
-        `save_prompt_cache` of mlx-lm's takes them, and they outlive the lease. Their bytes are in the ledger while they
-        live; raises BudgetError if the budget has no room for them."""
+        """Returns copies of the layers as mlx-lm's own caches, each with exactly `offset` tokens, for any model, loop
+        or `save_prompt_cache` of mlx-lm's. They outlive the lease, and their bytes are in the ledger while they live.
+        Raises BudgetError if there is no room for them."""
         self.usage.require_usable()
         for watcher in self.hold.watchers:
             watcher.undo()
         if self.hold.uncached:
             return [_counted_copy(self.state, cache) for cache in self.layers]
         made = copy.deepcopy(self.layers)
-        for layer, cache in zip(self.layers, made, strict=True):  # a target may be a token ahead of its draft
+        for layer, cache in zip(self.layers, made, strict=True):  # the target may be one token ahead of the draft
             ahead = layer.offset - self.offset
             if ahead > 0 and not (hasattr(cache, "trim") and cache.is_trimmable()):
-                raise LeaseError(f"a layer holds {layer.offset} tokens and cannot be cut to the others' {self.offset}")
+                raise LeaseError(
+                    f"a layer holds {layer.offset} tokens and cannot be cut to {self.offset}, as the others: feed both "
+                    "models the same tokens before export()"
+                )
             if ahead > 0:
                 cache.trim(ahead)
         return made
 
     def cancel(self) -> None:
-        """Close without generated tokens: the part of the prompt that was prefilled is kept. From another thread
-        during a forward it is done when that has returned."""
+        """Close the lease, and store the part of the prompt that was prefilled, without generated tokens. If another
+        thread is in a forward, that thread closes the lease after it."""
         self.usage.end(functools.partial(closing.cancel, self.hold))
 
     def discard(self) -> None:
-        """Close, and keep nothing of what was done. What was stored before stays. During a forward, as `cancel`."""
+        """Close the lease, and store nothing. What was committed before stays. During another thread's forward, like
+        `cancel`."""
         self.usage.end(functools.partial(closing.discard, self.hold))
 
     def __del__(self) -> None:
-        """Dropped without being closed. Its layers keep it alive while somebody refers to them; then it is settled at
-        the cache's next call."""
+        """Keep the lease alive while the caller refers to its layers, if it was dropped without being closed. After
+        that, the cache's next call closes it."""
         hold = getattr(self, "hold", None)
         if hold is None or hold.closed:
             return
@@ -226,11 +236,11 @@ class Lease:
         if error is None:
             self.cancel()
             return
-        with contextlib.suppress(DeviceError):  # the error that is on its way says it already
+        with contextlib.suppress(DeviceError):  # `error` is raised already
             self.cancel()
 
     def __len__(self) -> int:
-        """Tokens that the layers hold now."""
+        """The number of tokens that the layers hold now."""
         return self.offset
 
     def __bool__(self) -> bool:
@@ -242,7 +252,8 @@ class Lease:
 
 
 def _counted_copy(state: CacheState, cache: Any) -> Any:
-    """A copy of a cache of the model's own, whose bytes are in the ledger while it lives. Raises BudgetError."""
+    """Returns a copy of a cache of the model's own, whose bytes are in the ledger while it lives. Raises
+    BudgetError."""
     size = sum(a.nbytes for a in stock.arrays_of(cache))
     account = state.ledger.open(Purpose.LIVE, size, "a copy of a layer")
     return exporting.counted(account, lambda: copy.deepcopy(cache))

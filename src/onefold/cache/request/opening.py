@@ -1,12 +1,12 @@
-"""Opening a lease: how far its tokens can be resumed, and whose buffers it goes on in.
+"""Opens a lease: finds where its tokens can be resumed, and which buffers it continues in.
 
-- Match, then pin the path, then make room: evicting before the match would lose the very hit.
-- Where every layer can be put back is the deepest point at which all of them can: any position for sliceable layers, a
+- It matches, then holds the path, then makes room: making room first could evict the matched nodes.
+- A lease is resumed at the deepest position at which all layers can be restored: any position for sliceable layers, a
   checkpoint for the others.
-- Continue in place if nobody else reads the buffers; else read them where they lie, and write elsewhere.
+- It continues in place if no other lease reads the buffers; else it reads them in place, and writes to a new one.
 
-Called with the cache's lock held. `giving_room` is `Work`: while room is made and buffers are copied, others may have
-the lock. The lease holds its path then, and reads what it will go on in.
+Called with the cache's lock held. `giving_room` is `Work`: other threads may take the lock while room is made and
+buffers are copied. Meanwhile the lease holds its path, and its track reads the buffers that it will continue in.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from onefold.errors import BudgetError
 log = logging.getLogger("onefold")
 
 PREFILLED = 256
-"""Tokens of a chunk that room to grow leaves scratch for."""
+"""Tokens. Room to grow leaves enough bytes free for the scratch of a chunk of this size."""
 
 
 def begin(hold: Hold) -> None:
-    """Stand where the tokens can be resumed. Nothing is allocated."""
+    """Match the tokens, hold their path, and restore the layers to the resume point. Allocates nothing."""
     tree = hold.state.nodes.tree(hold.namespace)
     path, hold.matched = tree.match(hold.tokens)
     for node in path:
@@ -60,19 +60,20 @@ def begin(hold: Hold) -> None:
 
 
 def giving_room(hold: Hold, reserve_tokens: int) -> Work[None]:
-    """Room for the rest of the tokens, and for `reserve_tokens` more. Raises BudgetError."""
+    """Make room for the rest of the tokens, and for `reserve_tokens` more. Raises BudgetError, and LeaseClosed if the
+    lease is closed meanwhile."""
     if hold.spanless:
         return
     rest = len(hold.tokens) + reserve_tokens - hold.track.end
     for bound in hold.state.model.bounds:
-        rest = min(rest, max(1, bound - hold.track.end))  # from there on it rotates, and grows no more
+        rest = min(rest, max(1, bound - hold.track.end))  # at the bound it rotates, and does not grow any more
     if not hold.state.ledger.elastic:
         yield from hold.state.ledger.granting(Purpose.LIVE, _needed(hold, rest))
         hold.refuse_closed()
         _require_room(hold, rest)
     writable = yield from _making_writable(hold, rest)
     if hold.state.ledger.elastic:
-        hold.unreserved = max(0, rest)  # a request that waits holds nothing yet
+        hold.unreserved = max(0, rest)  # a request that waits holds no memory
     elif writable and rest > 0:
         end = hold.track.end
         yield from hold.track.ensuring(end, rest, spare=_scratch(hold, min(rest, PREFILLED)))
@@ -84,12 +85,12 @@ def _read_in_place(hold: Hold, node: Node) -> None:
     spans = [n.span for n in node.path()]
     hold.track.borrow(spans)
     for slab in {p.slab for p in hold.track.pieces}:
-        if slab.writers:  # sealed: its writer goes on elsewhere, and what it has scheduled can be read
+        if slab.writers:  # this seals it: its writer continues in another slab, and scheduled arrays can be read
             seam.schedule([a for layer in slab.layers if layer for a in layer])
 
 
 def _stand_at(hold: Hold, point: int, checkpoint: Checkpoint | None) -> bool:
-    """Put every layer at `point`; False if one of them will not have its snapshot."""
+    """Restore every layer to `point`. Returns False if a layer rejects its snapshot."""
     hold.checkpoint = checkpoint
     leaves = [(watcher, leaf) for watcher in hold.watchers for leaf in watcher.leaves]
     snapshots = [None] * len(leaves) if checkpoint is None else checkpoint.snapshots
@@ -104,8 +105,8 @@ def _stand_at(hold: Hold, point: int, checkpoint: Checkpoint | None) -> bool:
 
 
 def _begin_again(hold: Hold, checkpoint: Checkpoint | None) -> None:
-    """A checkpoint could not be put back: say so, give it up, and let the request prefill from the start."""
-    log.warning("a checkpoint at %d could not be put back; prefilling from the start", hold.cached)
+    """Drop a checkpoint that a layer rejected, and empty the layers: the request prefills from the start."""
+    log.warning("cannot restore the checkpoint at position %d: prefilling from the start", hold.cached)
     for node in hold.path:
         if node.checkpoint is checkpoint:
             hold.state.nodes.drop_checkpoint(node)
@@ -116,13 +117,13 @@ def _begin_again(hold: Hold, checkpoint: Checkpoint | None) -> None:
 
 
 def _require_room(hold: Hold, rest: int) -> None:
-    """Refuse a rest that cannot be given room before anything is moved to make some."""
+    """Raises BudgetError, before anything is moved, if there is no room for the rest."""
     try:
         _require(hold, rest)
     except BudgetError:
         if not hold.track.pieces or hold.node is None:
             raise
-        # what lies in one buffer with what this lease reads can be freed only while nobody reads there
+        # other nodes in the slabs that this lease reads can be freed only while it does not read them
         hold.track.free()
         with contextlib.suppress(BudgetError):
             hold.state.ledger.open(Purpose.LIVE, _needed(hold, rest)).close()
@@ -135,12 +136,12 @@ def _require(hold: Hold, rest: int) -> None:
 
 
 def _needed(hold: Hold, rest: int) -> int:
-    """Bytes of the rest beyond what its buffer has room for already, and of a forward of one token; where all must lie
-    in one buffer, also of the copy of one array that growing takes."""
+    """Returns the bytes that the rest needs beyond the room in its slab, with the scratch of a forward of one token.
+    Includes the copy of one array, for growing, if the conversation must lie in one buffer."""
     last = hold.track.pieces[-1] if hold.track.pieces else None
     held = used = 0
     if last is not None and last.slab.tracks == {hold.track} and last.slab.used <= last.hi:
-        held, used = last.slab.capacity, last.hi  # nothing lies behind: it goes on in place
+        held, used = last.slab.capacity, last.hi  # no node lies behind, so the track continues in place
     capacity = max(held, used + rest)
     copied = hold.state.store.array_token_bytes if hold.state.model.contiguous else 0
     headroom = max(0, capacity * copied - hold.state.ledger.headroom())
@@ -148,15 +149,15 @@ def _needed(hold: Hold, rest: int) -> int:
 
 
 def _scratch(hold: Hold, n_tokens: int, rest: int = 0) -> int:
-    """Bytes that a forward of so many tokens needs beyond what this thread has reserved, with `rest` tokens before."""
+    """Returns the bytes that a forward of `n_tokens` needs beyond this thread's reservation, after `rest` tokens."""
     total = hold.track.end + max(rest, n_tokens)
     needed = (b.anatomy.scratch_bytes(n_tokens, total, joins=b.joins(n_tokens)) for b in hold.watchers)
     return max(0, max(needed, default=0) - hold.state.scratch.bytes)
 
 
 def _making_writable(hold: Hold, rest: int) -> Work[bool]:
-    """Continue in place if nobody else reads these buffers; else the first write opens a fresh one. False if room
-    for the rest is better made then: a copy that need not be reserved now."""
+    """Take over the track's last slab, if no other lease reads it; else the first write opens a new slab. Returns False
+    if room for the rest should be made at the first forward, with a copy that need not be reserved now."""
     track = hold.track
     if not track.pieces:
         return True
@@ -164,12 +165,12 @@ def _making_writable(hold: Hold, rest: int) -> Work[bool]:
     if hold.state.tier is not None:
         free = yield from hold.state.tier.making_way(hold.path, {p.slab for p in track.pieces})
         hold.refuse_closed()
-    if free or hold.state.model.contiguous:  # there going on elsewhere would be a copy of it all
+    if free or hold.state.model.contiguous:  # a contiguous conversation would have to be copied whole
         united = yield from hold.state.placement.uniting(track, hold.path, round_up(max(rest, 1)))
         hold.refuse_closed()
         if not united and not track.take() and hold.state.placement.clear_behind(track):
             track.take()
-    # else the disk writer could not read it while this lease writes: it is left as it is
+    # else leave the slab to the disk writer, which cannot read it while this lease writes
     moved = track.writable(track.pieces[-1])
     hold.state.totals["moves" if moved else "borrows"] += 1
     if hold.state.model.contiguous and not (moved and track.whole):

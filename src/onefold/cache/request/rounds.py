@@ -1,7 +1,7 @@
-"""Rounds of speculative decoding: the state at the beginning of each, so that rejected tokens can be taken back.
+"""Rounds of speculative decoding: keeps the state at the beginning of each, so that rejected tokens can be removed.
 
-Layers whose state is good for one point alone cannot be rewound by cutting. Where a draft model runs with the target,
-every leaf's state at the beginning of a round is kept; a rewind puts it back, and the accepted tokens are fed again.
+Layers whose state belongs to one position cannot be rewound by cutting. If a draft model runs with the target, every
+leaf's state at the beginning of a round is kept; a rewind restores it, and feeds the accepted tokens again.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ Marks = list[tuple[Any, ...]]
 class Rounds:
     def __init__(self) -> None:
         self._begun: tuple[int, Marks] | None = None
-        """Where the last round began, and every leaf's state there."""
+        """The position where the last round began, and every leaf's state there."""
         self._moved: dict[int, int] = {}
-        """Leaves that a rewind has moved already, by id, and that will still be asked for it: where they stood."""
+        """The former positions, by id, of leaves that a rewind has moved and whose own `trim` is still to come."""
         self._refused: int | None = None
-        """Where a rewind was to go that could not be done."""
+        """The target of a rewind that was not possible."""
 
     def forget(self) -> None:
         self._begun = None
 
     def mark(self, position: int, leaves: Sequence[Any], *, again: bool) -> None:
-        """Keep the leaves' state at `position`, where a round begins: with `again`, or where none began so early."""
+        """Keep the leaves' state at `position`, where a round begins, if `again` is set or no round began so early."""
         if again or self._begun is None or self._begun[0] > position:
             self._begun = (position, [leaf.mark() for leaf in leaves])
 
     def rotated(self, leaves: Sequence[Any]) -> None:
-        """The sliceable leaves have become rings, and represent what they were at the beginning of the round: a ring
-        that has not wrapped can be cut to any earlier position."""
+        """Mark the sliceable leaves again, because they have become rings. A ring that has not wrapped can be cut to
+        any earlier position, so this mark serves for the beginning of the round."""
         if self._begun is not None:
             at, marks = self._begun
             pairs = zip(leaves, marks, strict=True)
             self._begun = (at, [x.mark() if x.sliceable else m for x, m in pairs])
 
     def bytes(self, leaves: Sequence[Any]) -> int:
-        """What the state at the beginning of the round occupies in addition to the live one."""
+        """Returns the bytes of the state at the beginning of the round that the live state does not share."""
         if self._begun is None:
             return 0
         live = {id(a) for leaf in leaves for a in leaf.live_arrays()}
@@ -52,37 +52,38 @@ class Rounds:
     # -- rewinds -------------------------------------------------------------------------------
 
     def moved_already(self, layer: Any) -> int | None:
-        """How far a rewind of another leaf has moved this one; None if it has not, and nothing is noted any more."""
+        """Returns by how many tokens a rewind of another leaf has moved this one. If it has not, returns None and
+        forgets the rewind."""
         if id(layer) in self._moved:
             return int(self._moved.pop(id(layer)) - layer.offset)
         self._moved = {}
         return None
 
     def move(self, before: dict[int, int]) -> None:
-        """A rewind has moved all leaves; by id, where those stood that will still be asked for it."""
+        """Note that a rewind has moved all leaves. `before` has the former positions, by id, of the other leaves."""
         self._moved = before
 
     def refuse(self, to: int) -> None:
-        """A rewind to `to` could not be done."""
+        """Note that a rewind to `to` was not possible."""
         self._refused = to
 
     def check_refused(self, position: int) -> None:
-        """Raises LeaseError if the layers hold tokens that a refused rewind was to take back: callers do not look
-        whether a rewind was refused."""
+        """Raises LeaseError if the layers hold tokens that a refused rewind should have removed: callers do not check
+        the result of `trim`."""
         if self._refused is not None and position > self._refused:
             raise LeaseError(
-                f"the layers could not be rewound from position {position} to {self._refused}, and hold tokens "
-                "that were to be taken back: open another lease, or give the cache its draft_model="
+                f"the layers could not be rewound from position {position} to {self._refused}, and still hold the "
+                "rejected tokens: open another lease, or pass draft_model= to PrefixCache"
             )
         self._refused = None
 
     @property
     def began_at(self) -> int | None:
-        """The position where the last round began; None if there is none to go back to."""
+        """The position where the last round began; None if no round is kept."""
         return None if self._begun is None else self._begun[0]
 
     def put_back(self, leaves: Sequence[Any], to: int) -> bool:
-        """Put every leaf back to where the round began, or to `to` if that is earlier. Returns False, and changes
+        """Restore every leaf to where the round began, or to `to` if that is earlier. Returns False, and changes
         nothing, if a leaf cannot be cut there."""
         assert self._begun is not None
         at, marks = self._begun

@@ -1,4 +1,4 @@
-"""A request on the model's own caches: nothing is reused, their bytes are counted, growth is admitted or refused."""
+"""A request on the model's own caches: nothing is reused, but their bytes are counted, and growth can be refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onefold.cache.request.usage import Usage
 
 
 def hand_out(usage: Usage, made: list[tuple[Anatomy, list[Any]]]) -> None:
-    """Hand out these caches of mlx-lm's, and count them from now on."""
+    """Give these caches of mlx-lm's to the caller, and count their bytes from now on."""
     known = weakref.ref(usage)
 
     def admit(part: Uncached, n_tokens: int) -> None:
@@ -37,6 +37,6 @@ def hand_out(usage: Usage, made: list[tuple[Anatomy, list[Any]]]) -> None:
 
 
 def reserve(hold: Hold, n_tokens: int) -> None:
-    """Reserve a forward of the target, if it runs uncached. Raises BudgetError."""
+    """Reserve the bytes of a forward of the target, if it runs uncached. Raises BudgetError."""
     for part in hold.uncached[:1]:
         part.admit(n_tokens)

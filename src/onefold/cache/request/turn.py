@@ -1,4 +1,4 @@
-"""Which thread is using a lease now. One at a time; whoever else comes is told, and never blocks its user."""
+"""The turn: the right to use a lease, which one thread has at a time. `take` returns False to other threads at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Turn:
         self._depth = 0
 
     def take(self) -> bool:
-        """This thread uses the lease until it gives the turn back as often; False if another thread does."""
+        """Take the turn; call `give_back` as often. Returns False if another thread has it."""
         here = threading.get_ident()
         with self._changed:
             if self._holder not in (None, here):
@@ -33,6 +33,6 @@ class Turn:
         return self._holder not in (None, threading.get_ident())
 
     def wait(self, seconds: float) -> bool:
-        """Wait until no other thread has it; False if that took longer than `seconds`."""
+        """Wait until no other thread has it. Returns False after `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self.is_elsewhere, seconds)

@@ -1,9 +1,9 @@
-"""Which thread is using a lease now, and its end when another thread asks for it.
+"""Which thread is using a lease now, and how another thread closes it.
 
 - One thread at a time uses a lease; any thread may, between two forwards.
-- A lease that another thread ends during a forward is ended by the forward's own thread, when that has returned.
+- If another thread closes a lease during a forward, the forward's thread closes it after the forward has returned.
 
-Knows the hold, and not the lease: nothing here keeps a dropped lease alive.
+Refers to the hold, and not to the lease: nothing here keeps a dropped lease alive.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from onefold.errors import DeviceError, LeaseClosed, WrongThread
 log = logging.getLogger("onefold")
 
 CLOSING_MOST = 10.0
-"""Seconds that a thread waits for another one that is ending the lease."""
+"""Seconds that a thread waits for another one that is closing the lease."""
 
 
 class Usage:
     def __init__(self, hold: Hold) -> None:
         self.hold = hold
         self._turn = Turn()
-        """Of the thread that is in a forward, or ends the lease."""
+        """Held by the thread that is in a forward, or is closing the lease."""
         self._closing = False
-        """The thread that has the turn is ending the lease."""
+        """The thread that holds the turn is closing the lease."""
         self._ending: Callable[[], None] | None = None
-        """How another thread wanted it to end, during a forward."""
+        """How to close the lease after the forward, as another thread requested; None without a request."""
 
     def require_usable(self) -> None:
-        """Raises if this thread cannot use the lease now."""
+        """Raises LeaseClosed, WrongThread or DeviceError if this thread cannot use the lease now."""
         self.hold.refuse_closed()
         thread = self.hold.unscheduled
         if thread is None or thread is threading.current_thread():
@@ -48,29 +48,33 @@ class Usage:
         except RuntimeError as error:
             if thread.is_alive():
                 raise WrongThread(
-                    f"only thread {thread.name!r} can compute what it left in these layers, because it called a part "
-                    "of the model and not the model itself: evaluate the layers there before another thread uses them"
+                    f"thread {thread.name!r} left lazy arrays in these layers, which only it can compute, because it "
+                    "called a part of the model and not the model itself: evaluate the layers on that thread first"
                 ) from error
             self.lose(error)
-            raise DeviceError(f"what thread {thread.name!r} left in the layers is lost with it: {error}") from error
+            raise DeviceError(
+                f"thread {thread.name!r} ended before the arrays that it left in the layers were computed; they are "
+                f"lost: {error}"
+            ) from error
         self.hold.unscheduled = None
 
     def lose(self, error: Exception) -> None:
-        """What the layers hold cannot be computed: close the lease, and keep nothing of it."""
+        """Close the lease and store nothing, because its layers' state cannot be computed."""
         with self.hold.state.lock:
             if not self.hold.closed:
                 closing.lose(self.hold, error)
 
     def take_turn(self) -> None:
-        """This thread uses the lease until `end_turn`; WrongThread if another one does."""
+        """Give this thread the use of the lease until `end_turn`. Raises WrongThread if another thread is using it, and
+        what `require_usable` raises."""
         if not self._turn.take():
             if self._closing and self._turn.wait(CLOSING_MOST) and self.hold.closed:
-                raise LeaseClosed("this lease was ended by another thread; its layers hold nothing any more")
-            raise WrongThread("another thread is in the middle of a forward on this lease: wait until it has returned")
+                raise LeaseClosed("another thread closed this lease: open another one")
+            raise WrongThread("another thread is in a forward on this lease: wait until it has returned")
         usable = False
         try:
             if self.hold.state.closing:
-                raise LeaseClosed("the cache of this lease is closed: open a lease on one that is open")
+                raise LeaseClosed("the cache of this lease is closed: open a lease on another cache")
             self.require_usable()
             usable = True
         finally:
@@ -85,7 +89,7 @@ class Usage:
     def end_turn(self) -> None:
         self._end_as_asked()
         self._turn.give_back()
-        if self._ending is not None and self._turn.take():  # asked for in between
+        if self._ending is not None and self._turn.take():  # requested in between
             self._end_as_asked()
             self._turn.give_back()
 
@@ -98,13 +102,13 @@ class Usage:
             self.end_turn()
 
     def end(self, how: Callable[[], None]) -> None:
-        """Call `how` to end the lease: now, or when the forward of another thread has returned."""
+        """Call `how` to close the lease: now, or after another thread's forward has returned."""
         if self.hold.closed:
             return
         if not self._turn.take():
             self._ending = how
             if not self._turn.take():
-                return  # the thread that has the turn looks when it gives it back
+                return  # the thread that holds the turn checks `_ending` when it gives the turn back
         self._closing = True
         try:
             self._ending = None
@@ -116,7 +120,7 @@ class Usage:
             self._turn.give_back()
 
     def _end_as_asked(self) -> None:
-        """End the lease if another thread wanted it to. With the turn."""
+        """Close the lease if another thread requested that. Called with the turn held."""
         if self._ending is not None:
             how, self._ending = self._ending, None
             self._closing = True
@@ -128,27 +132,28 @@ class Usage:
                 self._closing = False
 
     def discard_now(self) -> bool:
-        """Close without keeping anything. Returns False if another thread is in a forward: that thread will do it."""
+        """Close the lease and store nothing. Returns False if another thread is in a forward: that thread will close
+        it."""
         self.end(functools.partial(closing.discard, self.hold))
         return self.hold.closed
 
     def close_dropped(self) -> bool:
-        """Close a lease that was dropped without being closed, and keep the prefilled part of its prompt. Returns False
-        if what its layers held was lost. Raises WrongThread if only another thread can close it."""
+        """Close a lease that was dropped without being closed, and store the prefilled part of its prompt. Returns
+        False if its layers' state was lost. Raises WrongThread if only another thread can close it."""
         try:
             self.end(functools.partial(closing.cancel, self.hold))
         except DeviceError:
-            log.debug("a dropped lease could not be evaluated", exc_info=True)
+            log.debug("cannot evaluate a dropped lease", exc_info=True)
             return False
         return True
 
     def await_turn(self, seconds: float) -> bool:
-        """Wait until no other thread is in a forward on this lease; False if it took longer."""
+        """Wait until no other thread is in a forward on this lease. Returns False after `seconds`."""
         return self._turn.wait(seconds)
 
     @property
     def busy_elsewhere(self) -> bool:
-        """Whether another thread is in a forward on it, or has left what only that thread can compute."""
+        """Whether another thread is in a forward on it, or has left lazy arrays that only that thread can compute."""
         return self.in_forward_elsewhere or self.hold.unscheduled not in (None, threading.current_thread())
 
     @property
@@ -156,6 +161,6 @@ class Usage:
         return self._turn.is_elsewhere
 
     def recount(self) -> None:
-        """Between steps: exactly what is there, for statistics and checks."""
-        if not self.hold.closed and not self.in_forward_elsewhere:  # what a forward has reserved stays reserved
+        """Set the account of windows and states to exactly what they occupy, between forwards."""
+        if not self.hold.closed and not self.in_forward_elsewhere:  # a running forward keeps its reservation
             self.hold.points.resize(self.hold.live_point_bytes(), force=True)

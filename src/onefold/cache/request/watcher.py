@@ -1,11 +1,11 @@
-"""One model's forwards in a lease: the target's, or the draft's.
+"""Observes one model's forwards in a lease: the target's, or the draft's.
 
-- A forward is noticed at its first layer, where every layer stands at one position. One that fails is undone.
-- The tokens of each forward are recorded (`fed`): a commit stores nothing else.
-- A rewind cuts the layers, or puts them back to where a round began and feeds the accepted tokens again (`rounds`). A
-  rewind that is refused stops the next forward, since callers do not look.
-- A watcher's layers refer to it, and it refers to its lease weakly: a lease that is dropped goes by reference counting.
-  Where only the layers are still held, they keep the lease alive (`keep`).
+- It notices a forward at its first layer, where all layers are at one position. A forward that fails is undone.
+- It records the tokens of each forward (`fed`): a commit stores nothing else.
+- A rewind cuts the layers, or restores them to where a round began and feeds the accepted tokens again (`rounds`). If a
+  rewind is refused, the next forward raises, since callers do not check the result of `trim`.
+- A watcher's layers refer to it, and it refers to its lease weakly, so that reference counting frees a dropped lease.
+  While the caller refers only to the layers, they keep the lease alive (`keep`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from onefold.errors import BudgetError, LeaseClosed, LeaseError
 
 
 class Owner(Holder, Protocol):
-    """The lease that a watcher's layers are of."""
+    """The lease of a watcher's layers."""
 
     hold: Hold
     usage: Usage
@@ -50,13 +50,13 @@ class ForwardWatcher:
         self.held = HeldLeaves([])
         self.epoch = 0
         self.rotated = not anatomy.sliceable
-        """Nothing of this model lies in the track: it has no sliceable layer, or they have become rings."""
+        """No state of this model lies in the track: it has no sliceable layer, or they have become rings."""
         self.reached = 0
-        """Where the last forward ended; a forward that begins before it comes after a rewind."""
+        """The position where the last forward ended. If a forward begins before it, there was a rewind."""
         self._sized = True
         self._entered = 0
         self._depth = 0
-        """Watched calls that are under way: a model's call may be made of that of a class it derives from."""
+        """Nested watched calls in progress: a model's `__call__` may call that of its base class."""
         self._inputs: tuple[mx.array | Tokens, int] | None = None
         self._start = 0
         self._marks: Marks | None = None
@@ -65,7 +65,7 @@ class ForwardWatcher:
     def lease(self) -> Owner:
         lease = self._lease()
         if lease is None:
-            raise LeaseClosed("this lease was dropped; its layers hold nothing any more")
+            raise LeaseClosed("this lease was dropped, and its layers are empty: open another one")
         return lease
 
     @property
@@ -74,7 +74,7 @@ class ForwardWatcher:
 
     @property
     def is_closed(self) -> bool:
-        """Whether its lease is closed, or gone."""
+        """Whether its lease is closed or deleted."""
         lease = self._lease()
         return lease is None or lease.hold.closed
 
@@ -84,8 +84,8 @@ class ForwardWatcher:
         return self.held.all()
 
     def keep(self, lease: Owner) -> None:
-        """The caller has dropped the lease: from here on its layers keep it alive, while somebody refers to them."""
-        self.held.let_go()
+        """Keep the dropped lease alive for as long as the caller refers to its layers."""
+        self.held.weaken()
         self._lease = lambda: lease
 
     def dropped(self, layer: Any) -> None:
@@ -93,7 +93,7 @@ class ForwardWatcher:
             give_up(self.lease)
 
     def part(self) -> None:
-        """The lease is closed: refer to nothing any more, so that nothing waits for the cyclic collector."""
+        """Drop all references, because the lease is closed: nothing then waits for the cyclic collector."""
         self._marks = self._inputs = None
         self.rounds.forget()
         self.fed = Fed()
@@ -103,17 +103,17 @@ class ForwardWatcher:
 
     @property
     def is_watched(self) -> bool:
-        """Whether the model is known, so that its forwards are seen. Of layers that came without one, what they were
-        fed is the caller's word."""
+        """Whether the model is known, so that its forwards are watched. For layers that came without a model, the
+        caller names the tokens."""
         return self._model is not None
 
     # -- forwards ------------------------------------------------------------------------------
 
     def enter(self, layer: Any, n_tokens: int | None) -> None:
-        if layer.epoch == self.epoch:  # every layer has been here this often: a new forward
+        if layer.epoch == self.epoch:  # the first layer of a new forward
             if self.anatomy.silent and not self._depth:
                 raise LeaseError(
-                    "this model's layers do not count their tokens: call the model itself, and not a part of it"
+                    "this model's layers do not count their tokens: call the model itself, not a part of it"
                 )
             self.lease.usage.require_usable()
             forward.begin(self.hold, self)
@@ -121,7 +121,7 @@ class ForwardWatcher:
             self._entered, self._sized = 0, False
             another, self.hold.running = self.hold.running is not self, self
             if (self.anatomy.pointwise or self.anatomy.bound is not None) and self.verifies:
-                self.rounds.mark(self.position, self.leaves, again=another)  # the first forward after another model's
+                self.rounds.mark(self.position, self.leaves, again=another)  # a round begins after the other model's
             self._marks = [leaf.mark() for leaf in self.leaves]
             if not self._depth:
                 self.hold.unscheduled = threading.current_thread()
@@ -134,15 +134,15 @@ class ForwardWatcher:
             except BudgetError as error:
                 self.undo()
                 raise error.advised("end other leases, release pins, or raise the budget") from None
-            if self._marks is not None:  # layers that have just become rings begin this forward as rings
+            if self._marks is not None:  # mark layers that have just become rings again
                 kept = zip(self.leaves, self._marks, strict=True)
                 self._marks = [x.mark() if x.sliceable else m for x, m in kept]
         if self._entered == len(self.leaves) and not self._depth:
-            self._marks = None  # whole, as far as can be seen from here
+            self._marks = None  # all layers were written: the forward is taken as complete
 
     @property
     def position(self) -> int:
-        """Where the layers stand."""
+        """The position of the layers."""
         return min((leaf.offset for leaf in self.leaves), default=0)
 
     @property
@@ -155,7 +155,7 @@ class ForwardWatcher:
         return self.anatomy.scratch_bytes(n_tokens, seen + n_tokens, joins=self.joins(n_tokens))
 
     def joins(self, n_tokens: int) -> bool:
-        """Whether a forward of so many tokens may put a layer's pieces side by side."""
+        """Whether a forward of `n_tokens` may concatenate a layer's pieces."""
         if self.anatomy.contiguous or not all(leaf.is_plain for leaf in self.leaves):
             return True
         return n_tokens > 1 and not self.hold.track.whole
@@ -170,16 +170,14 @@ class ForwardWatcher:
         try:
             if n_layers < self.anatomy.n_layers:
                 raise LeaseError(
-                    f"this model has {self.anatomy.n_layers} layers with a cache, and was given {n_layers}: pass all "
-                    "of them. (mlx-lm's speculative_generate_step cuts prompt_cache at len(model.layers), which does "
-                    "not fit a model whose layers share their KV.)"
+                    f"this model has {self.anatomy.n_layers} layers with a cache, but was given {n_layers}: pass all "
+                    "of them. (mlx-lm's speculative_generate_step cuts prompt_cache at len(model.layers), which is "
+                    "wrong for a model whose layers share their KV.)"
                 )
             self._start = self.position
             self._inputs = None
-            if self._model is not None and model is not self._model():  # its KV would be stored as this one's
-                raise LeaseError(
-                    "this lease's layers belong to another model: pass the model that the cache was made for"
-                )
+            if self._model is not None and model is not self._model():  # its KV would be stored as the other's
+                raise LeaseError("the layers of this lease belong to another model: call the model of the cache")
             self._inputs = _checked(usage.hold, self._start, self.reached, inputs, row, embedded)
             accepted = True
         finally:
@@ -191,7 +189,7 @@ class ForwardWatcher:
     def ended(self, n_tokens: int, stepped: bool) -> list[mx.array]:
         if self._depth > 1:
             return []
-        self._marks = None  # nothing to undo, and no second reference to any state
+        self._marks = None  # complete; and no second reference to a state is kept
         if self.anatomy.silent:
             for leaf in self.leaves:
                 leaf.passed(n_tokens)
@@ -217,8 +215,8 @@ class ForwardWatcher:
         self.lease.usage.end_turn()
 
     def _written(self, *, attended: bool = True) -> list[mx.array]:
-        """The arrays that forwards write to, as they are now. Without `attended` those are left out that a forward's
-        output depends on, because it attends to them after they were written."""
+        """Returns the arrays that forwards write. Without `attended`, leaves out those on which a forward's output
+        depends, because attention reads them after the write."""
         found: list[mx.array] = []
         if self.anatomy.pointwise or self.rotated:
             found = [a for leaf in self.leaves if not leaf.in_track for a in leaf.live_arrays()]
@@ -229,7 +227,7 @@ class ForwardWatcher:
         return self.hold.state.ledger.open(Purpose.LIVE, n_bytes, "a copy of a layer")
 
     def undo(self) -> None:
-        """Back to where the unfinished forward began."""
+        """Reset the layers to where an unfinished forward began, if there is one."""
         if self._marks is not None:
             for leaf, mark in zip(self.leaves, self._marks, strict=True):
                 leaf.reset(mark)
@@ -242,7 +240,7 @@ class ForwardWatcher:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether a draft model runs beside the target, so that the beginning of each round is kept."""
+        """Whether the cache has a draft model, so that the state at the beginning of each round is kept."""
         return self._model is not None and len(self.hold.watchers) > 1
 
     def trim(self, layer: Any, n: int) -> int:
@@ -264,7 +262,8 @@ class ForwardWatcher:
         return n
 
     def _roll_back(self, to: int) -> bool:
-        """Put back the state at the beginning of the round, and feed what was accepted since again."""
+        """Restore the state at the beginning of the round, and feed the accepted tokens up to `to` again. Returns False
+        if that is not possible."""
         model = None if self._model is None else self._model()
         layers = self.hold.handed.of_model(self.hold.watchers.index(self))
         at = self.rounds.began_at
@@ -281,7 +280,7 @@ class ForwardWatcher:
 
 
 def give_up(lease: Owner) -> None:
-    """Have the cache close a lease that nobody refers to any more, nor to its layers. Once."""
+    """Have the cache close the lease, once, if the caller refers neither to it nor to its layers any more."""
     hold = lease.hold
     if not hold.given_up and all(watcher.held.are_dropped for watcher in hold.watchers):
         hold.given_up = True
@@ -291,10 +290,11 @@ def give_up(lease: Owner) -> None:
 def _checked(
     hold: Hold, start: int, reached: int, inputs: mx.array | None, row: int, embedded: bool
 ) -> tuple[mx.array | Tokens, int] | None:
-    """The tokens of a forward that begins at `start`, as they are recorded. Raises LeaseError for other tokens than the
-    lease was opened with: they would be stored as the KV of those."""
+    """Returns the tokens of a forward that begins at `start`, as they are recorded; None if they are not known. Raises
+    LeaseError for other tokens than those with which the lease was opened: their KV would be stored under the wrong
+    tokens."""
     if embedded or inputs is None:
-        if inputs is not None and (hold.tokens >= NAMED).any():  # the caller names what its embeddings stand for
+        if inputs is not None and (hold.tokens >= NAMED).any():  # ids with which the caller names its embeddings
             return _named(hold.tokens, start, np.array(inputs)[row]), 0
         return None
     end = min(len(hold.tokens), hold.rewound)
@@ -304,14 +304,14 @@ def _checked(
     same = common_length(fed, hold.tokens[start:end])
     if same < min(len(fed), end - start):
         raise LeaseError(
-            f"position {start + same} is fed token {int(fed[same])}, but the lease was opened with "
-            f"{int(hold.tokens[start + same])} there: feed lease.rest, or after a rewind lease.tokens[{start}:]"
+            f"token {int(fed[same])} was fed at position {start + same} of the layers, where the lease was opened with "
+            f"{int(hold.tokens[start + same])}: feed lease.rest, or after a rewind lease.tokens[{start}:]"
         )
     return fed, 0
 
 
 def _named(leased: Tokens, start: int, inputs: Any) -> Tokens:
-    """Tokens that were fed as embeddings: where the lease was opened with an id that names one, that id."""
+    """Returns the tokens of a forward on embeddings, with the caller's id wherever the lease was opened with one."""
     found = inputs.astype(np.int32)
     own = leased[start : start + len(found)]
     found[: len(own)] = np.where(own >= NAMED, own, found[: len(own)])

@@ -231,7 +231,7 @@ class Ranged(Watched):
 
     @property
     def state(self) -> list[mx.array]:
-        """What must be evaluated for this layer to be up to date."""
+        """The arrays to evaluate so that this layer is up to date."""
         return self.live_arrays()
 
     def live_arrays(self) -> list[mx.array]:

@@ -122,6 +122,21 @@ def test_a_rewound_lease_can_commit_what_it_went_on_with():
         assert lease.cached == 60
 
 
+def test_a_rewind_of_a_lease_that_continues_in_place_leaves_what_the_tree_has():
+    model = tiny("llama")
+    with onefold.PrefixCache(model, "64MB") as cache:
+        _, known = turn(cache, model, words(50))
+        with cache.lease([*known, 1, 2]) as lease:
+            assert cache.stats().moves == 1  # it may write behind what is stored, in the same buffer
+            forward(model, lease.layers, [*known, 1, 2], lease.cached)
+            trim_prompt_cache(lease.layers, 20)
+            other = [*known[: lease.offset], 5, 5, 5]
+            assert close(forward(model, lease.layers, other, lease.offset), fresh(model, other))
+        cache.check()
+        lease, _ = turn(cache, model, [*known, 7])
+        assert lease.cached == len(known)
+
+
 def test_a_batch_hands_out_no_region_of_a_slab_that_a_lease_has_taken():
     model = tiny("llama")
     with onefold.PrefixCache(model, "64MB", high_water=1.0, low_water=1.0) as cache:
@@ -261,9 +276,11 @@ def test_a_batch_stays_within_the_scratch_that_it_reserved(pooled):
         batch = cache.batch(rows, pooled=pooled)
         mx.eval(batch.step(mx.array([1, 2, 3, 4])))
         before = mx.get_active_memory()
+        all_rows = sum(lease.hold.watchers[0].scratch_bytes(1) for lease in rows)
         mx.reset_peak_memory()
         mx.eval(batch.step(mx.array([1, 2, 3, 4])))
         assert mx.get_peak_memory() - before <= cache.stats().bytes["scratch"]
+        assert cache.stats().bytes["scratch"] >= all_rows
 
 
 def test_after_the_budget_was_lowered_a_small_request_evicts_little():

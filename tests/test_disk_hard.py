@@ -400,6 +400,7 @@ def test_a_checkpoint_is_counted_until_it_has_been_written(tmp_path: Path, monke
         write(self, namespace, name, *what)
 
     monkeypatch.setattr(Folder, "write", slow)
+    monkeypatch.setattr("onefold.cache.clearing.FLUSH_MOST", 0.1)
     with opened(model, tmp_path, disk_mode="through") as cache:
         mx.set_cache_limit(0)  # a buffer from the pool may be larger than what was asked for
         gc.collect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -128,3 +129,13 @@ def test_a_lease_in_a_cycle_is_settled_whatever_order_the_collector_has(family: 
         assert cache.stats().open_leases == 0 and cache.stats().bytes["live"] == 0
         cache.check()
         turn(cache, model, [*prompt, 7], n=2)
+
+
+def test_a_dropped_lease_is_closed_and_counted_once() -> None:
+    with onefold.PrefixCache(tiny("llama"), "64MB") as cache:
+        closed: list[Any] = []
+        cache.state.on_dropped = closed.append
+        cache.lease(words(40))
+        for _ in range(3):
+            cache.state.sweep()
+        assert cache.stats().reasons["dropped"] == len(closed) == 1 and not cache.state.dropped

@@ -410,6 +410,7 @@ def test_shortage_in_mid_generation_preempts_the_youngest_and_resumes_it(loaded)
         engine.check()
 
 
+@pytest.mark.slow
 def test_a_request_that_waits_for_memory_is_not_counted_again_and_again(loaded):
     with Engine(*loaded, budget=SMALL) as engine:
         most = engine.most_tokens
@@ -463,6 +464,7 @@ def test_a_common_slab_for_tails_under_memory_pressure(loaded, monkeypatch):
             engine.check()
 
 
+@pytest.mark.slow
 def test_alone_and_out_of_memory_an_answer_ends_with_length(loaded):
     with Engine(*loaded, budget=SMALL) as engine:
         most = engine.most_tokens

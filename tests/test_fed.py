@@ -252,3 +252,16 @@ def test_what_could_not_be_computed_is_never_stored(cache, monkeypatch) -> None:
         cache.check()
         turn(cache, cache.model, prompt)
         cache.clear()
+
+
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("to", [0, 1, 2, 3])
+def test_a_rewind_takes_back_exactly_what_lies_behind_it(to: int, read: bool) -> None:
+    fed = Fed()
+    fed.append(0, mx.array([[1, 2]]), 0, 2)
+    fed.append(2, mx.array([[3]]), 0, 1)
+    if read:
+        assert fed.tokens().tolist() == [1, 2, 3]
+    fed.cut(to)
+    assert fed.end == to and fed.tokens().tolist() == [1, 2, 3][:to]
+    assert fed.agreement(np.array([1, 2, 3], np.int32)) == to

@@ -590,6 +590,7 @@ def test_others_are_served_meanwhile(client, engine):
         wait_until(lambda: engine.requests, "the request does not arrive")
         assert client.post(CHAT[0], json=CHAT[1]).status_code == 200
         assert client.get("/health").status_code == 200
+    wait_until(lambda: engine.cancelled == [1], "not cancelled")  # or the next test may be the one that sees it
     never.set()
 
 

@@ -12,10 +12,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from onefold.cache.memory.arrays import own_bytes
-from onefold.cache.memory.track import Track
 from onefold.cache.model import stock
 from onefold.cache.model.kinds.base import ForwardListener, NoListener, Point, Snapshot
-from onefold.cache.model.kinds.leaf import Leaf, forms
+from onefold.cache.model.kinds.leaf import Leaf, Making, forms
 from onefold.cache.model.kinds.plain import Bound
 
 
@@ -108,8 +107,8 @@ class MeanLeaf(Leaf):
         self.used = cache.total is not None
         self.state_bytes = 0 if cache.total is None else cache.total.nbytes
 
-    def make(self, track: Track, listener: ForwardListener | None, **_: Any) -> MeanLayer:
-        return MeanLayer(listener)
+    def make(self, given: Making) -> MeanLayer:
+        return MeanLayer(given.listener)
 
     def point_bytes(self, offset: int, n_tokens: int) -> int:
         return self.state_bytes

@@ -80,6 +80,7 @@ NO_MLX = (
     "engine/prompt.py",
     "engine/request.py",
     "engine/tokenising.py",
+    "options.py",
     "sizes.py",
     "backend.py",
     "errors.py",

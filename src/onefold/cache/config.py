@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import mlx.nn as nn
@@ -14,6 +14,7 @@ from onefold.cache.model.kinds.plain import Bound
 from onefold.cache.tiers.disk.tier import DiskSettings
 from onefold.cache.tiers.registry import is_known
 from onefold.errors import ConfigError
+from onefold.options import from_options, positional, signature
 
 
 class CacheOptions(TypedDict, total=False):
@@ -84,22 +85,13 @@ class CacheConfig:
     def of(cls, options: CacheOptions) -> CacheConfig:
         """Checks the keywords of `PrefixCache`. Raises TypeError for an unknown one, ConfigError for an invalid
         value."""
-        unknown = sorted(options.keys() - {f.name for f in fields(cls)})
-        if unknown:
-            raise TypeError(f"PrefixCache() got an unexpected keyword argument {unknown[0]!r}")
-        return cls(**options)
+        return from_options(cls, "PrefixCache", options)
 
     @classmethod
     def signature(cls) -> inspect.Signature:
         """Returns the signature of `PrefixCache`, with every keyword and its default, for `help` and for editors."""
-        budget = "int | float | str | None"
-        given = [
-            inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="nn.Module"),
-            inspect.Parameter("budget", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=budget),
-        ]
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        given += [inspect.Parameter(f.name, keyword, default=f.default, annotation=f.type) for f in fields(cls)]
-        return inspect.Signature(given)
+        first = [positional("model", "nn.Module"), positional("budget", "int | float | str | None", None)]
+        return signature(cls, first)
 
     def models(self, target: Any) -> list[nn.Module]:
         """Returns the target and the draft, if there is one. Raises ConfigError if one is not a model."""

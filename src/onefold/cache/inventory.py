@@ -30,8 +30,6 @@ class Inventory:
         self._state = parts.state
         self._leasing = leasing
 
-    # -- bytes ---------------------------------------------------------------------------------
-
     def rebind(self, *models: nn.Module) -> bool:
         """Use other model objects with the same weights (a model that was unloaded and loaded again). Returns False,
         and changes nothing, if the weights differ or a request is running."""

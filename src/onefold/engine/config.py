@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import mlx.nn as nn
@@ -14,6 +14,7 @@ from onefold.engine.limits import Limits
 from onefold.engine.prefill import SHORT_REST
 from onefold.engine.request import Sampling
 from onefold.engine.tokenising import tokenizer_digest
+from onefold.options import from_options, positional, signature
 
 
 class EngineOptions(TypedDict, total=False):
@@ -57,21 +58,12 @@ class EngineConfig:
     @classmethod
     def of(cls, options: EngineOptions) -> EngineConfig:
         """Checks the keywords that `Engine` was given. Raises TypeError for one that it does not have."""
-        unknown = sorted(options.keys() - {f.name for f in fields(cls)})
-        if unknown:
-            raise TypeError(f"Engine() got an unexpected keyword argument {unknown[0]!r}")
-        return cls(**options)
+        return from_options(cls, "Engine", options)
 
     @classmethod
     def signature(cls) -> inspect.Signature:
         """Returns the signature of `Engine`, with every keyword and its default, for `help` and for editors."""
-        positional, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-        given = [
-            inspect.Parameter("model", positional, annotation="nn.Module"),
-            inspect.Parameter("tokenizer", positional, annotation="Any"),
-        ]
-        given += [inspect.Parameter(f.name, keyword, default=f.default, annotation=f.type) for f in fields(cls)]
-        return inspect.Signature(given)
+        return signature(cls, [positional("model", "nn.Module"), positional("tokenizer", "Any")])
 
     def cache(self, model: nn.Module, tokenizer: Any) -> PrefixCache:
         """Makes the engine's cache. Raises ConfigError."""

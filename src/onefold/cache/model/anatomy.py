@@ -17,7 +17,7 @@ from onefold.cache.memory.shapes import ArraySpec, LayerSpec
 from onefold.cache.memory.track import Track
 from onefold.cache.model.kinds.base import ForwardListener
 from onefold.cache.model.kinds.composite import CompositeLayer
-from onefold.cache.model.kinds.leaf import Leaf
+from onefold.cache.model.kinds.leaf import Leaf, Making
 from onefold.cache.model.kinds.plain import Bound, PlainCodec
 from onefold.cache.model.kinds.quantized import AffineCodec
 from onefold.cache.model.kinds.rotating import ring_entries
@@ -109,12 +109,8 @@ class Anatomy:
     ) -> tuple[list[Any], list[Any]]:
         """Makes the layers of one request: nested as mlx-lm expects them, and as a flat list of those that hold
         state."""
-        flat = {
-            leaf.path: leaf.make(
-                track, listener, first_index=first_index, bound=self.bound, always_handles=always_handles
-            )
-            for leaf in self.leaves
-        }
+        given = Making(track, listener, first_index, self.bound, always_handles)
+        flat = {leaf.path: leaf.make(given) for leaf in self.leaves}
         made = [_nest(flat, (i,)) for i in range(self.n_layers)]
         return made, [flat[leaf.path] for leaf in self.leaves if leaf.used]
 

@@ -12,10 +12,9 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache.memory.arrays import own_bytes
-from onefold.cache.memory.track import Track
 from onefold.cache.model import exporting, stock
 from onefold.cache.model.kinds.base import ForwardListener, NoListener, Snapshot, Window
-from onefold.cache.model.kinds.leaf import Leaf, entries
+from onefold.cache.model.kinds.leaf import Leaf, Making, entries
 from onefold.cache.model.kinds.plain import Bound
 from onefold.cache.model.rows import AttentionRows
 
@@ -94,8 +93,8 @@ class ChunkedLeaf(Leaf):
         super().__init__(cache, path)
         self.chunk_size: int = cache.chunk_size
 
-    def make(self, track: Track, listener: ForwardListener | None, **_: Any) -> ChunkedLayer:
-        return ChunkedLayer(self.chunk_size, listener=listener)
+    def make(self, given: Making) -> ChunkedLayer:
+        return ChunkedLayer(self.chunk_size, listener=given.listener)
 
     def point_bytes(self, offset: int, n_tokens: int) -> int:
         n_entries = min(offset, self.chunk_size + 256) + math.ceil(n_tokens / 256) * 256 + 256

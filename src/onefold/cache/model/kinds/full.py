@@ -19,7 +19,7 @@ from onefold.cache.memory.track import Track
 from onefold.cache.model import exporting, stock
 from onefold.cache.model.attention import Codec, Handle
 from onefold.cache.model.kinds.base import ForwardListener, Ranged, Snapshot
-from onefold.cache.model.kinds.leaf import Leaf, arrays_of, window
+from onefold.cache.model.kinds.leaf import Leaf, Making, arrays_of, window
 from onefold.cache.model.kinds.packed_ring import PackedRing
 from onefold.cache.model.kinds.plain import Bound, PlainCodec
 from onefold.cache.model.kinds.rotating import RotatingLayer, steps_mask
@@ -305,17 +305,18 @@ class FullLeaf(Leaf):
         self.kind = self.codec.kind
         self.token_bytes = self.spec.token_bytes
 
-    def make(
-        self,
-        track: Track,
-        listener: ForwardListener | None,
-        *,
-        first_index: int = 0,
-        bound: Bound | None = None,
-        always_handles: bool = False,
-    ) -> SegmentedLayer:
-        index = first_index + max(0, self.index)
-        return SegmentedLayer(track, index, self.codec, listener=listener, bound=bound, always_handles=always_handles)
+    def make(self, given: Making) -> SegmentedLayer:
+        return SegmentedLayer(
+            given.track,
+            self._index_in(given),
+            self.codec,
+            listener=given.listener,
+            bound=given.bound,
+            always_handles=given.always_handles,
+        )
+
+    def _index_in(self, given: Making) -> int:
+        return given.first_index + max(0, self.index)
 
     def fits(self, cache: Any) -> bool:
         if not super().fits(cache):

@@ -6,7 +6,7 @@ which it makes for each request. `registry.KINDS` lists the kinds; no other file
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 
@@ -16,6 +16,20 @@ from onefold.cache.model.kinds.base import ForwardListener, Snapshot
 from onefold.cache.model.kinds.plain import Bound
 
 Forms = dict[str, list[tuple[mx.Dtype, tuple[int, ...]] | None]]
+
+
+class Making(NamedTuple):
+    """What a live layer of one request is made with."""
+
+    track: Track
+    """Where sliceable layers have their KV."""
+    listener: ForwardListener | None = None
+    """The owner of the layer; None for a layer that stands alone."""
+    first_index: int = 0
+    """Where the model's sliceable layers begin among those of all models."""
+    bound: Bound | None = None
+    always_handles: bool = False
+    """Return handles even where a plain slice would do, to test whether the model takes them."""
 
 
 class Leaf:
@@ -90,15 +104,7 @@ class Leaf:
 
     # -- requests ------------------------------------------------------------------------------
 
-    def make(
-        self,
-        track: Track,
-        listener: ForwardListener | None,
-        *,
-        first_index: int = 0,
-        bound: Bound | None = None,
-        always_handles: bool = False,
-    ) -> Any:
+    def make(self, given: Making) -> Any:
         """Returns an empty live layer for one request."""
         raise NotImplementedError
 

@@ -18,10 +18,9 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache.memory.arrays import own_bytes, own_name
-from onefold.cache.memory.track import Track
 from onefold.cache.model import stock
 from onefold.cache.model.kinds.base import ForwardListener, NoListener, Point, Snapshot
-from onefold.cache.model.kinds.leaf import Leaf, forms
+from onefold.cache.model.kinds.leaf import Leaf, Making, forms
 from onefold.cache.model.kinds.plain import Bound
 
 _OURS = ("epoch", "_listener", "_pristine")
@@ -184,8 +183,8 @@ class OwnLeaf(Leaf):
     def read(self, cache: Any) -> None:
         """Does nothing: `survey` measures its size by building longer forwards."""
 
-    def make(self, track: Track, listener: ForwardListener | None, **_: Any) -> OwnLayer:
-        return OwnLayer.like(self._pristine, listener)
+    def make(self, given: Making) -> OwnLayer:
+        return OwnLayer.like(self._pristine, given.listener)
 
     def point_bytes(self, offset: int, n_tokens: int) -> int:
         return self.state_bytes + self.token_bytes * (offset + n_tokens)

@@ -15,6 +15,7 @@ from onefold.cache.memory.track import Track
 from onefold.cache.model import stock
 from onefold.cache.model.kinds.base import ForwardListener
 from onefold.cache.model.kinds.full import FullLeaf, SegmentedLayer
+from onefold.cache.model.kinds.leaf import Making
 from onefold.cache.model.kinds.plain import Bound
 
 
@@ -98,18 +99,10 @@ class QuantizedLeaf(FullLeaf):
         super().__init__(cache, path)
         self.native: AffineCodec = AffineCodec(cache.bits, cache.group_size)
 
-    def make(
-        self,
-        track: Track,
-        listener: ForwardListener | None,
-        *,
-        first_index: int = 0,
-        bound: Bound | None = None,
-        always_handles: bool = False,
-    ) -> SegmentedLayer:
+    def make(self, given: Making) -> SegmentedLayer:
         if self.packed:
-            return PackedLayer(track, first_index + max(0, self.index), self.codec, listener=listener)
-        return super().make(track, listener, first_index=first_index, bound=bound, always_handles=always_handles)
+            return PackedLayer(given.track, self._index_in(given), self.codec, listener=given.listener)
+        return super().make(given)
 
     def bounded(self, cache: Any, bound: Bound) -> Any:
         return cache

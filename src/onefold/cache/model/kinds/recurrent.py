@@ -14,10 +14,9 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache.memory.arrays import own_bytes
-from onefold.cache.memory.track import Track
 from onefold.cache.model import exporting, stock
 from onefold.cache.model.kinds.base import ForwardListener, NoListener, Point, Snapshot
-from onefold.cache.model.kinds.leaf import Leaf, forms
+from onefold.cache.model.kinds.leaf import Leaf, Making, forms
 from onefold.cache.model.kinds.plain import Bound
 from onefold.cache.model.rows import RowsOf
 from onefold.cache.model.step_plan import StepPlan
@@ -154,8 +153,8 @@ class RecurrentLeaf(Leaf):
         arrays = [a for a in cache.cache if a is not None]
         self.used, self.state_bytes = bool(arrays), sum(a.nbytes for a in arrays)
 
-    def make(self, track: Track, listener: ForwardListener | None, **_: Any) -> RecurrentLayer:
-        return RecurrentLayer(self.n_slots, listener=listener)
+    def make(self, given: Making) -> RecurrentLayer:
+        return RecurrentLayer(self.n_slots, listener=given.listener)
 
     def point_bytes(self, offset: int, n_tokens: int) -> int:
         return self.state_bytes

@@ -14,10 +14,9 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache.memory.arrays import own_bytes
-from onefold.cache.memory.track import Track
 from onefold.cache.model import exporting, stock
 from onefold.cache.model.kinds.base import ForwardListener, NoListener, Snapshot, Window
-from onefold.cache.model.kinds.leaf import Leaf, window
+from onefold.cache.model.kinds.leaf import Leaf, Making, window
 from onefold.cache.model.kinds.plain import Bound
 from onefold.cache.model.rows import AttentionRows
 
@@ -152,8 +151,8 @@ class RotatingLeaf(Leaf):
         self.max_size: int = cache.max_size
         self.keep: int = cache.keep
 
-    def make(self, track: Track, listener: ForwardListener | None, **_: Any) -> RotatingLayer:
-        return RotatingLayer(self.max_size, self.keep, listener=listener)
+    def make(self, given: Making) -> RotatingLayer:
+        return RotatingLayer(self.max_size, self.keep, listener=given.listener)
 
     def point_bytes(self, offset: int, n_tokens: int) -> int:
         return ring_entries(self.max_size, offset, n_tokens) * self.token_bytes

@@ -140,7 +140,7 @@ def main() -> int:
     caches = args.caches.split(",")
     with tempfile.TemporaryDirectory() as scratch:
         folders = [write_model(Path(scratch) / name, s) for name, s in (("model", shape), ("draft", small))]
-        bench = Bench(caches, args.tokens, args.repeats, *folders, shape.token_bytes, small.inventory.token_bytes)
+        bench = Bench(caches, args.tokens, args.repeats, *folders, shape.token_bytes, small.token_bytes)
         benches = {
             "continue": bench.bench_continue,
             "concurrent": bench.bench_concurrent,

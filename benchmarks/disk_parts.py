@@ -270,7 +270,7 @@ def part_commit(given: Settings) -> dict[str, Any]:
                     tokens = conversation(given.tokens, 400 + i)
                 for upto in range(512, given.tokens + 1, 512):
                     with cache.lease(tokens[:upto]) as lease:
-                        adopting.fill(lease, kv, upto)
+                        adopting.fill(lease.hold, kv, upto)
                         found[name].append(timed(lambda: lease.commit(tokens[:upto])))  # noqa: B023
                     if name != "busy":
                         written(cache)

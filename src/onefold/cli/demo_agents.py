@@ -66,7 +66,7 @@ class Agent:
 
     @property
     def turn(self) -> int:
-        """Of the next question."""
+        """The number of the next question."""
         return len(self._conversation.turns)
 
     def ask(self, tell: Callable[[News], None]) -> Asked:
@@ -101,7 +101,7 @@ class Played:
 
     @property
     def last(self) -> list[Asked]:
-        """Of each conversation."""
+        """The last question of each conversation."""
         by_agent = {asked.agent: asked for asked in sorted((self.cold, *self.warm), key=lambda a: a.turn)}
         return list(by_agent.values())
 

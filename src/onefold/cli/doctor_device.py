@@ -36,7 +36,8 @@ CONFIG: dict[str, Any] = {
 }
 TOKENS, KNOWN = 96, 64
 TOLERANCE = 1e-2
-"""Of the largest logit: GPUs round products of 32 bits to fewer. Wrong KV differs by much more."""
+"""The largest difference, as a share of the largest logit: GPUs round products of 32 bits to fewer. Wrong KV differs by
+much more."""
 REPORT = "Report it, with the output of onefold doctor --json"
 
 

@@ -432,7 +432,7 @@ def _format(engine: Engine) -> str:
 
 
 def _room(engine: Engine) -> str:
-    """Of all conversations together, and of one."""
+    """Returns how many tokens fit, in all conversations together and in one, as text."""
     total = f"about {engine.cache.inventory.budget_bytes // max(1, engine.cache.inventory.token_bytes):,} tokens"
     if engine.most_tokens >= sys.maxsize:
         return f"{total}, and conversations of any length"

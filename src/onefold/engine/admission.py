@@ -23,7 +23,7 @@ WORTH_WAITING_FOR = 64
 TRY_AGAIN_SECONDS = 0.25
 """After which a request that waits for memory is tried again though no request has left."""
 READ_SECONDS = 0.01
-"""Of reading from disk between two steps, beyond which no other record is begun."""
+"""How long the disk is read between two steps before no other record is begun."""
 READ_SECONDS_ALONE = 0.1
 """The same while no request holds memory."""
 

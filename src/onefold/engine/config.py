@@ -43,7 +43,7 @@ class EngineConfig:
     max_kv_size: int | None = None
     """The most tokens of a conversation that stay, in every cache that grows; 0 or None is no bound."""
     keep: int = 4
-    """Of those, the first tokens, which always stay."""
+    """How many of the first tokens always stay, as a part of that bound."""
     defaults: Sampling | None = None
     """How tokens are chosen if a request does not say."""
     max_queue: int = 128

@@ -55,7 +55,7 @@ class EngineStats:
 
 
 LEAST_TOKENS = 16
-"""Of a conversation that a budget must have room for."""
+"""The length of a conversation that a budget must have room for."""
 
 COUNTED = (
     "finished",

@@ -89,7 +89,7 @@ class Hit:
     """Where the prompt left what was known, and how: "token 812, in messages[0] (system): known '...', now '...'".
     Empty if the prompt only continues it."""
     restored: int = 0
-    """Of the cached tokens, those that were read from disk."""
+    """How many of the cached tokens were read from disk."""
 
 
 @dataclass(frozen=True)

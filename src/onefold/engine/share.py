@@ -19,9 +19,9 @@ CATCH_UP = 1.5
 """Times what streams earn in one step, that a chunk takes at least: at most one chunk runs between two steps, so one
 that took no more than was earned could never make up for a step that was shorter than usual."""
 LEAST_TOKENS = 8
-"""Of a chunk, however slow it is."""
+"""The shortest chunk, however slow it is."""
 FIRST_TOKENS = 64
-"""Of a chunk while streams run and no speed is known."""
+"""The length of a chunk while streams run and no speed is known."""
 ALONE_SECONDS = 1.0
 """What a chunk may take when no stream runs: a newcomer has to wait for it."""
 LEAST_TOKENS_ALONE = 512
@@ -32,10 +32,10 @@ DEPTHS = 4
 DEBT_MOST = 20.0
 """Chunks that a single stall, of the disk say, can cost the prompts after it."""
 WEIGHT = 0.2
-"""Of the newest figure in a mean."""
+"""The weight of the newest figure in a mean."""
 WEIGHT_WARNING = 0.6
-"""Of one that makes chunks shorter: a chunk that takes too long delays every stream, one that is too short costs
-little."""
+"""The weight of a figure that makes chunks shorter: a chunk that takes too long delays every stream, one that is too
+short costs little."""
 
 
 class Speed:

@@ -31,7 +31,7 @@ class Entry:
     whole: list[Any] | None = None
     """Objects that cannot be cut by position; None if the KV lies in a cache of ours."""
     nbytes: int = 0
-    """Of what is kept whole."""
+    """The bytes of the objects that are kept whole."""
 
     @property
     def is_trimmable(self) -> bool:

@@ -10,7 +10,7 @@ from onefold.sizes import parse_size
 
 UNLIMITED = 1 << 63
 DEVICE_LIMIT = "95%"
-"""Of the device's memory, for weights and KV; the rest is for activations."""
+"""The share of the device's memory for weights and KV; the rest is for activations."""
 
 
 @dataclass
@@ -20,11 +20,11 @@ class Limits:
     max_size: int
     """Entries."""
     max_bytes: int
-    """Of all KV, that of running requests included."""
+    """The most bytes of all KV, that of running requests included."""
     max_kv_size: int | None
     """Tokens that a conversation's layers hold at most; None is no bound."""
     keep: int
-    """Of those, the first tokens, which always stay."""
+    """How many of the first tokens always stay, as a part of that bound."""
 
     @classmethod
     def of(cls, max_size: int, max_bytes: int | float | str | None, max_kv_size: int | None, keep: int) -> Limits:

@@ -88,12 +88,12 @@ class Stores:
 
     @property
     def held_bytes(self) -> int:
-        """Of all KV, that of running requests included."""
+        """The bytes of all KV, that of running requests included."""
         return sum(cache.inventory.held_bytes for cache in self.caches())
 
     @property
     def stored_bytes(self) -> int:
-        """Of KV that no request uses."""
+        """The bytes of KV that no request uses."""
         return sum(cache.inventory.stored_bytes for cache in self.caches())
 
     def touch(self, store: Store) -> None:

@@ -20,13 +20,13 @@ from onefold.errors import BadRequest
 log = logging.getLogger("onefold.server")
 
 MOST_ITEMS = 10_000
-"""Of a list or an object."""
+"""The most items of a list or an object."""
 MOST_NUMBERS = 1 << 18
-"""Of a list of numbers: the tokens of a prompt."""
+"""The most items of a list of numbers: the tokens of a prompt."""
 MOST_BRACKETS = 1_000_000
 """Opening brackets and field names in the text of a body. Other threads wait while it is parsed."""
 MOST_VALUES = 100_000
-"""Of a whole body; a list of numbers counts as one."""
+"""The most values of a whole body; a list of numbers counts as one."""
 
 
 def _never(_: Any) -> bool:
@@ -39,7 +39,7 @@ class Refusal:
 
     message: str
     unless: Callable[[Any], bool] = _never
-    """Of the values that ask for nothing, beyond null."""
+    """Whether a value asks for nothing, as null does."""
     details: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Details for programs, for an API that has a field for them."""
 

@@ -53,7 +53,7 @@ class Outcome:
 
     @property
     def logprobs(self) -> list[Logprob]:
-        """Of the text."""
+        """The log probabilities of the text's tokens."""
         return [lp for p in self.pieces if isinstance(p, Text) for lp in p.logprobs]
 
 

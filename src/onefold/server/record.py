@@ -39,7 +39,7 @@ class Record:
     finish: dict[int, str] = field(default_factory=dict)
     """By choice."""
     tokens: dict[int, int] = field(default_factory=dict)
-    """Of each choice's answer, as far as it got."""
+    """The number of tokens generated so far, by choice."""
     first_token_at: float | None = None
     last_token_at: dict[int, float] = field(default_factory=dict)
     error: str = ""

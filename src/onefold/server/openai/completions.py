@@ -19,7 +19,7 @@ from onefold.server.reply import Plan, sse
 from onefold.server.service import Service
 
 MOST_CHOICES = 64
-"""Of all prompts of a request."""
+"""The most choices of all prompts of a request together."""
 USUAL_TOKENS = 16
 """OpenAI's default here, where a model that only continues text may never end."""
 

@@ -15,7 +15,8 @@ def salt_of(namespace: Hashable) -> str | None:
 
 
 def _plain(value: Any) -> list[Any] | None:
-    """Of values of just these types: others may be shown as they like, and two of them alike."""
+    """Returns the value as JSON can hold it; None if it has another type than these: two different values of another
+    type may have the same text."""
     if value is None or type(value) in (bool, int, float, str):
         return [type(value).__name__, repr(value)]
     if type(value) is bytes:

@@ -54,7 +54,7 @@ YIELD_SECONDS = 0.02
 COPY_SECONDS = 1.0
 """How long a copy is waited for; it takes a few thousandths of that."""
 CLEAN_FROM = 0.15
-"""Of the budget, below the mark where reclaiming begins: from there on the oldest are written ahead."""
+"""A share of the budget: this far below the level where reclaiming begins, the oldest nodes are written ahead."""
 TRIES = 16
 """Nodes that are tried in one go, with the lock held."""
 

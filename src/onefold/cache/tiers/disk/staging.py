@@ -22,7 +22,7 @@ class Buffer:
     def __init__(self, n_bytes: int) -> None:
         self.bytes = np.empty(n_bytes, np.uint8)
         self.account: Account | None = None
-        """Of one that was made for a while."""
+        """The account of a temporary buffer; None for one of the pool."""
         self.filled = 0
         """Bytes that were given out since it was last empty."""
         self.records = 0
@@ -47,7 +47,7 @@ class Staging:
         self._more = max(0, most_bytes // buffer_bytes - n_buffers)
         """Buffers that may still be made."""
         self.extra_bytes = 0
-        """Of buffers that were made for a while."""
+        """The bytes of the temporary buffers."""
 
     def fits(self, n_bytes: int) -> bool:
         """Whether so many bytes could be taken now: of one record, or of several that fill the buffers well."""

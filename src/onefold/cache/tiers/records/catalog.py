@@ -35,7 +35,7 @@ from onefold.sizes import show_size
 log = logging.getLogger("onefold")
 
 _LINK_FROM = 0.8
-"""Of the budget: from here on all heads are read when the folder is opened."""
+"""A share of the budget: a folder that is fuller has all its heads read when it is opened."""
 
 
 class Catalog:

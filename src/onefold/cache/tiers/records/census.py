@@ -90,7 +90,7 @@ class Space:
 
     @property
     def foreign(self) -> bool:
-        """Of another format than this version's."""
+        """Whether the namespace has another format than this version's."""
         return self.about.get("format", VERSION) != VERSION
 
     @property

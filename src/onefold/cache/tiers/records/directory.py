@@ -52,7 +52,7 @@ class Directory:
         return os.open(_plain(name), how | _NOFOLLOW, 0o600, dir_fd=self._held)
 
     def stat(self, name: str = "") -> os.stat_result:
-        """Of what has this name, itself; without a name, of the directory."""
+        """Returns the status of the entry with this name, a link's own included; without a name, of the directory."""
         return os.stat(_plain(name), dir_fd=self._held, follow_symlinks=False) if name else os.fstat(self._held)
 
     def has(self, name: str) -> bool:

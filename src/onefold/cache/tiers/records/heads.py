@@ -98,8 +98,8 @@ def _plain(begin: bytes, namespace: str, named: Named) -> Said | None:
 def read_heads(
     folder: Folder, namespace: str, wanted: Iterable[Wanted], index: Index
 ) -> Iterator[Said | OSError | RecordError]:
-    """Of many records of a namespace, in order, each when its turn comes: what the index says, or else the head of the
-    file. The next few files are open by then, and the device reads them meanwhile."""
+    """Yields for each record of `wanted`, in order, what the index says, or else the head of its file. Opens the next
+    few files ahead, so that the device reads them meanwhile."""
     with contextlib.ExitStack() as held:
         try:
             opens = held.enter_context(folder.opening(namespace))

@@ -53,7 +53,7 @@ NO_STAMP = Stamp(-1, 0, 0)
 
 
 class Said(NamedTuple):
-    """Of a record's head what a cache needs before it restores the record."""
+    """The part of a record's head that a cache needs before it restores the record."""
 
     parent: bytes
     tokens: Tokens

@@ -61,7 +61,7 @@ class FolderLock:
             self.forget()
 
     def forget(self) -> None:
-        """Close the lock file, without a word in it."""
+        """Close the lock file, and leave its text as it is."""
         if self._held is not None:
             os.close(self._held)
             self._held = None

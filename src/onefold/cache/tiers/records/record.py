@@ -96,7 +96,7 @@ class Content:
     """A range's own; a point has none."""
     tensors: tuple[Tensor, ...]
     state: str = ""
-    """Of a point: what the tensors are the state of, as JSON."""
+    """For a point: a description of the state that the tensors are, as JSON."""
 
     @functools.cached_property
     def address(self) -> bytes:
@@ -116,7 +116,7 @@ class Content:
 
     @functools.cached_property
     def size(self) -> int:
-        """Of the file."""
+        """The bytes of the file."""
         return len(self.header()) + self.payload_bytes
 
     def checksum(self, payload: Iterable[Any]) -> str:
@@ -172,7 +172,7 @@ class Head(NamedTuple):
     header: bytes
     """All of it, as it is."""
     rest: str
-    """Of the header: the tensors."""
+    """The last part of the header: the tensors."""
 
     @property
     def hollow(self) -> bool:

@@ -14,7 +14,7 @@ class RecordTable:
     def __init__(self) -> None:
         self._records: dict[str, dict[bytes, Record]] = {}
         self.total_bytes = 0
-        """Of all records, in blocks of the disk; those that are being written included."""
+        """The bytes of all records, in blocks of the disk; those that are being written included."""
 
     def __len__(self) -> int:
         return sum(len(held) for held in self._records.values())

@@ -16,7 +16,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import onefold  # first: it preloads a real BLAS
 
@@ -61,7 +63,7 @@ def kv_peak(model: nn.Module, run: Callable[[], object]) -> int:
 
 def generate(model: nn.Module, prompt: object, layers: object, n: int, step: int = 512) -> list[int]:
     return [
-        t
+        int(t)
         for t, _ in generate_step(
             mx.array(np.asarray(prompt)), model, max_tokens=n, prompt_cache=layers, prefill_step_size=step
         )
@@ -261,7 +263,7 @@ def bench_ledger() -> list[Row]:
                 prompt_cache=lease.layers,
                 prefill_step_size=128,
             ):
-                out.append(t)
+                out.append(int(t))
                 mx.eval([c.state for c in lease.layers])
                 mx.synchronize()
                 if len(out) % 4 == 0:
@@ -326,8 +328,8 @@ def bench_hybrid() -> list[Row]:
     ]
 
 
-def _stock_entries(stock: LRUPromptCache) -> list[object]:
-    found: list[object] = []
+def _stock_entries(stock: LRUPromptCache) -> list[Any]:
+    found: list[Any] = []
 
     def walk(x: object) -> None:
         if isinstance(x, dict):
@@ -411,7 +413,7 @@ def main() -> int:
     }
     chosen = [b for b in args.only.split(",") if b] or list(benches)
     console = Console(width=150)
-    table = Table(title=f"Onefold {onefold.__version__}, MLX {mx.__version__}, {mx.default_device()}")
+    table = Table(title=f"Onefold {onefold.__version__}, MLX {version('mlx')}, {mx.default_device()}")
     for column in ("what", "Onefold", "target", "", "mlx-lm, same run"):
         table.add_column(column, justify="left" if column == "what" else "right")
     missed = 0

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import onefold  # first: it preloads a real BLAS
@@ -150,7 +151,7 @@ def main() -> int:
         print(json.dumps(PARTS[args.part](Settings(args.folder, args.tokens, args.repeats, args.records))))
         return 0
     console = Console(width=170)
-    table = Table(title=f"Onefold {onefold.__version__}, MLX {mx.__version__}, {mx.default_device()}")
+    table = Table(title=f"Onefold {onefold.__version__}, MLX {version('mlx')}, {mx.default_device()}")
     for column in ("what", "Onefold", "target", "", "in this run"):
         table.add_column(column, justify="left" if column in ("what", "in this run") else "right")
     missed = 0

@@ -286,7 +286,12 @@ def part_turns(given: Settings) -> dict[str, Any]:
     model, fsync = FakeModel(["full", "full"]), os.fsync
     found: dict[str, Any] = {}
     for name, slow in (("none", 0.0), ("disk", 0.0), ("slow", 0.03)):
-        os.fsync = lambda held, slow=slow: (time.sleep(slow), fsync(held))  # type: ignore[assignment, misc]
+
+        def slow_fsync(fd: Any, slow: float = slow) -> None:
+            time.sleep(slow)
+            fsync(fd)
+
+        os.fsync = slow_fsync
         folder = Path(given.folder) / "turns" / name
         options: dict[str, Any] = {} if name == "none" else {"disk": folder, "disk_mode": "through"}
         seconds: list[float] = []

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +123,9 @@ class Bench:
     def answer_rows(self) -> Iterator[Row]:
         for what, by in self.answers.items():
             truth = by["none"]
-            right = {c: sum(a == b for a, b in zip(by[c], truth, strict=True)) for c in self.caches}
+            right = {c: float(sum(a == b for a, b in zip(by[c], truth, strict=True))) for c in self.caches}
             n = len(truth)
-            yield Row(f"{what}: answers as without a cache", right, lambda v, n=n: v == n, f"{n} of {n}", "{:.0f}")
+            yield Row(f"{what}: answers as without a cache", right, partial(operator.eq, n), f"{n} of {n}", "{:.0f}")
 
 
 def main() -> int:
@@ -139,8 +141,8 @@ def main() -> int:
     console = Console(width=150)
     caches = args.caches.split(",")
     with tempfile.TemporaryDirectory() as scratch:
-        folders = [write_model(Path(scratch) / name, s) for name, s in (("model", shape), ("draft", small))]
-        bench = Bench(caches, args.tokens, args.repeats, *folders, shape.token_bytes, small.token_bytes)
+        model, draft = (write_model(Path(scratch) / name, s) for name, s in (("model", shape), ("draft", small)))
+        bench = Bench(caches, args.tokens, args.repeats, model, draft, shape.token_bytes, small.token_bytes)
         benches = {
             "continue": bench.bench_continue,
             "concurrent": bench.bench_concurrent,

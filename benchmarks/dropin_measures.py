@@ -60,7 +60,7 @@ def active() -> int:
 
 def activations(model_folder: Path, tokens: int) -> int:
     """Peak bytes of one forward over so many tokens, less the weights."""
-    model, _ = load(str(model_folder))
+    model = load(str(model_folder))[0]
     weights = active()
     mx.reset_peak_memory()
     mx.eval(model(mx.zeros((1, tokens), mx.int32)))

@@ -20,6 +20,7 @@ import onefold
 
 # isort: split
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
@@ -57,7 +58,7 @@ def build_time(batch: onefold.Batch, y: mx.array) -> float:
     return took
 
 
-def ours(model: object, prefix: list[int], rows: int, table: list[str]) -> None:
+def ours(model: nn.Module, prefix: list[int], rows: int, table: list[str]) -> None:
     cache = onefold.PrefixCache(model, "60GB")
     t0 = time.perf_counter()
     with cache.lease(prefix) as lease:
@@ -109,7 +110,7 @@ def ours(model: object, prefix: list[int], rows: int, table: list[str]) -> None:
     settle()
 
 
-def stock(model: object, prefix: list[int], rows: int, table: list[str]) -> None:
+def stock(model: nn.Module, prefix: list[int], rows: int, table: list[str]) -> None:
     layers = make_prompt_cache(model)
     for _ in generate_step(mx.array(prefix), model, max_tokens=1, prompt_cache=layers):
         pass

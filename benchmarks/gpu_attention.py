@@ -13,6 +13,7 @@ import itertools
 import math
 import subprocess
 import sys
+from importlib.metadata import version
 
 import onefold  # noqa: F401  first: it preloads a real BLAS
 
@@ -51,7 +52,7 @@ def tried(by: str, queries: int, past: bool) -> dict[str, int]:
             else:
                 views = [View([k, v], start, hi, 1)]
                 pair = [Handle([views], PlainCodec(), (1, kv_heads, hi - start, dim), dtype, [0])] * 2
-                out = attention(q, *pair, None, scale, mask)
+                out = attention(q, pair[0], pair[1], None, scale, mask)
             found[wrong(out, want)] += 1
     return found
 
@@ -61,7 +62,7 @@ def main() -> None:
         found = tried(sys.argv[1], int(sys.argv[2]), sys.argv[3] == "past 0")
         print(f"{sum(found.values()):>6} {found['nan']:>5} {found['other']:>6}")
         return
-    print(f"{mx.default_device()}, MLX {mx.__version__}")
+    print(f"{mx.default_device()}, MLX {version('mlx')}")
     print(f"{'queries':>8} {'by':>8} {'begins':>7} {'tried':>6} {'nan':>5} {'other':>6}")
     for by, queries, where in itertools.product(("kernel", "onefold"), QUERIES, ("0", "past 0")):
         command = [sys.executable, __file__, by, str(queries), where]  # a process each: some calls end it

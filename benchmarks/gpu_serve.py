@@ -122,7 +122,7 @@ def stock_alone(model: Any, long: list[int], out: list[str]) -> list[int]:
     tokens = []
     for token, _ in generate_step(mx.array(long), model, max_tokens=128):
         times.append(time.perf_counter())
-        tokens.append(token)
+        tokens.append(int(token))
     out.append(f"alone     generate_step  {ms(times):7.2f} ms/token, cold first token {times[0] - begun:.2f} s")
     gc.collect()
     settle()
@@ -172,8 +172,7 @@ def stock_together(model: Any, n_rows: int, words: Words, weights: int, out: lis
     for run in ("cold", "warm"):
         prompts = [words(1000 + 37 * i) for i in range(n_rows)]
         settle()
-        sizes = {"completion_batch_size": n_rows, "prefill_batch_size": n_rows}
-        generator = BatchGenerator(model, max_tokens=128, **sizes)
+        generator = BatchGenerator(model, max_tokens=128, completion_batch_size=n_rows, prefill_batch_size=n_rows)
         begun = time.perf_counter()
         left = set(generator.insert(prompts, [128] * n_rows))
         times = []

@@ -17,6 +17,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import onefold  # first: it preloads a real BLAS
 
@@ -72,7 +74,7 @@ def windowed() -> nn.Module:
 class Conversations:
     """A cache and a model, and prompts that nobody has asked before."""
 
-    def __init__(self, model: nn.Module, **settings: object) -> None:
+    def __init__(self, model: nn.Module, **settings: Any) -> None:
         self.model = model
         self.cache = onefold.PrefixCache(model, "200GB", **settings)
         self._random = np.random.default_rng(0)
@@ -173,7 +175,7 @@ def bench_lease() -> list[Row]:
             caches.append(talk.cache)
         gc.collect()
         gc.freeze()
-        rows.append(ratio(f"lease at a node with branches, {name}", *beside(*runs, 300), 1.2, (1, MANY)))
+        rows.append(ratio(f"lease at a node with branches, {name}", *beside(runs[0], runs[1], 300), 1.2, (1, MANY)))
         gc.unfreeze()
         for cache in caches:
             cache.close()
@@ -189,17 +191,17 @@ def bench_evict() -> list[Row]:
             talk = Conversations(plain())
             talk.fill(n)
             assert talk.cache.stats().nodes == n
-            run = {
-                "shrink": lambda talk=talk: talk.cache.inventory.shrink(0),
-                "set_budget": lambda talk=talk: talk.cache.set_budget(200_000),
+            ways: dict[str, Callable[[], object]] = {
+                "shrink": partial(talk.cache.inventory.shrink, 0),
+                "set_budget": partial(talk.cache.set_budget, 200_000),
                 "clear": talk.cache.clear,
-            }[name]
+            }
             gc.collect()
-            taken.append(cpu(run, 1))
+            taken.append(cpu(ways[name], 1))
             left = talk.cache.stats().nodes
             assert left <= n // 20, f"{left} nodes of {n} are left after {name}"
             talk.cache.close()
-        rows.append(ratio(f"{name}: leaves given up", *taken, 12, (LEAVES, 10 * LEAVES)))
+        rows.append(ratio(f"{name}: leaves given up", taken[0], taken[1], 12, (LEAVES, 10 * LEAVES)))
     return rows
 
 
@@ -297,7 +299,7 @@ def bench_grow() -> list[Row]:
             copied[0] += sum(hi - lo for lo, hi in ranges)
             return rewriting_to(slab, ranges, capacity)
 
-        Slab.rewriting_to = counted  # type: ignore[method-assign]
+        Slab.rewriting_to = counted  # type: ignore[method-assign, assignment]
         try:
             with cache.lease(prompt) as lease:
                 mx.eval(model(mx.array(lease.rest)[None], cache=lease.layers))

@@ -120,7 +120,7 @@ class Client:
             writer.close()
 
     async def first_token(self, content: str) -> float:
-        begun, times = time.perf_counter(), []
+        begun, times = time.perf_counter(), list[float]()
         await self.stream(content, 2, times)
         times.append(time.perf_counter())  # a model of random weights may end its answer at once
         return times[0] - begun

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Callable
+from importlib.metadata import version
 
 import onefold  # first: it preloads a real BLAS
 
@@ -91,7 +92,7 @@ def main() -> int:
     if unknown := [n for n in chosen if n not in names]:
         parser.error(f"no such problem: {', '.join(unknown)}")
     console = Console(width=150)
-    title = f"Onefold {onefold.__version__}, MLX {mx.__version__}, {mx.default_device()}"
+    title = f"Onefold {onefold.__version__}, MLX {version('mlx')}, {mx.default_device()}"
     table = Table(title=title, show_lines=True)
     for column in ("problem", "what was shown", "Onefold", "mlx-lm", ""):
         table.add_column(column, justify="right" if column in ("Onefold", "mlx-lm") else "left")

@@ -79,8 +79,8 @@ def c1_bound_everywhere() -> Shown:
 def c2_off_unless_asked() -> Shown:
     model, off = llama_model(layers=4), True
     with listening() as said:
-        for options in ({}, {"max_kv_size": 0}):
-            with onefold.PrefixCache(model, "256MB", **options) as cache:
+        for bound in (None, 0):
+            with onefold.PrefixCache(model, "256MB", max_kv_size=bound) as cache:
                 known = ask(cache, model, words(100), 60)[1]
                 off = off and known_tokens(cache, known) == 160 and "rotated" not in cache.stats().reasons
         off = off and not said

@@ -27,6 +27,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
 from onefold.cache.memory.tokens import as_tokens
+from onefold.cache.tiers.disk.tier import Disk
 
 ROOT = Path(__file__).resolve().parent.parent
 NONE = "—"
@@ -70,7 +71,7 @@ def peak_over(run: Callable[[], object]) -> int:
 def generate(model: nn.Module, prompt: Any, layers: list[Any], n: int, step: int = 256) -> list[int]:
     prompt = mx.array(np.asarray(prompt))
     found = generate_step(prompt, model, max_tokens=n, prompt_cache=layers, prefill_step_size=step)
-    return [token for token, _ in found]
+    return [int(token) for token, _ in found]
 
 
 def cold(model: nn.Module, tokens: list[int], n: int) -> list[int]:
@@ -159,7 +160,7 @@ def on_disk(model: nn.Module, folder: str, budget: int | str, **options: Any) ->
     """A cache with this folder as its disk. That computing may be quicker than reading is left out: these models
     compute in no time."""
     cache = onefold.PrefixCache(model, budget, disk=folder, disk_budget="4GB", **options)
-    assert cache.parts.tier is not None
+    assert isinstance(cache.parts.tier, Disk)
     cache.parts.tier.reading.prefill_pace.estimate = lambda units: None  # type: ignore[method-assign]
     return cache
 

@@ -28,6 +28,7 @@ from problems_driving import (
 from shapes import gemma_model, llama_model
 
 from onefold.cache.tiers.disk.pace import Pace
+from onefold.cache.tiers.disk.tier import Disk
 
 
 @dataclass
@@ -70,7 +71,7 @@ def b7_statistics() -> Shown:
                 own, told = mixed(cache, model, base)
                 flushed, stats = cache.flush(), cache.stats()
                 skipped, room = [*told[0], 1], 0
-                if cache.parts.tier is not None:  # reading is made out to be slow: left on disk, and counted
+                if isinstance(cache.parts.tier, Disk):  # reading is made out to be slow: left on disk, and counted
                     cache.clear(disk=False)
                     on_it = cache.durable(told[0])
                     cache.parts.tier.reading.prefill_pace = Pace()

@@ -45,7 +45,7 @@ def decode(model: nn.Module, layers: list[list[Any]], rests: list[Any], n: int) 
     told = [[int(rest[-1])] for rest in rests]
     for _ in range(n):
         for row, own in zip(told, layers, strict=True):
-            row.append(int(mx.argmax(model(mx.array([row[-1:]]), cache=own)[:, -1]).item()))
+            row.append(int(mx.argmax(model(mx.array([row[-1:]]), cache=own)[:, -1])))
     return [row[1:] for row in told]
 
 
@@ -91,9 +91,11 @@ def a3_draft() -> Shown:
     prompt, turn = words(800), words(16, 1)
 
     def speculate(tokens: Any, layers: list[Any]) -> list[int]:
-        prompt, options = mx.array(np.asarray(tokens)), {"max_tokens": 24, "prefill_step_size": 256}
-        found = speculative_generate_step(prompt, model, draft, prompt_cache=layers, **options)
-        return [t for t, _, _ in found]
+        prompt = mx.array(np.asarray(tokens))
+        found = speculative_generate_step(
+            prompt, model, draft, prompt_cache=layers, max_tokens=24, prefill_step_size=256
+        )
+        return [int(t) for t, _, _ in found]
 
     base = active()
     answers: list[int] = []

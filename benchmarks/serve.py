@@ -178,7 +178,7 @@ def together(servers: list[Served], repeats: int) -> Row:
 
 def alone(servers: list[Served], folder: str, repeats: int) -> Row:
     """Between the first token and the last, so that prefill is left out."""
-    model, tokenizer = mlx_lm.load(folder)
+    model, tokenizer = mlx_lm.load(folder)[:2]
     ours = next(s for s in servers if s.name == OURS)
     messages = [{"role": "user", "content": "Write a long story about a lighthouse keeper and a storm."}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)

@@ -239,7 +239,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         model, tokenizer = onefold.load(given.model or str(write_model(Path(folder) / "model")))
     asks, tokens, most = prepare(model, tokenizer, given.requests, given.seed)
-    token_bytes = onefold.PrefixCache(model, "1GB").token_bytes
+    token_bytes = onefold.PrefixCache(model, "1GB").inventory.token_bytes
     needed = tokens * token_bytes
     result = run(model, tokenizer, asks, int(needed * given.share), needed, given.clients)
     table = Table(title=f"{given.requests} requests, {given.clients} clients, {result.seconds:.0f} s")

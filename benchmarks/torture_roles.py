@@ -26,6 +26,7 @@ from disk_caches import ordinary_folder
 from fake import FakeModel, Session, settled, text
 
 from onefold.cache.memory.tokens import as_tokens
+from onefold.cache.tiers.disk.tier import Disk
 from onefold.cache.tiers.records.entry import BLOCK, on_disk
 from onefold.cache.tiers.records.files import TEMPORARY
 from onefold.cache.tiers.records.record import content_of, parse_head, parse_name
@@ -66,7 +67,7 @@ def opened(task: Task, memory: int = MEMORY) -> tuple[FakeModel, onefold.PrefixC
         disk_budget=task.disk_budget,
         disk_mode=task.mode,
     )
-    if cache.parts.tier is not None:
+    if isinstance(cache.parts.tier, Disk):
         cache.parts.tier.spiller.jobs.record_tokens = RECORD_TOKENS
     return model, cache
 
@@ -307,7 +308,8 @@ def disk_full(task: Task, say: Say) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (BLOCK, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
     problems = _serve_some(task, fault)
-    resource.setrlimit(resource.RLIMIT_FSIZE, [resource.getrlimit(resource.RLIMIT_FSIZE)[1]] * 2)
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     problems += [f"a leftover stays: {p.name}" for p in temporary_files(task.folder)]
     problems += [f"a record is not sound: {p.name}" for p in record_files(task.folder) if unsound(p)]
     model, cache = opened(task)

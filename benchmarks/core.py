@@ -195,7 +195,7 @@ def bench_share(tokens: int) -> list[Row]:
 def bench_match() -> list[Row]:
     rng, n = np.random.default_rng(2), 131_072
     tokens = rng.integers(0, 150_000, n).astype(np.int32)
-    tree = Tree()
+    tree: Tree[Any, Any] = Tree()
     tree.add(tree.root, tokens)
     longer = np.concatenate([tokens, tokens[:100]])
     branch = np.concatenate([tokens[: n // 2], tokens[:1000]])

@@ -137,7 +137,7 @@ class KeptTier(NoTier):
         in_memory, _ = readable_length(self._state, path, matched)
         reach = kv_reach(self._state, path, matched)
         wanted = [n for n in path if n.span is None and n.start < reach]
-        if self._state.model.pointwise or reach <= in_memory or not wanted:
+        if self._state.model.needs_checkpoints or reach <= in_memory or not wanted:
             return None
         for node in path:
             node.pins += 1  # else making room could evict what the fetched tokens continue

@@ -104,7 +104,7 @@ def test_a_checkpoint_is_closed_once_with_all_it_holds() -> None:
     ledger = Ledger(1 << 20)
     arrays = [mx.zeros((1, 8)), mx.zeros((1, 4)), None]
     snapshots = [Snapshot(arrays[:1], 0, 9), None, Snapshot(arrays[1:], 0, 9)]
-    checkpoint = Checkpoint(9, list(snapshots), ledger.open(Purpose.CHECKPOINT, 48), spanless=False)
+    checkpoint = Checkpoint(9, list(snapshots), ledger.open(Purpose.CHECKPOINT, 48), is_complete=False)
     assert checkpoint.bytes == 48 == ledger.used_bytes
     assert checkpoint.array_ids() == {id(arrays[0]), id(arrays[1])}
     checkpoint.close()

@@ -376,7 +376,7 @@ def test_what_makes_way_on_disk_as_soon_as_it_was_written_is_not_waited_for(tmp_
         with cache.state.lock:
             nodes = [cache.parts.tree("").match(as_tokens(t)).path[0] for t in said]
             spiller._backlog.want(nodes[1])
-            cache.state.lock.tell()
+            cache.state.lock.notify_all()
         cache.flush(10)
         with cache.state.lock:
             spiller._backlog.want(nodes[2])

@@ -179,6 +179,7 @@ def test_every_change_of_a_tree_is_heard(changes: list[tuple[int, int, int]]) ->
             tree.split(node, node.start + 1 + n % (len(node.tokens) - 1))
         elif what == 2 and len(node.children) == 1 and node.checkpoint is None:
             (below,) = node.children.values()
+            below.span = Payload() if node.span is not None else None
             tree.join(node, below)
         elif what == 3 and not node.children:
             tree.remove(node)

@@ -252,6 +252,19 @@ def test_refused_operations_change_nothing() -> None:
     assert prefixes(tree) == {(1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), (1, 2, 9)}
 
 
+def test_nodes_of_which_only_one_has_kv_are_not_joined() -> None:
+    tree = Tree()
+    lower = tree.add(tree.root, as_tokens([1, 2, 3]))
+    upper = tree.split(lower, 2)
+    upper.span = Edge([1, 2])
+    with pytest.raises(ValueError, match="only one of the nodes that meet at 2 has KV in memory"):
+        tree.join(upper, lower)
+    assert upper.span is not None and lower.start == 2
+    lower.span = Edge([3])
+    tree.join(upper, lower)
+    assert lower.span.tokens == [1, 2, 3]
+
+
 def test_a_node_owns_its_tokens() -> None:
     tree, tokens = Tree(), np.arange(10, dtype=np.int32)
     node = tree.add(tree.root, tokens)

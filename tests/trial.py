@@ -106,7 +106,7 @@ def reuse(anatomy: Anatomy) -> str:
     ways = []
     if anatomy.sliceable:
         ways.append("moved" if anatomy.contiguous else "shared in place")
-    if anatomy.pointwise:
+    if anatomy.needs_checkpoints:
         ways.append("checkpointed")
     return ", ".join(ways)
 
@@ -198,7 +198,7 @@ class Trial:
 
     def rewound(self) -> None:
         """To where no checkpoint is, and to behind one. Sliceable layers need none."""
-        anywhere = not self.anatomy.pointwise
+        anywhere = not self.anatomy.needs_checkpoints
         with self.opened() as cache:
             self.turn(cache, words(PROMPT))
             lease, _ = self.turn(cache, [*words(PROMPT)[:21], 91, 92, 93])

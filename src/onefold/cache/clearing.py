@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from onefold.cache.memory.lock import Work
-from onefold.cache.memory.tree import Node
+from onefold.cache.memory.payloads import Node
 from onefold.cache.parts import Parts
 from onefold.cache.pins import Pins
 

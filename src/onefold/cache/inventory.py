@@ -128,7 +128,7 @@ class Inventory:
     @property
     def resumes_anywhere(self) -> bool:
         """Whether a conversation can be resumed at any of its tokens, and not only at a checkpoint."""
-        return not self._state.model.pointwise
+        return not self._state.model.needs_checkpoints
 
     def most_tokens(self) -> int:
         """Returns the length of the longest conversation that fits in the whole budget, MLX's pool included."""
@@ -182,7 +182,7 @@ class Inventory:
             if kept == 0:
                 return 0, reason
             with self._leasing.lease(frozen(found[:kept])) as lease:
-                if lease.matched < kept or self._state.model.pointwise:
+                if lease.matched < kept or self._state.model.needs_checkpoints:
                     adopting.fill(lease.hold, layers, kept)
                     lease.commit(found[:kept])
             return kept, reason

@@ -13,9 +13,9 @@ import mlx.nn as nn
 
 from onefold.cache.memory.ledger import Ledger
 from onefold.cache.memory.lock import CacheLock
+from onefold.cache.memory.payloads import Tree
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tier import Tier, TierStats
-from onefold.cache.memory.tree import Tree
 from onefold.cache.model import seam, stock
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.attention import attention

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.state import CacheState
-from onefold.cache.memory.tree import Node
 from onefold.sizes import show_count
 
 

@@ -225,7 +225,7 @@ class PrefixCache:
                     break
                 if node.below.has_saved_point and node.end <= matched:
                     resumable = node.end
-            return resumable if self.state.model.pointwise else max(resumable, min(kv, matched))
+            return resumable if self.state.model.needs_checkpoints else max(resumable, min(kv, matched))
 
     def clear(self, *, disk: bool = True) -> None:
         """Drop everything that no lease holds, and all pins. Also deletes the files of this model from disk, in every

@@ -27,13 +27,13 @@ GRID = 8192
 class Checkpoint:
     """One snapshot for each leaf; None where the leaf's state lies in the path's segments."""
 
-    __slots__ = ("_closing", "_holders", "account", "position", "snapshots", "spanless")
+    __slots__ = ("_closing", "_holders", "account", "is_complete", "position", "snapshots")
 
-    def __init__(self, position: int, snapshots: list[Any], account: Account, *, spanless: bool) -> None:
+    def __init__(self, position: int, snapshots: list[Any], account: Account, *, is_complete: bool) -> None:
         self.position = position
         self.snapshots = snapshots
         self.account = account
-        self.spanless = spanless
+        self.is_complete = is_complete
         """Every leaf has its snapshot here, and none needs the path's segments."""
         self._holders = 0
         self._closing = False
@@ -41,7 +41,7 @@ class Checkpoint:
     @classmethod
     def of(cls, position: int, snapshots: list[Any], account: Account) -> Checkpoint:
         """Makes a checkpoint that needs the path's segments only where a leaf has no snapshot."""
-        return cls(position, snapshots, account, spanless=all(s is not None for s in snapshots))
+        return cls(position, snapshots, account, is_complete=all(s is not None for s in snapshots))
 
     @property
     def bytes(self) -> int:
@@ -128,13 +128,13 @@ class Points:
         self._order: Ranking[Node] = Ranking()
 
     def changed(self, node: Node) -> None:
-        there = node.parent is not None and node.checkpoint is not None
-        known = node in self._bytes
+        checkpoint = node.checkpoint if node.parent is not None else None
+        there, known = checkpoint is not None, node in self._bytes
         if not there and not known:
             return
         self.bytes -= self._bytes.pop(node, 0)
-        if there:
-            self._bytes[node] = node.checkpoint.account.bytes
+        if checkpoint is not None:
+            self._bytes[node] = checkpoint.account.bytes
             self.bytes += self._bytes[node]
             self._order.place(node, _drop_rank(node))
         else:
@@ -166,9 +166,9 @@ class Points:
 
     def check(self, nodes: Iterable[Node]) -> list[str]:
         """Recounts from all nodes; returns a sentence for each difference."""
-        held = [n for n in nodes if n.checkpoint is not None]
+        held = {n: n.checkpoint.account.bytes for n in nodes if n.checkpoint is not None}
         found = []
-        if self._bytes != {n: n.checkpoint.account.bytes for n in held} or self.bytes != sum(self._bytes.values()):
+        if self._bytes != held or self.bytes != sum(self._bytes.values()):
             found.append(f"the checkpoints are counted as {self.bytes} bytes, and have another size")
         if self._order.keys() != {n: _drop_rank(n) for n in held}:
             found.append("the order in which checkpoints are dropped does not match the tree")

@@ -157,6 +157,6 @@ class CacheLock:
         held."""
         self._changed.wait(seconds)
 
-    def tell(self) -> None:
+    def notify_all(self) -> None:
         """Wake the threads in `wait`. Called with the inner part held."""
         self._changed.notify_all()

@@ -17,12 +17,12 @@ from collections.abc import Hashable, Iterator
 
 from onefold.cache.memory import eviction
 from onefold.cache.memory.checkpoints import Checkpoint, Points, superfluous
+from onefold.cache.memory.payloads import Node, Tree
 from onefold.cache.memory.pieces import Piece
 from onefold.cache.memory.segment import Slab, Span, Store
 from onefold.cache.memory.tier import Tier
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
-from onefold.cache.memory.tree import Node, Tree
 
 log = logging.getLogger("onefold")
 

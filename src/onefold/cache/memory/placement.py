@@ -13,10 +13,10 @@ from onefold.cache.memory.copying import Copying
 from onefold.cache.memory.ledger import Ledger
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.nodes import NodeStore
+from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.pieces import Piece
 from onefold.cache.memory.segment import ROOM_SHARE, Slab, Span, rest_capacity
 from onefold.cache.memory.track import Track
-from onefold.cache.memory.tree import Node
 from onefold.errors import BudgetError, DeviceError
 
 REMAINDER = 1024

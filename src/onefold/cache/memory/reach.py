@@ -12,9 +12,9 @@ from __future__ import annotations
 import itertools
 
 from onefold.cache.memory.checkpoints import Checkpoint
+from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.reasons import Reason
 from onefold.cache.memory.state import CacheState
-from onefold.cache.memory.tree import Node
 
 NEAR = 16
 """How many descendants of a path's end are searched for a checkpoint that can be clamped."""
@@ -43,14 +43,14 @@ def resume_point(
         return 0, None, Reason.NOTHING_KNOWN
     for node in reversed(path):
         found = node.checkpoint
-        if found is None or node.end > usable or not (found.spanless or node.end <= readable):
+        if found is None or node.end > usable or not (found.is_complete or node.end <= readable):
             continue
-        if state.model.pointwise or node.end > readable:
+        if state.model.needs_checkpoints or node.end > readable:
             clamped = _clampable(state, path, readable) if node.end < readable else None
             if clamped is not None:
                 return readable, clamped, Reason.NONE
             return node.end, found, Reason.NONE if node.end == usable else Reason.NO_CHECKPOINT
-    if not state.model.pointwise:
+    if not state.model.needs_checkpoints:
         return readable, None, Reason.NONE if readable else Reason.NOTHING_KNOWN
     clamped = _clampable(state, path, readable)
     return (0, None, Reason.NO_CHECKPOINT) if clamped is None else (readable, clamped, Reason.NONE)
@@ -64,7 +64,7 @@ def _clampable(state: CacheState, path: list[Node], target: int) -> Checkpoint |
     near = [*path, *itertools.islice(path[-1].walk(), NEAR)]
     for node in near:
         found: Checkpoint | None = node.checkpoint
-        if found is None or node.end < target or (found.spanless and state.store.specs):
+        if found is None or node.end < target or (found.is_complete and state.store.specs):
             continue
         if state.model.accepts(state.store, found.snapshots, target):
             return found

@@ -20,9 +20,9 @@ from onefold.cache.memory.checkpoints import POINTS_SHARE
 from onefold.cache.memory.ledger import Ledger
 from onefold.cache.memory.lock import CacheLock, Work
 from onefold.cache.memory.nodes import NodeStore
+from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.placement import Placement
 from onefold.cache.memory.segment import Slab
-from onefold.cache.memory.tree import Node
 
 PATIENCE = 2.0
 """Seconds that a request waits for dirty nodes to be written. Evicting a node that is not written by then loses it."""
@@ -32,14 +32,14 @@ class Reclaiming:
     """Frees bytes for the ledger when a reservation does not fit."""
 
     def __init__(
-        self, nodes: NodeStore, placement: Placement, ledger: Ledger, lock: CacheLock, *, pointwise: bool
+        self, nodes: NodeStore, placement: Placement, ledger: Ledger, lock: CacheLock, *, needs_checkpoints: bool
     ) -> None:
         self._nodes = nodes
         self._store = nodes.store
         self._placement = placement
         self._ledger = ledger
         self._lock = lock
-        self._pointwise = pointwise
+        self._pointwise = needs_checkpoints
         self._reclaiming = False
         ledger.make_room = self.make_room
         ledger.making_room = self.making_room

@@ -7,9 +7,9 @@ from collections import Counter
 
 from onefold.cache.memory.ledger import Ledger
 from onefold.cache.memory.nodes import NodeStore
+from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.state import CacheState
-from onefold.cache.memory.tree import Node
 
 
 def recount(state: CacheState) -> list[str]:

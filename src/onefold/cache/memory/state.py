@@ -27,6 +27,7 @@ from onefold.cache.memory import device
 from onefold.cache.memory.ledger import Ledger
 from onefold.cache.memory.lock import CacheLock, Work
 from onefold.cache.memory.nodes import NodeStore
+from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.placement import Placement
 from onefold.cache.memory.reasons import Reason
 from onefold.cache.memory.reclaiming import PATIENCE, Reclaiming
@@ -35,7 +36,6 @@ from onefold.cache.memory.segment import Store
 from onefold.cache.memory.shapes import LayerSpec
 from onefold.cache.memory.tier import Tier
 from onefold.cache.memory.track import Track
-from onefold.cache.memory.tree import Node
 from onefold.errors import WrongThread
 
 log = logging.getLogger("onefold")
@@ -55,7 +55,7 @@ class ModelTraits(Protocol):
         ...
 
     @property
-    def pointwise(self) -> bool:
+    def needs_checkpoints(self) -> bool:
         """Whether resuming needs a checkpoint."""
         ...
 
@@ -138,7 +138,9 @@ class CacheState:
         self.store.run = lock.run_held
         self.nodes = NodeStore(self.store)
         self.placement = Placement(self.nodes, ledger)
-        self.reclaiming = Reclaiming(self.nodes, self.placement, ledger, lock, pointwise=model.pointwise)
+        self.reclaiming = Reclaiming(
+            self.nodes, self.placement, ledger, lock, needs_checkpoints=model.needs_checkpoints
+        )
         self.scratch = Scratch(ledger, lock)
         self.leases: weakref.WeakSet[Any] = weakref.WeakSet()
         """Open leases (`Holder`)."""

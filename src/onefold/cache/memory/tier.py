@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from onefold.cache.memory.lock import Work
+from onefold.cache.memory.payloads import Node, Tree
 from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
-from onefold.cache.memory.tree import Node, TierPayload, Tree
+from onefold.cache.memory.tree import TierPayload
 
 __all__ = ["Fetch", "NoTier", "Tier", "TierPayload", "TierStats"]
 

@@ -2,8 +2,8 @@
 
 - A node is an edge: its `tokens` are [start, end) of every sequence below it.
 - Children of a node differ in their first token; a root has no tokens.
-- The payloads of a node (`span`, `checkpoint`, `below`) are opaque here. A payload covers exactly its edge, and has a
-  `cut` method for when the edge is split.
+- The payloads of a node (`span`, `checkpoint`, `below`) are opaque here; `payloads` has the types that a cache puts
+  there. A span covers exactly its edge, and has a `cut` method for when the edge is split.
 - Matching compares whole arrays, not single tokens, and touches no payload.
 - A node counts its children that have something in memory, and notifies its watch of every change that may move it in
   an order of eviction. The setters of its attributes do both.
@@ -14,11 +14,27 @@ No MLX in this file.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
 from onefold.cache.memory.tokens import Tokens, common_length, is_frozen
+
+
+class SpanPayload(Protocol):
+    """A node's KV in memory."""
+
+    def cut(self, at: int, upper: Any, lower: Any) -> tuple[Self, Self]:
+        """Split the span with its node, at the `at`-th token. Returns the spans of `upper` and `lower`."""
+        ...
+
+    def join(self, upper: Self) -> None:
+        """Take over the span of the node above, whose edge this span's node has taken over."""
+        ...
+
+
+S = TypeVar("S", bound=SpanPayload)
+C = TypeVar("C")
 
 
 class TierPayload(Protocol):
@@ -54,11 +70,13 @@ class TierPayload(Protocol):
         """Whether the tier has the checkpoint at the node's end."""
         ...
 
-    def reaches_beyond(self, lower: Node) -> bool:
+    def reaches_beyond(self, lower: Node[Any, Any]) -> bool:
         """Whether a record of the node continues into another child than `lower`."""
         ...
 
-    def cut(self, at: int, upper: Node, lower: Node) -> tuple[TierPayload | None, TierPayload | None]:
+    def cut(
+        self, at: int, upper: Node[Any, Any], lower: Node[Any, Any]
+    ) -> tuple[TierPayload | None, TierPayload | None]:
         """Split the payload with its node, at the `at`-th token. Returns the payloads of `upper` and `lower`."""
         ...
 
@@ -66,7 +84,7 @@ class TierPayload(Protocol):
         """Take over the payload of the node above, whose edge this payload's node has taken over."""
         ...
 
-    def moved(self, node: Node) -> TierPayload:
+    def moved(self, node: Node[Any, Any]) -> TierPayload:
         """Returns the payload for `node`, which has taken over the payload's node."""
         ...
 
@@ -74,15 +92,15 @@ class TierPayload(Protocol):
 class Watch(Protocol):
     """Is notified of changes of a tree, right after each."""
 
-    def changed(self, node: Node) -> None:
+    def changed(self, node: Node[Any, Any]) -> None:
         """The node's last use, leases, pins or content in memory changed; or it was added to or removed from the
         tree."""
 
-    def branched(self, node: Node) -> None:
+    def branched(self, node: Node[Any, Any]) -> None:
         """The node gained or lost a child."""
 
 
-class Node:
+class Node(Generic[S, C]):
     __slots__ = (
         "_below",
         "_checkpoint",
@@ -99,37 +117,39 @@ class Node:
         "tokens",
     )
 
-    def __init__(self, tokens: Tokens, start: int, parent: Node | None, watch: Watch | None = None) -> None:
+    def __init__(self, tokens: Tokens, start: int, parent: Node[S, C] | None, watch: Watch | None = None) -> None:
         self.tokens = tokens
         self.start = start
         self.end = start + len(tokens)
         self.parent = parent
-        self.children: dict[int, Node] = {}
+        self.children: dict[int, Node[S, C]] = {}
         self.held_below = 0
         """How many children have something in memory, or a descendant that has."""
         self._watch = watch
-        self._span: Any = None
-        self._checkpoint: Any = None
+        self._span: S | None = None
+        self._checkpoint: C | None = None
         self._below: TierPayload | None = None
         self._leases = 0
         self._pins = 0
         self._last_use = 0.0
 
     @property
-    def span(self) -> Any:
+    def span(self) -> S | None:
+        """The node's KV in memory; None if it has none there."""
         return self._span
 
     @span.setter
-    def span(self, span: Any) -> None:
+    def span(self, span: S | None) -> None:
         held, self._span = self.in_memory, span
         self._payload_changed(held)
 
     @property
-    def checkpoint(self) -> Any:
+    def checkpoint(self) -> C | None:
+        """The state at the node's end in memory; None if it has none there."""
         return self._checkpoint
 
     @checkpoint.setter
-    def checkpoint(self, checkpoint: Any) -> None:
+    def checkpoint(self, checkpoint: C | None) -> None:
         held, self._checkpoint = self.in_memory, checkpoint
         self._payload_changed(held, always=True)
 
@@ -152,7 +172,7 @@ class Node:
     def leases(self, n: int) -> None:
         idle, self._leases = self.idle, n
         if self.idle != idle:
-            self._tell()
+            self._notify()
 
     @property
     def pins(self) -> int:
@@ -163,7 +183,7 @@ class Node:
     def pins(self, n: int) -> None:
         idle, self._pins = self.idle, n
         if self.idle != idle:
-            self._tell()
+            self._notify()
 
     @property
     def last_use(self) -> float:
@@ -173,9 +193,9 @@ class Node:
     def last_use(self, when: float) -> None:
         self._last_use = when
         if not self.held_below or self._checkpoint is not None:
-            self._tell()
+            self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self._watch is not None:
             self._watch.changed(self)
 
@@ -184,19 +204,19 @@ class Node:
         if self.in_memory != held:
             if self.parent is not None and not self.held_below:
                 self.parent.count_branch(-1 if held else 1)
-            self._tell()
+            self._notify()
         elif always:
-            self._tell()
+            self._notify()
 
     def count_branch(self, n: int) -> None:
         """Add `n` to the number of children that have something in memory, and update ancestors as far as needed."""
-        node: Node | None = self
+        node: Node[S, C] | None = self
         while node is not None and n:
             before = node.held_below
             node.held_below += n
             if bool(before) == bool(node.held_below):
                 return
-            node._tell()
+            node._notify()
             if node.in_memory:
                 return
             node = node.parent
@@ -220,22 +240,22 @@ class Node:
         return self._leases == 0 and self._pins == 0
 
     @property
-    def root(self) -> Node:
+    def root(self) -> Node[S, C]:
         node = self
         while node.parent is not None:
             node = node.parent
         return node
 
-    def path(self) -> list[Node]:
+    def path(self) -> list[Node[S, C]]:
         """Returns the nodes from the first below the root down to this one."""
-        nodes: list[Node] = []
-        node: Node | None = self
+        nodes: list[Node[S, C]] = []
+        node: Node[S, C] | None = self
         while node is not None and node.parent is not None:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
 
-    def walk(self) -> Iterator[Node]:
+    def walk(self) -> Iterator[Node[S, C]]:
         """Yields this node's descendants, parents before children. Lazy: the tree must not change meanwhile."""
         stack = [reversed(self.children.values())]
         while stack:
@@ -248,25 +268,25 @@ class Node:
                 stack.append(reversed(node.children.values()))
 
 
-class Match(NamedTuple):
-    path: list[Node]
+class Match(NamedTuple, Generic[S, C]):
+    path: list[Node[S, C]]
     """Fully matched nodes; the last one may be matched only partially."""
     matched: int
     """The number of matched tokens."""
 
 
-class Tree:
+class Tree(Generic[S, C]):
     """The nodes of one namespace. Not thread safe; the cache's lock guards it."""
 
     def __init__(self, watch: Watch | None = None) -> None:
         self._watch = watch
-        self.root = Node(np.empty(0, np.int32), 0, None)
+        self.root: Node[S, C] = Node(np.empty(0, np.int32), 0, None)
         self._version = 0
         """Counts the changes to which nodes there are."""
-        self._last: tuple[Tokens, int, Match] | None = None
+        self._last: tuple[Tokens, int, Match[S, C]] | None = None
         """The last walk of frozen tokens, and the version that it is of."""
 
-    def match(self, tokens: Tokens, above: Node | None = None) -> Match:
+    def match(self, tokens: Tokens, above: Node[S, C] | None = None) -> Match[S, C]:
         """Returns the longest known prefix of these tokens, from the root on or from the end of `above`. The path must
         not be changed. A request asks several times before its first forward: frozen tokens are walked once."""
         if above is not None or not is_frozen(tokens):
@@ -275,8 +295,9 @@ class Tree:
             self._last = (tokens, self._version, self._walk(tokens, self.root))
         return self._last[2]
 
-    def _walk(self, tokens: Tokens, node: Node) -> Match:
-        at, path = 0, list[Node]()
+    def _walk(self, tokens: Tokens, node: Node[S, C]) -> Match[S, C]:
+        at = 0
+        path: list[Node[S, C]] = []
         while at < len(tokens):
             child = node.children.get(int(tokens[at]))
             if child is None:
@@ -289,10 +310,10 @@ class Tree:
             node = child
         return Match(path, at)
 
-    def children_first(self) -> Iterator[Node]:
+    def children_first(self) -> Iterator[Node[S, C]]:
         """Yields every node, children before parents. The tree may change meanwhile: nodes that are added below a node
         already visited are left out, and a node may have been removed when it is yielded."""
-        above: list[Node] = []
+        above: list[Node[S, C]] = []
         left = [list(self.root.children.values())]
         while left:
             if left[-1]:
@@ -303,7 +324,7 @@ class Tree:
                 if above:
                     yield above.pop()
 
-    def reach(self, tokens: Tokens, above: Node | None = None) -> tuple[Node, int]:
+    def reach(self, tokens: Tokens, above: Node[S, C] | None = None) -> tuple[Node[S, C], int]:
         """Returns the node that ends where the known prefix of these tokens ends, and the length of that prefix. Splits
         a node if necessary."""
         above = above or self.root
@@ -311,7 +332,7 @@ class Tree:
         node, end = path[-1] if path else above, above.end + matched
         return (self.split(node, end) if end < node.end else node), matched
 
-    def add(self, parent: Node, tokens: Tokens) -> Node:
+    def add(self, parent: Node[S, C], tokens: Tokens) -> Node[S, C]:
         """Adds a leaf below `parent`, and returns it. Raises ValueError if `parent` has a child with the same first
         token."""
         first = int(tokens[0])
@@ -321,11 +342,11 @@ class Tree:
         self._version += 1
         parent.children[first] = node
         parent.count_branch(1)
-        self._tell(node)
-        self._tell_branched(parent)
+        self._notify(node)
+        self._notify_branched(parent)
         return node
 
-    def split(self, node: Node, at: int) -> Node:
+    def split(self, node: Node[S, C], at: int) -> Node[S, C]:
         """Cut the edge at position `at`. Returns the new upper node. `node` keeps the lower part, its children and its
         checkpoint, so that a lease that holds it still holds the deeper end. Raises ValueError if `at` is not inside
         the edge."""
@@ -344,18 +365,20 @@ class Tree:
             upper._below, node._below = node._below.cut(k, upper, node)
         upper.held_below = int(node.holds)
         above.count_branch(upper.holds - held)
-        self._tell(upper)
-        self._tell(node)
+        self._notify(upper)
+        self._notify(node)
         return upper
 
-    def join(self, upper: Node, lower: Node) -> None:
+    def join(self, upper: Node[S, C], lower: Node[S, C]) -> None:
         """The opposite of `split`: `lower`, the only child of `upper`, takes over its parent's edge. Raises ValueError
-        if there is another child."""
+        if there is another child, or if only one of the two has a span."""
         if upper.parent is None or upper.children != {int(lower.tokens[0]): lower}:
             raise ValueError(f"node [{upper.start}, {upper.end}) has more than one child")
+        if (upper._span is None) != (lower._span is None):
+            raise ValueError(f"only one of the nodes that meet at {upper.end} has KV in memory")
         self._version += 1
         above, held = upper.parent, upper.holds
-        if lower._span is not None:
+        if lower._span is not None and upper._span is not None:
             lower._span.join(upper._span)
         if lower._below is not None:
             lower._below.join(upper._below)
@@ -367,10 +390,10 @@ class Tree:
         above.children[int(lower.tokens[0])] = lower
         upper.parent, upper._span, upper._below, upper.children, upper.held_below = None, None, None, {}, 0
         above.count_branch(lower.holds - held)
-        self._tell(upper)
-        self._tell(lower)
+        self._notify(upper)
+        self._notify(lower)
 
-    def remove(self, node: Node) -> None:
+    def remove(self, node: Node[S, C]) -> None:
         """Remove a leaf from the tree. Raises ValueError if the node has children."""
         if node.children or node.parent is None:
             raise ValueError(f"node [{node.start}, {node.end}) is not a leaf")
@@ -379,14 +402,14 @@ class Tree:
         del above.children[int(node.tokens[0])]
         node.parent = None
         above.count_branch(-int(node.holds))
-        self._tell(node)
-        self._tell_branched(above)
+        self._notify(node)
+        self._notify_branched(above)
 
-    def _tell(self, node: Node) -> None:
+    def _notify(self, node: Node[S, C]) -> None:
         if self._watch is not None:
             self._watch.changed(node)
 
-    def _tell_branched(self, node: Node) -> None:
+    def _notify_branched(self, node: Node[S, C]) -> None:
         if self._watch is not None:
             self._watch.branched(node)
 

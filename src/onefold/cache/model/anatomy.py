@@ -59,7 +59,7 @@ class Anatomy:
     vocab: int = 0
     heads: int = 1
     itemsize: int = 4
-    silent: bool = False
+    hides_offsets: bool = False
     """The model does not report to its recurrent layers how many tokens passed; `seam.watch` does."""
     notes: list[str] = field(default_factory=list)
     uncached_state_bytes: int = 0
@@ -88,7 +88,7 @@ class Anatomy:
         return any(leaf.of_the_model for leaf in self.leaves)
 
     @property
-    def pointwise(self) -> bool:
+    def needs_checkpoints(self) -> bool:
         """Whether resuming needs a checkpoint."""
         return any(not leaf.sliceable and leaf.used for leaf in self.leaves)
 

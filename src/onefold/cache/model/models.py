@@ -19,7 +19,7 @@ class Models:
         self.anatomies = list(anatomies)
         self.specs: list[LayerSpec] = [spec for a in anatomies for spec in a.specs]
         """The arrays of each layer whose KV lies in slabs."""
-        self.pointwise = any(a.pointwise for a in anatomies)
+        self.needs_checkpoints = any(a.needs_checkpoints for a in anatomies)
         """Whether resuming needs a checkpoint."""
         self.recurrent = any(a.recurrent for a in anatomies)
         """Whether some layer's state can be restored only at the position where it was taken."""

@@ -304,8 +304,8 @@ def _check_counting(model: nn.Module, anatomy: Anatomy) -> None:
     if not _trial(model, run):
         anatomy.reason = "the model does not run on layers that are made for it"
         return
-    anatomy.silent = any(leaf.offset != sum(_TRIAL) for leaf in recurrent)
-    if anatomy.silent and any(leaf.offset for leaf in recurrent):
+    anatomy.hides_offsets = any(leaf.offset != sum(_TRIAL) for leaf in recurrent)
+    if anatomy.hides_offsets and any(leaf.offset for leaf in recurrent):
         anatomy.reason = "some of its recurrent layers say how many tokens have passed, and some do not"
 
 

@@ -113,7 +113,7 @@ class Batch:
             if self.ragged:
                 if self._arena is not None:
                     with self._state.lock:
-                        self._arena.seat([lease.hold.track for lease in self.leases if not lease.hold.spanless])
+                        self._arena.seat([lease.hold.track for lease in self.leases if not lease.hold.is_outside_track])
                 self._plan.begin()
                 return self.model(tokens, cache=self.layers)[:, -1, :]
             for hold, watcher in rows:  # for all rows first, because a row that was stepped cannot be undone

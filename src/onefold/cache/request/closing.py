@@ -15,12 +15,12 @@ import mlx.core as mx
 from onefold.cache.memory.checkpoints import Checkpoint
 from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.lock import Work
+from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.reach import kv_reach
 from onefold.cache.memory.reasons import Reason
 from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tokens import Tokens
-from onefold.cache.memory.tree import Node
 from onefold.cache.request import committing
 from onefold.cache.request.hold import Hold
 from onefold.errors import BudgetError, DeviceError
@@ -107,15 +107,15 @@ def _store_work(hold: Hold, tokens: Tokens) -> None:
     if keep == 0:
         return
     kept = tokens[:keep]
-    node = nodes.put(tree, kept, None if hold.spanless else track)
+    node = nodes.put(tree, kept, None if hold.is_outside_track else track)
     _hold_deeper(hold, node)
-    if not hold.spanless:
+    if not hold.is_outside_track:
         track.freeze(keep)
         if hold.state.model.contiguous:
             _adopt(hold, node)
-    reach = kv_reach(hold.state, node.path(), keep) if hold.spanless else keep
+    reach = kv_reach(hold.state, node.path(), keep) if hold.is_outside_track else keep
     for checkpoint in taken_here:
-        if not checkpoint.spanless and checkpoint.position > reach:
+        if not checkpoint.is_complete and checkpoint.position > reach:
             checkpoint.close()  # it needs KV that was freed when the conversation rotated
         elif not nodes.place(tree, kept, checkpoint):
             hold.state.reasons[Reason.CHECKPOINT_THERE] += 1
@@ -143,12 +143,14 @@ def count_unfed(hold: Hold) -> None:
 def _kept(hold: Hold, tokens: Tokens) -> int:
     """Returns how many of these tokens can be stored."""
     keep = min(len(tokens), hold.offset)
-    return keep if hold.spanless else min(keep, hold.rotated_at)  # a model that rotated wrote no later KV to the track
+    if hold.is_outside_track:
+        return keep
+    return min(keep, hold.rotated_at)  # a model that rotated wrote no later KV to the track
 
 
 def _takes_end(hold: Hold, keep: int) -> bool:
     """Whether the live state becomes the checkpoint at the end."""
-    if keep == 0 or not (hold.state.model.pointwise or hold.spanless):
+    if keep == 0 or not (hold.state.model.needs_checkpoints or hold.is_outside_track):
         return False
     return keep > hold.last_checkpoint and all(watcher.position == keep for watcher in hold.watchers)
 

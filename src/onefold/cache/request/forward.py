@@ -53,7 +53,7 @@ def _note_rewind(hold: Hold, to: int) -> None:
 
 
 def _maybe_checkpoint(hold: Hold) -> None:
-    if not hold.state.model.pointwise and not hold.spanless:
+    if not hold.state.model.needs_checkpoints and not hold.is_outside_track:
         return
     position = hold.offset
     if any(w.position != position for w in hold.watchers):
@@ -86,7 +86,7 @@ def _reserving_step(hold: Hold, watcher: Watcher, n_tokens: int) -> Work[None]:
     hold.refuse_closed()
     if not watcher.rotated and any(x.sliceable and x.outgrows(n_tokens) for x in watcher.leaves):
         _rotate(hold, watcher)
-    if not hold.spanless:
+    if not hold.is_outside_track:
         if hold.unreserved:
             end, rest, hold.unreserved = hold.track.end, hold.unreserved, 0
             yield from hold.track.ensuring(end, rest)
@@ -132,7 +132,7 @@ def _rotate(hold: Hold, watcher: Watcher) -> None:
     watcher.rounds.rotated(watcher.leaves)
     hold.rotated_at = min(hold.rotated_at, start)
     hold.state.note_rotation(watcher.reached, bound.max_size)
-    if hold.spanless:
+    if hold.is_outside_track:
         hold.track.free()
         closing.release_path(hold)
     if give_up:

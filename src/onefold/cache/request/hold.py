@@ -19,11 +19,11 @@ import mlx.nn as nn
 
 from onefold.cache.memory.checkpoints import Checkpoint
 from onefold.cache.memory.ledger import Account, Purpose
+from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.reasons import Reason
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
-from onefold.cache.memory.tree import Node
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.uncached import Uncached
 from onefold.cache.request.fed import Fed
@@ -148,7 +148,7 @@ class Hold:
         return all(len({leaf.offset for leaf in w.leaves}) <= 1 for w in self.watchers)
 
     @property
-    def spanless(self) -> bool:
+    def is_outside_track(self) -> bool:
         """Whether no layer's state lies in the track."""
         return all(w.rotated for w in self.watchers)
 

@@ -17,10 +17,10 @@ import logging
 from onefold.cache.memory.checkpoints import Checkpoint
 from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.lock import Work
+from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.reach import readable_length, resume_point
 from onefold.cache.memory.reasons import Reason
-from onefold.cache.memory.segment import round_up
-from onefold.cache.memory.tree import Node
+from onefold.cache.memory.segment import Span, round_up
 from onefold.cache.model import seam
 from onefold.cache.request.hold import Hold
 from onefold.errors import BudgetError
@@ -41,9 +41,9 @@ def begin(hold: Hold) -> None:
     usable = min(hold.matched, len(hold.tokens) - 1)
     readable, why = readable_length(hold.state, path, hold.matched)
     point, checkpoint, reason = resume_point(hold.state, path, min(usable, readable), usable)
-    hold.reason = why if readable < usable and not hold.state.model.pointwise else reason
+    hold.reason = why if readable < usable and not hold.state.model.needs_checkpoints else reason
     hold.cached = point
-    floor = 0 if point == 0 else (point if checkpoint is not None and checkpoint.spanless else readable)
+    floor = 0 if point == 0 else (point if checkpoint is not None and checkpoint.is_complete else readable)
     if floor:
         node = next(n for n in path if n.end >= floor)
         if node.end > floor:
@@ -51,7 +51,7 @@ def begin(hold: Hold) -> None:
         hold.node = node
         hold.state.nodes.hold(node)
         hold.state.nodes.touch(node)
-        if checkpoint is None or not checkpoint.spanless:
+        if checkpoint is None or not checkpoint.is_complete:
             _read_in_place(hold, node)
     if not _stand_at(hold, point, checkpoint):
         _begin_again(hold, checkpoint)
@@ -62,7 +62,7 @@ def begin(hold: Hold) -> None:
 def giving_room(hold: Hold, reserve_tokens: int) -> Work[None]:
     """Make room for the rest of the tokens, and for `reserve_tokens` more. Raises BudgetError, and LeaseClosed if the
     lease is closed meanwhile."""
-    if hold.spanless:
+    if hold.is_outside_track:
         return
     rest = len(hold.tokens) + reserve_tokens - hold.track.end
     for bound in hold.state.model.bounds:
@@ -82,11 +82,15 @@ def giving_room(hold: Hold, reserve_tokens: int) -> Work[None]:
 
 
 def _read_in_place(hold: Hold, node: Node) -> None:
-    spans = [n.span for n in node.path()]
-    hold.track.borrow(spans)
+    hold.track.borrow(_kv_of(n) for n in node.path())
     for slab in {p.slab for p in hold.track.pieces}:
         if slab.writers:  # this seals it: its writer continues in another slab, and scheduled arrays can be read
             seam.schedule([a for layer in slab.layers if layer for a in layer])
+
+
+def _kv_of(node: Node) -> Span:
+    assert node.span is not None, "every node of a readable path has its KV in memory"
+    return node.span
 
 
 def _stand_at(hold: Hold, point: int, checkpoint: Checkpoint | None) -> bool:

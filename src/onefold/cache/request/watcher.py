@@ -111,7 +111,7 @@ class ForwardWatcher:
 
     def enter(self, layer: Any, n_tokens: int | None) -> None:
         if layer.epoch == self.epoch:  # the first layer of a new forward
-            if self.anatomy.silent and not self._depth:
+            if self.anatomy.hides_offsets and not self._depth:
                 raise LeaseError(
                     "this model's layers do not count their tokens: call the model itself, not a part of it"
                 )
@@ -120,7 +120,7 @@ class ForwardWatcher:
             self.epoch += 1
             self._entered, self._sized = 0, False
             another, self.hold.running = self.hold.running is not self, self
-            if (self.anatomy.pointwise or self.anatomy.bound is not None) and self.verifies:
+            if (self.anatomy.needs_checkpoints or self.anatomy.bound is not None) and self.verifies:
                 self.rounds.mark(self.position, self.leaves, again=another)  # a round begins after the other model's
             self._marks = [leaf.mark() for leaf in self.leaves]
             if not self._depth:
@@ -137,7 +137,7 @@ class ForwardWatcher:
             if self._marks is not None:  # mark layers that have just become rings again
                 kept = zip(self.leaves, self._marks, strict=True)
                 self._marks = [x.mark() if x.sliceable else m for x, m in kept]
-        if self._entered == len(self.leaves) and not self._depth:
+        if not self._depth and self._entered == len(self.leaves):
             self._marks = None  # all layers were written: the forward is taken as complete
 
     @property
@@ -190,7 +190,7 @@ class ForwardWatcher:
         if self._depth > 1:
             return []
         self._marks = None  # complete; and no second reference to a state is kept
-        if self.anatomy.silent:
+        if self.anatomy.hides_offsets:
             for leaf in self.leaves:
                 leaf.passed(n_tokens)
         self.reached = self.position
@@ -218,7 +218,7 @@ class ForwardWatcher:
         """Returns the arrays that forwards write. Without `attended`, leaves out those on which a forward's output
         depends, because attention reads them after the write."""
         found: list[mx.array] = []
-        if self.anatomy.pointwise or self.rotated:
+        if self.anatomy.needs_checkpoints or self.rotated:
             found = [a for leaf in self.leaves if not leaf.in_track for a in leaf.live_arrays()]
         return found + self.hold.track.written() if attended and not self.rotated else found
 

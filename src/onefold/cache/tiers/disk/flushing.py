@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from onefold.cache.memory.lock import CacheLock
-from onefold.cache.memory.tree import Node
+from onefold.cache.memory.payloads import Node
 from onefold.cache.tiers.disk.backlog import Backlog
 from onefold.cache.tiers.disk.jobs import Jobs
 from onefold.cache.tiers.disk.writing import LOOK_AGAIN, Writer
@@ -53,7 +53,7 @@ class Flusher:
         if everything:
             self._backlog.want_all(sorted(self._nodes(), key=lambda n: -n.last_use))
         self._waiting += 1
-        self._lock.tell()
+        self._lock.notify_all()
         try:
             while self._backlog.next(None) is not None or self._backlog.more or not self._writer.idle:
                 if not self._writer.alive or self._given_up or time.monotonic() > until:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onefold.cache.memory.tree import Node, Tree
+from onefold.cache.memory.payloads import Node, Tree
 from onefold.cache.tiers.disk.ondisk import disk_of, made_disk_of
 from onefold.cache.tiers.records.entry import Loaded, Record
 from onefold.cache.tiers.records.record import What

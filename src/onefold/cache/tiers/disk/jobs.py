@@ -17,8 +17,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
+from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.segment import Slab, Store
-from onefold.cache.memory.tree import Node
 from onefold.cache.tiers.disk import host
 from onefold.cache.tiers.disk.backlog import Refusals
 from onefold.cache.tiers.disk.linking import Links
@@ -122,15 +122,13 @@ class Jobs:
 
     def _point_job(self, node: Node, space: str) -> Job | Record | None:
         """Returns the checkpoint at this node's end; the record alone if that is on disk already."""
-        parent = _parent_at(node, node.end)
-        if parent is None:
+        parent, checkpoint = _parent_at(node, node.end), node.checkpoint
+        if parent is None or checkpoint is None:
             return None
-        arrays = node.checkpoint.arrays()
+        arrays = checkpoint.arrays()
         try:
             tensors: tuple[Tensor, ...] = tuple(host.tensor(n, a) for n, a in arrays.items())
-            content = Content(
-                What.POINT, space, parent.address, node.end, NO_TOKENS, tensors, node.checkpoint.describe()
-            )
+            content = Content(What.POINT, space, parent.address, node.end, NO_TOKENS, tensors, checkpoint.describe())
             self._layout.require(content)
         except (KeyError, TypeError, ValueError, RecordError) as error:
             self.reasons[DiskReason.UNWRITABLE_CHECKPOINT] += 1
@@ -143,8 +141,8 @@ class Jobs:
         made_disk_of(node).set_point(record)
         if known is not None:
             return known
-        node.checkpoint.hold()
-        return Job(record, content, None, 0, node.checkpoint)
+        checkpoint.hold()
+        return Job(record, content, None, 0, checkpoint)
 
     def _known(self, content: Content) -> Record | None:
         """Returns the record of this content, if it is on disk and could be read when it was last tried."""

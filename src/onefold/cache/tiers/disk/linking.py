@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from onefold.cache.memory.checkpoints import superfluous
 from onefold.cache.memory.nodes import NodeStore
-from onefold.cache.memory.tree import Node
+from onefold.cache.memory.payloads import Node
 from onefold.cache.tiers.disk.ondisk import OnDisk, all_records_of, disk_of, made_disk_of, point_of, records_of
 from onefold.cache.tiers.records.catalog import Catalog
 from onefold.cache.tiers.records.entry import Record

@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Hashable, Iterable
 
-from onefold.cache.memory.tree import Node, Tree
+from onefold.cache.memory.payloads import Node, Tree
 from onefold.cache.tiers.disk.growing import grow
 from onefold.cache.tiers.disk.naming import name_of, salt_of
 from onefold.cache.tiers.identity import Identity

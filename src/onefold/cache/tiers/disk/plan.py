@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from onefold.cache.memory.payloads import Node, Tree
 from onefold.cache.memory.reach import kv_reach, readable_length, resume_point
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tokens import Tokens
-from onefold.cache.memory.tree import Node, Tree
 from onefold.cache.tiers.disk.ondisk import point_of, records_of
 from onefold.cache.tiers.records.entry import Record
 
@@ -65,10 +65,10 @@ def plan_for(state: CacheState, tree: Tree, tokens: Tokens) -> Plan | None:
     reach = kv_reach(state, path, matched)
     target, point = min(reach, matched), None
     node = next((n for n in reversed(path) if n.end <= usable and _resumable(n, reach)), None)
-    if node is not None and (state.model.pointwise or node.end > reach):
+    if node is not None and (state.model.needs_checkpoints or node.end > reach):
         target, point = node.end, None if node.checkpoint is not None else point_of(node)
         path = path[: path.index(node) + 1]
-    elif state.model.pointwise:
+    elif state.model.needs_checkpoints:
         return None
     if min(target, usable) <= have:
         return None
@@ -80,7 +80,7 @@ def plan_for(state: CacheState, tree: Tree, tokens: Tokens) -> Plan | None:
 def _resumable(node: Node, reach: int) -> bool:
     """Whether a request can be resumed at the node's end, with KV up to `reach`."""
     if node.checkpoint is not None:
-        return node.end <= reach or node.checkpoint.spanless
+        return node.end <= reach or node.checkpoint.is_complete
     if node.below is None or not node.below.has_saved_point:
         return False
     return node.end <= reach or _rotated(node)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from onefold.cache.memory.ledger import Account, Purpose
+from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.state import CacheState
-from onefold.cache.memory.tree import Node
 from onefold.cache.tiers.disk.linking import Links
 from onefold.cache.tiers.disk.pace import Pace
 from onefold.cache.tiers.records.entry import Record

@@ -10,8 +10,8 @@ import mlx.core as mx
 from onefold.cache.memory.arrays import Bytes
 from onefold.cache.memory.checkpoints import Checkpoint
 from onefold.cache.memory.ledger import Account, Purpose
+from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.state import CacheState
-from onefold.cache.memory.tree import Node
 from onefold.cache.tiers.disk import host
 from onefold.cache.tiers.disk.reading import Reading, fill, no_room, open_buffers, read_header
 from onefold.cache.tiers.records.entry import Record

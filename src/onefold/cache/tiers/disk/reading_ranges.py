@@ -20,11 +20,11 @@ import numpy as np
 from onefold.cache.memory import arrays
 from onefold.cache.memory.arrays import Bytes
 from onefold.cache.memory.ledger import Account
+from onefold.cache.memory.payloads import Tree
 from onefold.cache.memory.segment import Slab, Span
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
-from onefold.cache.memory.tree import Tree
 from onefold.cache.tiers.disk import host
 from onefold.cache.tiers.disk.plan import Plan
 from onefold.cache.tiers.disk.reading import Reading, fill, no_room, open_buffers, read_header

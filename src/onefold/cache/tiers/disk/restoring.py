@@ -18,10 +18,10 @@ import time
 import numpy as np
 
 from onefold.cache.memory.lock import Work
+from onefold.cache.memory.payloads import Tree
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
-from onefold.cache.memory.tree import Tree
 from onefold.cache.tiers.disk.plan import Plan, plan_for
 from onefold.cache.tiers.disk.reading import Reading
 from onefold.cache.tiers.disk.reading_points import read_point

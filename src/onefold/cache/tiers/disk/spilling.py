@@ -23,9 +23,9 @@ from onefold.cache.memory.checkpoints import POINTS_SHARE
 from onefold.cache.memory.eviction import leaves
 from onefold.cache.memory.ledger import Ledger, Purpose
 from onefold.cache.memory.lock import Work
+from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.segment import Slab, Store
 from onefold.cache.memory.state import CacheState
-from onefold.cache.memory.tree import Node
 from onefold.cache.tiers.disk import host, jobs
 from onefold.cache.tiers.disk.backlog import Backlog, Refusals
 from onefold.cache.tiers.disk.flushing import Flusher
@@ -133,7 +133,7 @@ class Spiller:
         """Queue a committed node in write-through mode, and notify the writer."""
         if self.through:
             self._backlog.want(node)
-        self._lock.tell()
+        self._lock.notify_all()
 
     def saving(self, node: Node, until: float) -> Work[bool]:
         """Write a node that is to be evicted, and wait for that until then. Returns False if it is not on disk."""
@@ -152,7 +152,7 @@ class Spiller:
             if not asked:
                 self._backlog.hurry(node)
                 asked = True
-            self._lock.tell()
+            self._lock.notify_all()
             yield min(left, LOOK_AGAIN)
         yield from self.awaiting_copies(self._store.busy)
         return is_clean(node)
@@ -249,7 +249,7 @@ class Spiller:
                 return job
             if self.jobs.is_writable(node):  # else it is tried again when its request has ended
                 self._refusals.add(node)
-            self._lock.tell()
+            self._lock.notify_all()
         self._backlog.more = True
         return None
 

@@ -20,11 +20,11 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from onefold.cache.memory.lock import Work
+from onefold.cache.memory.payloads import Node, Tree
 from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tier import Fetch, TierStats
 from onefold.cache.memory.tokens import Tokens
-from onefold.cache.memory.tree import Node, Tree
 from onefold.cache.tiers.disk import ondisk, restoring
 from onefold.cache.tiers.disk.linking import Links
 from onefold.cache.tiers.disk.namespaces import Namespaces

@@ -122,7 +122,7 @@ class Writer:
         """End the thread. Without the lock: it may need it to end."""
         with self._lock.inner:
             self._stop = True
-            self._lock.tell()
+            self._lock.notify_all()
         if self._thread.working and not self.is_this_thread and not self._thread.wait(STOPPING_MOST):
             log.warning("a record is still being written after %.0f s; not waiting for it any longer", STOPPING_MOST)
 
@@ -148,7 +148,7 @@ class Writer:
                     self._catalog.fail(OSError(0, f"the thread that writes has ended ({why})"))
                     self.busy, self._died = False, True
                     self._give_back()
-                    self._lock.tell()
+                    self._lock.notify_all()
             host.leave_thread()
 
     def _give_back(self) -> None:
@@ -204,7 +204,7 @@ class Writer:
             if self._catalog.unnoted:  # a burst is over
                 break
             self.busy = False
-            self._lock.tell()
+            self._lock.notify_all()
             self._lock.wait(0.001 if self._impatient() else LOOK_AGAIN)
         self.busy = True
         return None, None
@@ -222,7 +222,7 @@ class Writer:
             with self._lock.inner:
                 if error is not None:
                     self._settle(job, error, False)
-                self._lock.tell()
+                self._lock.notify_all()
 
     def _place(self, job: Job) -> Place | None:
         """Returns the place that its bytes are copied to; None if they are read when it is written."""
@@ -249,7 +249,7 @@ class Writer:
                     self._staging.give(place)
                 job.slab.copies -= 1
                 job.slab.settle()
-                self._lock.tell()
+                self._lock.notify_all()
         return Staged(job, [place.bytes], place)
 
     def _write(self, staged: Staged) -> None:
@@ -274,4 +274,4 @@ class Writer:
         if staged.place is not None:
             self._staging.give(staged.place)
         self._settle(staged.job, error, written)
-        self._lock.tell()
+        self._lock.notify_all()

@@ -120,8 +120,10 @@ def test_a_file_without_keys_is_one_line(tmp_path, capsys, content, said):
         file.write_bytes(content)
     told = wrong(capsys, "m", "--api-key-file", str(file))
     assert said in told and str(file) in told
-    assert "Is a directory" in wrong(capsys, "m", "--api-key-file", str(tmp_path))
-    assert "No such file" in wrong(capsys, "m", "--api-key-file", "~nobody-of-this-name/keys")
+    told = wrong(capsys, "m", "--api-key-file", str(tmp_path))
+    assert f'cannot read the API keys in "{tmp_path}": Is a directory' in told
+    told = wrong(capsys, "m", "--api-key-file", "~nobody-of-this-name/keys")
+    assert 'cannot read the API keys in "~nobody-of-this-name/keys": No such file' in told
 
 
 @pytest.mark.parametrize(

@@ -667,6 +667,15 @@ def test_a_folder_that_holds_other_things_is_refused(model: FakeModel, tmp_path:
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.parametrize("name", [".DS_Store", "._onefold.json", ".Spotlight-V100", "lost+found"])
+def test_a_folder_may_hold_what_the_system_puts_there(name: str, model: FakeModel, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("by the system")
+    with opened(model, tmp_path) as cache:
+        Session(model, cache, text(40)).prefill(16).commit()
+        assert cache.flush()
+    assert (tmp_path / name).read_text() == "by the system"
+
+
 def branched(folder: Path) -> tuple[FakeModel, list[int], list[int]]:
     """Two conversations on disk, the second of which leaves the first inside its one record."""
     model = FakeModel(("full", "full"))

@@ -31,6 +31,7 @@ from onefold.engine.limits import Limits
 from onefold.engine.prompt import PromptMaker
 from onefold.engine.request import Done, Event, Failed, Prompt, Request, Sampling
 from onefold.engine.scheduler import Scheduler
+from onefold.engine.stock import maybe_set_recommended_wired_limit
 from onefold.errors import Busy, ConfigError, EngineStopped, OnefoldError, PromptError
 from onefold.faults import UNEXPECTED
 from onefold.sizes import show_size
@@ -97,6 +98,8 @@ class Engine:
         self.cache: PrefixCache
         self._scheduler: Scheduler
         _evaluate(model)
+        # Weights and KV stay resident on a Mac. Applies to the process, as in mlx-lm's server; never in mid-evaluation.
+        maybe_set_recommended_wired_limit()
         self._start(functools.partial(self._begin, model, config))
         self._check_budget()
         self._lengths = Lengths(self.cache, self.most_tokens, self.context_length)

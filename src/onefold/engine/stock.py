@@ -21,6 +21,7 @@ from mlx_lm.generate import (
 from mlx_lm.models import llama
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 __all__ = [
     "GenerationResponse",
@@ -31,6 +32,7 @@ __all__ = [
     "make_logits_processors",
     "make_sampler",
     "make_text_state_machine",
+    "maybe_set_recommended_wired_limit",
     "random_llama",
     "stream_generate",
     "wired_limit",

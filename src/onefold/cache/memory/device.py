@@ -12,6 +12,8 @@ from onefold.cache.memory.ledger import Ledger, Purpose
 
 POOL_SHARE = 16
 POOL_MOST = 1 << 30
+POOL_LEAST_ON_METAL = 256 << 20
+"""A new buffer is expensive on Metal: a smaller pool makes some in every forward."""
 
 
 def memory_bytes() -> int:
@@ -28,6 +30,11 @@ def memory_bytes() -> int:
 def on_gpu() -> bool:
     """Whether MLX's default device is a GPU."""
     return bool(mx.default_device().type == mx.DeviceType.gpu)
+
+
+def on_metal() -> bool:
+    """Whether MLX's default device is an Apple GPU."""
+    return on_gpu() and bool(mx.metal.is_available())
 
 
 def on_cuda() -> bool:
@@ -49,8 +56,9 @@ def default_budget(*models: nn.Module | None) -> int:
 
 
 def pool_bytes(budget_bytes: int) -> int:
-    """Returns the share of a budget that is reserved for MLX's pool."""
-    return min(POOL_MOST, budget_bytes // POOL_SHARE)
+    """Returns the share of a budget that is reserved for MLX's pool; on Metal up to a quarter of a small budget."""
+    share = min(POOL_MOST, budget_bytes // POOL_SHARE)
+    return max(share, min(POOL_LEAST_ON_METAL, budget_bytes // 4)) if on_metal() else share
 
 
 class Pool:

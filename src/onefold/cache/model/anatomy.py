@@ -15,6 +15,7 @@ from typing import Any
 from onefold.cache.memory import device
 from onefold.cache.memory.shapes import ArraySpec, LayerSpec
 from onefold.cache.memory.track import Track
+from onefold.cache.model import metal
 from onefold.cache.model.kinds.base import ForwardListener
 from onefold.cache.model.kinds.composite import CompositeLayer
 from onefold.cache.model.kinds.leaf import Leaf, Making
@@ -117,18 +118,27 @@ class Anatomy:
     # -- bytes ---------------------------------------------------------------------------
 
     def scratch_bytes(self, n_tokens: int, total_tokens: int, *, joins: bool = True) -> int:
-        """Returns an upper estimate of one forward's activations and attention scratch. On a GPU the scores of a chunk
-        are never stored whole, unless the model does so itself (those outside the seam). `joins`: whether the pieces of
-        a layer may be concatenated."""
+        """Returns an upper estimate of one forward's activations and attention scratch. Where attention is fused, the
+        scores of a chunk are never stored whole. `joins`: whether the pieces of a layer may be concatenated."""
         per_token = self.widest * self.itemsize * 8
         scores = 3 * self.heads * n_tokens * total_tokens * 4
-        if device.on_gpu() and not self.contiguous:
+        if self._is_fused(n_tokens):
             few = min(n_tokens, 16)
             scores = (3 * self.heads * few * 4 + 2 * n_tokens) * total_tokens
         joined = max((leaf.token_bytes for leaf in self.leaves), default=0) * total_tokens if joins else 0
         evaluated = n_tokens if self.logit_tokens is None else min(n_tokens, self.logit_tokens)
         logits = 3 * evaluated * self.vocab * max(4, self.itemsize)
         return n_tokens * per_token + scores + joined + logits + (1 << 16)
+
+    def _is_fused(self, n_tokens: int) -> bool:
+        """Whether no layer's attention stores the scores of a forward of so many tokens whole. Models outside the seam
+        may do so themselves."""
+        if not device.on_gpu() or self.contiguous:
+            return False
+        if not device.on_metal():
+            return True
+        shapes = {(k.dim, v.dim, k.heads) for k, v in (leaf.plain for leaf in self.leaves if leaf.plain is not None)}
+        return all(metal.fuses(n_tokens, k, v, -(-self.heads // heads)) for k, v, heads in shapes)
 
     def point_bytes(self, offset: int, n_tokens: int) -> int:
         """Returns the most bytes that windows and recurrent states occupy after a forward of `n_tokens` at `offset`."""

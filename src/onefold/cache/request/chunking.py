@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from onefold.cache.memory import device
 from onefold.cache.memory.checkpoints import GRID
 from onefold.cache.memory.segment import LEAST_CHUNK
 from onefold.cache.memory.tokens import Tokens
+from onefold.cache.model import metal
 from onefold.cache.request.hold import Hold
 
 
 def chunk_limit(hold: Hold, limit: int = 2048) -> int:
     """See `Lease.chunk_limit`."""
+    if device.on_metal():
+        limit = min(limit, metal.longest_chunk(hold.offset + limit))
     parts: list[Any] = [*hold.watchers, *hold.uncached]
     ledger, held = hold.state.ledger, hold.state.scratch.bytes - 2 * hold.points.bytes
     while limit > LEAST_CHUNK and not all(ledger.fits(b.scratch_bytes(limit) - held) for b in parts):

@@ -24,7 +24,7 @@ from onefold.cache.tiers.records.heads import Wanted, read_heads
 from onefold.cache.tiers.records.index import NO_STAMP, Index, Said, Stamp
 from onefold.cache.tiers.records.listing import Filed
 from onefold.cache.tiers.records.locking import LOCK
-from onefold.cache.tiers.records.marker import MARKER
+from onefold.cache.tiers.records.marker import MARKER, of_the_system
 from onefold.cache.tiers.records.record import VERSION, Named, What, file_name
 from onefold.cache.tiers.records.written import WRITTEN
 from onefold.errors import RecordError
@@ -109,7 +109,7 @@ def take(folder: Folder, namespaces: Iterable[str] | None = None, *, heads: bool
     for namespace in folder.namespaces() if namespaces is None else namespaces:
         space = Space(namespace, folder.about(namespace), [])
         there = folder.listing(namespace)
-        for name in there.strangers:
+        for name in (n for n in there.strangers if not of_the_system(n)):
             (space.leftovers if folder.is_leftover(namespace, name) else space.strangers).append(name)
         listed = [_entry(namespace, filed) for filed in there.records]
         if heads and not space.foreign:
@@ -190,7 +190,7 @@ def top_level(folder: Folder) -> tuple[list[str], list[str]]:
     """Returns the files outside of the namespaces: those that an interrupted write left behind, and those not ours."""
     leftovers, strangers = list[str](), list[str]()
     for name in folder.top_level():
-        if name not in (MARKER, LOCK, WRITTEN):
+        if name not in (MARKER, LOCK, WRITTEN) and not of_the_system(name):
             (leftovers if folder.is_leftover("", name) else strangers).append(name)
     return leftovers, strangers
 

@@ -15,7 +15,16 @@ from onefold.errors import ConfigError
 
 MARKER = "onefold.json"
 LAYOUT = 1
+_OF_THE_SYSTEM = frozenset(
+    {".DS_Store", ".localized", ".Spotlight-V100", ".fseventsd", ".Trashes", ".TemporaryItems", "lost+found"}
+)
+"""Entries that macOS or a file system puts into folders and volumes by itself."""
 _MARKED = {"is": "a Onefold cache", "layout": LAYOUT}
+
+
+def of_the_system(name: str) -> bool:
+    """Whether an entry of a folder is nobody's: the system makes it by itself."""
+    return name in _OF_THE_SYSTEM or name.startswith("._")
 
 
 def require_usable(top: Directory, path: Path) -> None:
@@ -23,7 +32,8 @@ def require_usable(top: Directory, path: Path) -> None:
     if top.has(MARKER):
         require_layout(top, path)
         return
-    others = sorted(e.name for e in top.entries() if e.name not in (LOCK, MARKER + TEMPORARY))
+    ours = (LOCK, MARKER + TEMPORARY)
+    others = sorted(e.name for e in top.entries() if e.name not in ours and not of_the_system(e.name))
     if others:
         raise ConfigError(f"{path} holds other things ({others[0]}): give the cache a folder of its own")
 

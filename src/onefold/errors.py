@@ -7,7 +7,8 @@
     ├── NoBackend (ImportError)      MLX is installed without a backend; names what to install
     ├── TokenError (ValueError)      tokens that are empty, not integers, or out of range
     ├── BudgetError                  the budget (or the device) does not have the bytes that were requested
-    ├── DeviceError                  the device failed in the middle of a copy that the budget had room for
+    ├── DeviceError                  the device failed; what was being computed or copied is lost
+    │   └── DeviceLost               ... and does not recover: only a new process can use it
     ├── LeaseError                   a lease used against its rules
     │   ├── LeaseClosed              ... after it was settled
     │   ├── WrongThread              ... from another thread than the one that opened it
@@ -76,7 +77,11 @@ class BudgetError(OnefoldError):
 
 
 class DeviceError(OnefoldError):
-    """The data that was being copied is lost; the cache drops it, and it is a miss from then on."""
+    """The data that was being computed or copied is lost; the cache drops it, and it is a miss from then on."""
+
+
+class DeviceLost(DeviceError):
+    """The device refuses every command of this process."""
 
 
 class LeaseError(OnefoldError):

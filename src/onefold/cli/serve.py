@@ -389,7 +389,7 @@ def _listen(engine: Engine, settings: Settings, sock: socket.socket) -> int:
         server.run([sock])
     except OSError as error:  # two servers took the address before one of them listened
         return _complain(f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}")
-    return 0
+    return 0 if engine.lost is None else os.EX_TEMPFAIL
 
 
 def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:

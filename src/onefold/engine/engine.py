@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import queue
 import threading
 import weakref
@@ -32,10 +33,12 @@ from onefold.engine.prompt import PromptMaker
 from onefold.engine.request import Done, Event, Failed, Prompt, Request, Sampling
 from onefold.engine.scheduler import Scheduler
 from onefold.engine.stock import maybe_set_recommended_wired_limit
-from onefold.errors import Busy, ConfigError, EngineStopped, OnefoldError, PromptError
+from onefold.errors import Busy, ConfigError, DeviceLost, EngineStopped, OnefoldError, PromptError
 from onefold.faults import UNEXPECTED
 from onefold.sizes import show_size
 from onefold.worker import Worker
+
+log = logging.getLogger("onefold.engine")
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,8 @@ class Engine:
         self._posted = 0
         """Requests in the mailbox."""
         self._ended = False
+        self.lost: DeviceLost | None = None
+        """Why the engine ended by itself: the device does not recover, and only a new process can use it."""
         self.cache: PrefixCache
         self._scheduler: Scheduler
         _evaluate(model)
@@ -286,6 +291,10 @@ class Engine:
                 ready.set()
             while self._take_in(self._scheduler):
                 self._scheduler.tick()
+        except DeviceLost as error:
+            log.critical("the engine ends: %s", error)
+            self.lost = error
+            self.cache.ending.hurry()  # what is dirty is lost with the process, rather than wait for the device
         finally:
             self._end()
             mx.clear_streams()  # what MLX leaves of a thread's streams can abort the process when it exits

@@ -14,7 +14,6 @@ room for it.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -121,19 +120,23 @@ class Job:
         if self.lease is not None and self.position:
             self.lease.commit(self.tokens[: self.position], close=False)
 
-    def settle(self) -> None:
-        """Closes the lease, and keeps what its layers hold."""
+    def settle(self) -> DeviceError | None:
+        """Closes the lease, and keeps what its layers hold. Returns the error if the device has failed since the lease
+        was opened: then nothing is kept."""
         if self.restore is not None:
             self.restore.finish()
         self._forget_restores()
         lease, self.lease, self.chosen = self.lease, None, None
         if lease is None or lease.closed:
-            return
-        with contextlib.suppress(DeviceError):  # what was being computed is lost, and the cache has counted it
+            return None
+        try:
             if 0 < self.position == lease.offset:
                 lease.commit(self.tokens[: self.position])
             else:
                 lease.cancel()
+        except DeviceError as error:  # what was being computed is lost, and the cache has counted it
+            return error
+        return None
 
     # -- tokens ------------------------------------------------------------------------------
 

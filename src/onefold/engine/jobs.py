@@ -14,10 +14,11 @@ import logging
 import time
 from collections import Counter
 
+from onefold.cache.memory.device import names_its_cause
 from onefold.engine.job import Job
 from onefold.engine.request import Finish
 from onefold.engine.sampling import Chosen
-from onefold.errors import OnefoldError, RequestError
+from onefold.errors import DeviceError, OnefoldError, RequestError
 from onefold.faults import UNEXPECTED, FaultLog
 
 log = logging.getLogger("onefold.engine")
@@ -34,6 +35,8 @@ class Jobs:
         """A request was preempted: no request is admitted until another one has ended."""
         self.departures = 0
         """Requests that left one of the lists, and may have released memory."""
+        self.device_error: DeviceError | None = None
+        """A failure of the device that showed when a request left, and may have spoilt the work of all others."""
         self.faults = FaultLog(log)
         self._rows = rows
         self._lifetimes_seconds = 0.0
@@ -60,9 +63,13 @@ class Jobs:
             self.finish(job, finish)
 
     def finish(self, job: Job, finish: Finish) -> None:
+        """Ends a request with its answer; with an error, if the device may have spoilt that."""
+        self._leave(job)
+        if self.device_error is not None:
+            self.fail(job, self.device_error)
+            return
         self.counts["finished"] += 1
         self._lifetimes_seconds += time.monotonic() - job.arrived_at
-        self._leave(job)
         try:
             job.finish(finish)
         except UNEXPECTED as error:  # broad on purpose: see there
@@ -100,7 +107,9 @@ class Jobs:
                 jobs.remove(job)
                 self.memory_short = self.memory_short and jobs is self.waiting
                 self.departures += 1
-        job.settle()
+        error = job.settle()
+        if error is not None and not names_its_cause(error):
+            self.device_error = error
 
 
 def request_failed(error: Exception) -> RequestError:

@@ -3,23 +3,33 @@
 - When memory runs out, the youngest request that holds memory is preempted. The oldest always continues.
 - A request that is alone and still has no room frees all stored KV once. After that its answer ends, or its prompt is
   refused.
-- When the device or other people's code fails, the requests that the work was for fail, and all others continue.
+- When other people's code fails, or memory cannot be allocated, the requests that the work was for fail, and all
+  others continue.
+- When a command of the device fails, every running request fails, and nothing of what they wrote is stored: MLX may
+  report the failure to another request than the one whose work it spoilt. A device that does not recover ends the
+  engine.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterable
 
+from onefold.cache.memory import device
+from onefold.cache.model import metal
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.engine.job import Job
 from onefold.engine.jobs import Jobs, request_failed
-from onefold.errors import BudgetError, DeviceError, TooLong
+from onefold.errors import BudgetError, DeviceError, DeviceLost, TooLong
 from onefold.faults import UNEXPECTED
 from onefold.sizes import show_size
 
 log = logging.getLogger("onefold.engine")
+
+RECOVERY_TRIES = 4
+RECOVERY_SECONDS = 0.1
 
 
 class Recovery:
@@ -32,7 +42,7 @@ class Recovery:
     def run(self, jobs: Iterable[Job], work: Callable[[], object], *, preempt: bool = True) -> bool:
         """Does some work for these requests, and returns whether it succeeded. If memory is short, a request is
         preempted and the caller tries again later, unless `preempt` is False. If anything else fails, these requests
-        fail."""
+        fail. Raises DeviceLost."""
         try:
             work()
             return True
@@ -40,14 +50,30 @@ class Recovery:
             if preempt:
                 self.preempt_youngest()
         except (DeviceError, RuntimeError, MemoryError) as error:
-            self._jobs.faults.caught("the device failed during a forward; its requests fail", error)
-            for job in list(jobs):
-                self._jobs.fail(job, DeviceError(f"the device failed: {error}"))
+            self._device_failed(list(jobs), error)
         except UNEXPECTED as error:  # broad on purpose: see there
             self._jobs.faults.caught("a request failed; all others continue", error)
             for job in list(jobs):
                 self._jobs.fail(job, request_failed(error))
         return False
+
+    def _device_failed(self, jobs: list[Job], error: Exception) -> None:
+        alone = device.names_its_cause(error)
+        what = "its requests fail" if alone else "every running request fails"
+        self._jobs.faults.caught(f"the device failed during a forward; {what}{metal.hint(error)}", error)
+        if not alone:
+            self._cache.inventory.distrust(error)
+            jobs += [job for job in self._jobs.live if job not in jobs]
+        for job in jobs:
+            self._jobs.fail(job, DeviceError(f"the device failed: {error}"))
+        self._jobs.device_error = None
+        if not alone:
+            _require_recovery(error)
+
+    def look_for_failures(self) -> None:
+        """Fails every running request if the device failed, and that showed when a request left. Raises DeviceLost."""
+        if self._jobs.device_error is not None:
+            self._device_failed([], self._jobs.device_error)
 
     def preempt_youngest(self) -> None:
         """Preempts the youngest of the requests that hold memory. A request that is alone has all memory there is,
@@ -82,6 +108,18 @@ class Recovery:
             if job.over:
                 return
         self._jobs.preempt(job)
+
+
+def _require_recovery(error: Exception) -> None:
+    """Raises DeviceLost if the device fails at the simplest command too, a few times: a failure is reported once."""
+    for _ in range(RECOVERY_TRIES):
+        try:
+            device.require_clean()
+            return
+        except RuntimeError as again:
+            error = again
+        time.sleep(RECOVERY_SECONDS)
+    raise DeviceLost(f"the device does not recover: {error}") from error
 
 
 def too_long(tokens: int, most: int, cache: PrefixCache, about: str = "") -> TooLong:

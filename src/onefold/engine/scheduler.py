@@ -31,14 +31,16 @@ class Scheduler:
         """The longest conversation that the budget has room for."""
         self.jobs = Jobs(limits.rows)
         self._share = Share(limits.prefill_share, limits.prefill_chunk)
-        chooser, recovery = Chooser(), Recovery(self.jobs, cache, self.most_tokens)
+        chooser = Chooser()
+        self._recovery = recovery = Recovery(self.jobs, cache, self.most_tokens)
         self._admission = Admission(cache, self.jobs, recovery, limits, self.most_tokens)
         self._prefill = Prefill(model, cache, self.jobs, recovery, self._share, chooser)
         self._decode = Decode(cache, self.jobs, recovery, chooser)
 
     def tick(self) -> None:
         """Runs one turn: admits requests, reads some records from disk, runs one chunk of prefill and one decode
-        step."""
+        step. Raises DeviceLost."""
+        self._recovery.look_for_failures()
         self._admission.expire()
         self._admission.admit()
         streams, begun = bool(self.jobs.decoding), time.perf_counter()
@@ -47,6 +49,7 @@ class Scheduler:
         prompt_seconds = time.perf_counter() - begun
         prompt_seconds += self._prefill.run()
         self._decode.run()
+        self._recovery.look_for_failures()
         if streams:
             self._share.prefilled(prompt_seconds)
             self._share.streamed(time.perf_counter() - begun - prompt_seconds)

@@ -73,6 +73,10 @@ class Server(uvicorn.Server):
             await asyncio.sleep(min(left, LOOK_SECONDS))
         self._engine.stop(timeout_seconds=0)
 
+    async def on_tick(self, counter: int) -> bool:
+        """Ends the server, too, if the engine has ended because the device does not recover."""
+        return await super().on_tick(counter) or self._engine.lost is not None
+
     def end(self) -> None:
         """Tells the server to end, whether it listens yet or not."""
         self.should_exit = True

@@ -46,6 +46,20 @@ def _cuda() -> bool:
     return bool(hasattr(mx, "cuda") and mx.cuda.is_available())
 
 
+def require_clean() -> None:
+    """Wait for the device. Raises RuntimeError if a command failed of which no caller has been told yet: MLX reports a
+    failed command of Metal once, to the thread that encodes the next one, whatever that is for. So this encodes one."""
+    mx.synchronize()
+    mx.eval(mx.zeros((1,)) + 1)
+
+
+def names_its_cause(error: BaseException) -> bool:
+    """Whether a RuntimeError of MLX concerns only the arrays whose evaluation raised it: memory could not be allocated
+    for them, or only another thread can compute them. Any other may be due to a command of somebody else."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or "alloc" in text or "out of memory" in text or "in current thread" in text
+
+
 def weight_bytes(*models: nn.Module | None) -> int:
     return sum(p.nbytes for m in models if m is not None for p in dict(tree_flatten(m.parameters())).values())
 

@@ -156,6 +156,8 @@ class CacheState:
         self.min_checkpoint_tokens = 1
         self.water = (1.0, 1.0)
         """Fractions of the budget: reclaiming begins above the second, and ends at the first."""
+        self.device_failures = 0
+        """Failures of the device that may have spoilt the work of every request that was running."""
         self.uncached_reason = ""
         """Why nothing is cached; empty if KV is cached."""
         self.closing = False
@@ -167,6 +169,11 @@ class CacheState:
     def tier(self) -> Tier | None:
         """The tier below memory; None if there is none."""
         return self.nodes.tier
+
+    def note_failure(self, error: BaseException) -> None:
+        """Distrust what every open lease has written, unless the error concerns one of them alone."""
+        if not device.names_its_cause(error):
+            self.device_failures += 1
 
     # -- leases that were dropped ----------------------------------------------------------------
 

@@ -24,6 +24,10 @@ CHUNK_TIMES_CONTEXT = 1 << 26
 SHORTEST_CHUNK = 32
 
 
+_TOO_LONG = ("impacting interactivity", "timeout", "timed out")
+_REFUSED = "submissionsignored"
+
+
 def fuses(n_queries: int, query_dim: int, value_dim: int, queries_per_key_head: int = 1) -> bool:
     """Whether attention of this shape stores no scores."""
     dims = (query_dim, value_dim)
@@ -37,3 +41,16 @@ def longest_chunk(context_tokens: int) -> int:
     included: a power of two."""
     most = max(SHORTEST_CHUNK, CHUNK_TIMES_CONTEXT // max(1, context_tokens))
     return 1 << (most.bit_length() - 1)
+
+
+def hint(error: BaseException) -> str:
+    """Returns what a user can do about an error of Metal, as the end of a sentence; empty if nothing is known."""
+    text = str(error).lower().replace(" ", "")
+    if _REFUSED in text:
+        return ". macOS refuses all commands of this process: start it again"
+    if "commandbuffer" in text and any(sign.replace(" ", "") in text for sign in _TOO_LONG):
+        return (
+            ". macOS ended a command because it took too long: use a smaller --prefill-chunk, or set "
+            "AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1"
+        )
+    return ""

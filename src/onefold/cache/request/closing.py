@@ -12,6 +12,7 @@ import math
 
 import mlx.core as mx
 
+from onefold.cache.memory import device
 from onefold.cache.memory.checkpoints import Checkpoint
 from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.lock import Work
@@ -69,14 +70,22 @@ def discard(hold: Hold) -> None:
 
 
 def evaluate(hold: Hold) -> None:
-    """Wait until the layers' state is computed, so that other threads may read it. If that fails, closes the lease,
-    drops the buffers that it was writing, and raises DeviceError."""
+    """Wait until the layers' state is computed, so that other threads may read it. If that fails, or if the device has
+    failed since the lease was opened, closes the lease, drops the buffers that it was writing, and raises
+    DeviceError."""
     try:
         mx.eval([a for leaf in hold.leaves for a in leaf.live_arrays()])
+        device.require_clean()
     except RuntimeError as error:
+        hold.state.note_failure(error)
         with hold.state.lock:
             lose(hold, error)
         raise DeviceError(f"the device could not compute the layers' state: {error}") from error
+    if hold.failures_before != hold.state.device_failures:
+        failed = DeviceError("the device failed while this lease was open, and may have spoilt what it wrote")
+        with hold.state.lock:
+            lose(hold, failed)
+        raise failed
 
 
 def lose(hold: Hold, error: Exception) -> None:

@@ -71,6 +71,8 @@ class Hold:
         """How many of the cached tokens were read from disk for this request."""
         self.reason = Reason.NONE
         """Why `cached` is less than possible; empty for a full hit."""
+        self.failures_before = state.device_failures
+        """Failures of the device before the lease was opened."""
         self.closed = False
         self.track = Track(state.store, contiguous=state.model.contiguous)
         self.node: Node | None = None

@@ -206,6 +206,7 @@ class ForwardWatcher:
         return self._written()
 
     def lost(self, error: RuntimeError) -> None:
+        self.hold.state.note_failure(error)
         self.lease.usage.lose(error)
 
     def left(self) -> None:

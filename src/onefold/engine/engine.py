@@ -33,6 +33,7 @@ from onefold.engine.request import Done, Event, Failed, Prompt, Request, Samplin
 from onefold.engine.scheduler import Scheduler
 from onefold.errors import Busy, ConfigError, EngineStopped, OnefoldError, PromptError
 from onefold.faults import UNEXPECTED
+from onefold.options import shown_as
 from onefold.sizes import show_size
 from onefold.worker import Worker
 
@@ -75,8 +76,7 @@ class Engine:
     order, and must return at once and not raise.
     """
 
-    __signature__ = EngineConfig.signature()
-
+    @shown_as(EngineConfig.signature())
     def __init__(self, model: nn.Module, tokenizer: Any, **options: Unpack[EngineOptions]) -> None:
         """Takes the keywords of `EngineConfig`. Raises ConfigError if they, or the model, cannot be used."""
         config = EngineConfig.of(options)

@@ -29,7 +29,7 @@ setup: $(STAMP) ## Make .venv and install onefold there, editable, with the deve
 
 # Two backends write over each other's files, so all of them go before another one comes.
 $(STAMP): pyproject.toml
-ifeq ($(filter $(BACKEND),$(BACKENDS)),)
+ifneq ($(words $(BACKEND))-$(words $(filter $(BACKENDS),$(BACKEND))),1-1)
 	@echo "BACKEND is one of $(BACKENDS), not '$(BACKEND)'" >&2; exit 1
 endif
 	@py=$$(command -v python3.11 || command -v python3) || { echo "Python 3.11 or later is needed" >&2; exit 1; }; \
@@ -52,7 +52,7 @@ types: setup ## Check types.
 test: lint types ## Check style and types, then run the tests that do not take long, in JOBS processes (0: in one).
 	$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "not slow"
 
-test-all: lint types ## The same with all tests, and with every case of what `make test` tries a few cases of.
+test-all: lint types ## The same with all tests, and every case where `make test` samples.
 	ONEFOLD_TEST_ALL=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal
 
 test-system: setup ## Run the tests that need programs which pip does not install; a missing program is a failure.

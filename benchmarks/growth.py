@@ -206,7 +206,7 @@ def bench_evict() -> list[Row]:
 
 
 class Timed:
-    """Stands in for the outer lock of a gate and notes how long it is held at a stretch."""
+    """Stands in for the outer part of a cache's lock, and notes how long it is held at a stretch."""
 
     def __init__(self, lock: threading.RLock) -> None:  # type: ignore[valid-type]
         self._lock, self._depth, self._since = lock, 0, 0.0
@@ -228,9 +228,9 @@ class Timed:
 
 
 def watched(cache: onefold.PrefixCache) -> Timed:
-    gate: CacheLock = cache.state.lock
-    gate._outer = Timed(gate._outer)  # type: ignore[assignment]
-    return gate._outer  # type: ignore[return-value]
+    lock: CacheLock = cache.state.lock
+    lock._outer = Timed(lock._outer)  # type: ignore[assignment]
+    return lock._outer  # type: ignore[return-value]
 
 
 def bench_lock() -> list[Row]:

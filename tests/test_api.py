@@ -153,3 +153,44 @@ def test_one_walk_of_the_tree_before_the_first_forward(tmp_path: Path, monkeypat
         with cache.lease(asked, after=[]) as lease:
             assert lease.cached == len(known) and lease.tokens is asked
             assert walks == [len(asked)]
+
+
+def test_a_callers_own_read_only_array_may_be_changed_later() -> None:
+    model = tiny("llama")
+    known, other = [(j * 7) % 100 for j in range(100)], [(j * 3 + 1) % 100 for j in range(102)]
+    with onefold.PrefixCache(model, "64MB") as cache:
+        with cache.lease(known) as lease:
+            mx.eval(model(mx.array([known]), cache=lease.layers))
+            lease.commit()
+        buffer = np.array([*known, 5, 6], np.int32)
+        view = buffer[:]
+        buffer.flags.writeable = False
+        with cache.lease(buffer) as lease:
+            assert lease.cached == 100
+            view[:] = other  # the caller uses its buffer for the next request
+            assert lease.tokens[:100].tolist() == known
+            lease.cancel()
+        assert cache.inventory.matched(buffer) == 0
+        with cache.lease(buffer) as lease:
+            assert lease.matched == lease.cached == 0
+
+
+def test_a_lease_takes_any_iterable_of_restores() -> None:
+    with onefold.PrefixCache(tiny("llama"), "64MB") as cache:
+        with cache.lease([1, 2, 3], after=iter([])) as lease:
+            assert lease.cached == 0
+        with cache.lease([1, 2, 3], after=()) as lease:
+            assert lease.cached == 0
+
+
+def test_an_unknown_keyword_is_the_first_that_was_given() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bogus'"):
+        onefold.PrefixCache(tiny("llama"), "64MB", bogus=1, abc=2)  # type: ignore[call-arg]
+
+
+def test_a_subclass_has_a_signature_of_its_own() -> None:
+    class Mine(onefold.PrefixCache):
+        def __init__(self, a: int, b: int = 2) -> None: ...
+
+    assert list(inspect.signature(Mine).parameters) == ["a", "b"]
+    assert list(inspect.signature(onefold.PrefixCache.__init__).parameters)[:3] == ["self", "model", "budget"]

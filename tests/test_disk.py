@@ -28,9 +28,10 @@ from tiny import tiny
 from onefold import ConfigError, PrefixCache
 from onefold.cache.memory import arrays
 from onefold.cache.model import fingerprint
+from onefold.cache.tiers import registry
 from onefold.cache.tiers.disk import host
 from onefold.cache.tiers.disk.pace import Pace
-from onefold.cache.tiers.disk.tier import DiskStats
+from onefold.cache.tiers.disk.tier import DiskSettings, DiskStats
 from onefold.errors import FolderInUse
 
 
@@ -674,6 +675,30 @@ def test_a_folder_may_hold_what_the_system_puts_there(name: str, model: FakeMode
         Session(model, cache, text(40)).prefill(16).commit()
         assert cache.flush()
     assert (tmp_path / name).read_text() == "by the system"
+
+
+def test_settings_may_be_of_a_derived_class(model: FakeModel, tmp_path: Path) -> None:
+    class Mine(DiskSettings):
+        pass
+
+    with PrefixCache(model, "64MB", disk=Mine(tmp_path)) as cache:
+        Session(model, cache, text(40)).prefill(16).commit()
+        assert cache.flush(everything=True) and files(tmp_path)
+
+
+def test_a_tier_that_cannot_be_opened_leaves_no_open_cache(
+    model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise LookupError("a bug of the opener")
+
+    closed: list[PrefixCache] = []
+    close = PrefixCache.close
+    monkeypatch.setattr(PrefixCache, "close", lambda self: (closed.append(self), close(self))[1])
+    monkeypatch.setitem(registry.OPENERS, DiskSettings, fail)
+    with pytest.raises(LookupError, match="a bug of the opener"):
+        PrefixCache(model, "64MB", disk=tmp_path)
+    assert len(closed) == 1 and closed[0].state.closed
 
 
 def branched(folder: Path) -> tuple[FakeModel, list[int], list[int]]:

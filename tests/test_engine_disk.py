@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -19,10 +20,13 @@ from test_engine import words
 from onefold.cache.tiers.disk.pace import Pace
 from onefold.cache.tiers.disk.restoring import Restore
 from onefold.cache.tiers.disk.tier import DiskSettings
-from onefold.cli import serve
+from onefold.cli.serve_ending import Ending
 from onefold.engine.engine import Engine
 from onefold.engine.job import READS
 from onefold.errors import FolderInUse
+from onefold.server.app import make_app
+from onefold.server.running import Server
+from onefold.server.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -235,10 +239,28 @@ def test_an_interrupt_while_the_end_is_written_leaves_that(
     pressing = threading.Thread(target=press)
     pressing.start()
     try:
-        serve._stop(running)
+        Ending(running).stop()
     finally:
         signal.signal(signal.SIGINT, handler)
         pressing.join()
     assert not running._thread.working
     assert "interrupt again to skip it" in caplog.text
     assert "tokens were not written: interrupted" in caplog.text
+
+
+def test_what_was_written_while_the_server_ended_is_said(
+    loaded: tuple[Any, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also what was written before the caller of the server came to stop the engine."""
+    caplog.set_level("INFO", "onefold")
+    running = engine(loaded, tmp_path)
+    ask(running, words(200), 4)
+    ending, handler = Ending(running), signal.getsignal(signal.SIGINT)
+    server = Server(make_app(running, Settings()), running, Settings(grace_seconds=0.0), ending=ending.begin)
+    asyncio.run(server._stop_engine())
+    assert running._thread.wait(60)
+    try:
+        ending.stop()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert "were written in" in caplog.text and "nothing had to be written" not in caplog.text

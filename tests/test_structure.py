@@ -174,17 +174,37 @@ def test_there_is_something_to_read() -> None:
 @pytest.mark.parametrize("file", TREES)
 def test_imports_point_one_way(file: str) -> None:
     top = file.split("/")[0]
-    if top not in LAYERS:
-        return
-    outer = LAYERS[: LAYERS.index(top)]
+    outer = LAYERS[: LAYERS.index(top)] if top in LAYERS else ("cli",) if top == "mlx_lm" else ()
+    outer += {"cache": ("mlx_lm",), "engine": ("mlx_lm",), "server": ("mlx_lm",), "mlx_lm": ("server", "engine")}.get(
+        top, ()
+    )
     wrong = [n for n in imports(TREES[file]) for layer in outer if within(n, f"onefold.{layer}")]
     assert not wrong, f"{file} imports {wrong}"
 
 
 def own_files(file: str) -> set[str]:
-    """The files of the package that a file imports, for types alone or not."""
-    found = {"/".join(name.split(".")[1:]) + ".py" for name in imports(TREES[file]) if within(name, "onefold")}
-    return found & set(TREES)
+    """The files of the package that a file imports, for types alone or not. A name that is no file of a folder is in
+    its `__init__.py`."""
+    found = set[str]()
+    for name in imports(TREES[file]):
+        path = "/".join(name.split(".")[1:])
+        folder = path.rpartition("/")[0]
+        if within(name, "onefold") and name != "onefold.__version__":
+            home = f"{folder}/__init__.py" if folder else "__init__.py"
+            inside = f"{path}.py" in TREES or any(f.startswith(f"{path}/") for f in TREES)
+            found.add(f"{path}.py" if inside else home)
+    return found & set(TREES) - {file}
+
+
+@pytest.mark.parametrize("file", [f for f in TREES if f != "__init__.py"])
+def test_modules_are_imported_by_name(file: str) -> None:
+    """What `import_module` is given is written out, so that the other tests see it."""
+    for node in ast.walk(TREES[file]):
+        if isinstance(node, ast.Call) and called(node) in ("__import__", "import_module"):
+            plain = [a for a in node.args if isinstance(a, ast.Constant)]
+            assert len(plain) == len(node.args) and not node.keywords, f"{file}:{node.lineno}"
+        if isinstance(node, ast.ImportFrom) and node.module == "importlib":
+            assert all(a.name != "import_module" or a.asname is None for a in node.names), f"{file}:{node.lineno}"
 
 
 @pytest.mark.parametrize("file", [f for f in TREES if f.startswith("cache/")])
@@ -235,6 +255,14 @@ def test_no_file_reads_the_private_parts_of_another(file: str) -> None:
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
             own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             assert own or node.attr in known, f"{file}:{node.lineno} reads {node.attr}"
+        if isinstance(node, ast.ImportFrom) and within(node.module or "", "onefold"):
+            private = [a.name for a in node.names if a.name.startswith("_") and not a.name.startswith("__")]
+            assert not private, f"{file}:{node.lineno} imports {private}"
+        if isinstance(node, ast.Call) and called(node) in ("getattr", "setattr") and len(node.args) > 1:
+            name = node.args[1]
+            plain = isinstance(name, ast.Constant) and isinstance(name.value, str) and name.value.startswith("_")
+            own = isinstance(node.args[0], ast.Name) and node.args[0].id in ("self", "cls")
+            assert own or not plain or name.value.startswith("__"), f"{file}:{node.lineno} reads {ast.unparse(name)}"
 
 
 def assigned(tree: ast.AST, of: str) -> set[str]:
@@ -245,6 +273,8 @@ def assigned(tree: ast.AST, of: str) -> set[str]:
             base = node.value
             name = base.attr if isinstance(base, ast.Attribute) else base.id if isinstance(base, ast.Name) else ""
             found |= {node.attr} if name.strip("_") == of else set()
+        elif isinstance(node, ast.Call) and called(node) == "setattr" and isinstance(node.args[1], ast.Constant):
+            found.add(str(node.args[1].value))
     return found
 
 

@@ -325,3 +325,5 @@ def test_what_is_frozen_cannot_be_changed_and_is_not_copied_again() -> None:
     view = own[:]
     view.flags.writeable = False  # its owner can still change it
     assert frozen(view) is not view
+    own.flags.writeable = False  # so can the owner itself, through the view or after setting the flag back
+    assert frozen(own) is not own

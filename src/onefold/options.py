@@ -7,20 +7,33 @@ No MLX in this file.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., None])
 
 
 def from_options(config: type[T], caller: str, options: Mapping[str, Any]) -> T:
     """Returns the dataclass `config` made of these keywords. Raises TypeError for a keyword that it does not have, as a
     call of `caller` would."""
-    unknown = sorted(options.keys() - {f.name for f in fields(config)})  # type: ignore[arg-type]
-    if unknown:
-        raise TypeError(f"{caller}() got an unexpected keyword argument {unknown[0]!r}")
+    known = {f.name for f in fields(config)}  # type: ignore[arg-type]
+    unknown = next((name for name in options if name not in known), None)
+    if unknown is not None:
+        raise TypeError(f"{caller}() got an unexpected keyword argument {unknown!r}")
     return config(**options)
+
+
+def shown_as(signature: inspect.Signature) -> Callable[[F], F]:
+    """Returns a decorator that gives a method, and the class whose `__init__` it is, this signature."""
+
+    def decorate(method: F) -> F:
+        shown = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD), *signature.parameters.values()]
+        method.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        return method
+
+    return decorate
 
 
 def positional(name: str, annotation: str, default: Any = inspect.Parameter.empty) -> inspect.Parameter:

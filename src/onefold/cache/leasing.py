@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.reasons import Reason
@@ -35,14 +35,14 @@ class Leasing:
         *,
         checkpoints: Iterable[int] = (),
         reserve_tokens: int = 0,
-        after: Fetch | Sequence[Fetch] | None = None,
+        after: Fetch | Iterable[Fetch] | None = None,
         owner: object = None,
     ) -> Lease:
         """See `PrefixCache.lease`. The lease keeps `owner` alive."""
         asked = _positions(checkpoints, reserve_tokens, namespace)
         self._await_writers(tokens, namespace)
         self._parts.refuse_closed()
-        fetches = list(after) if isinstance(after, Sequence) else [] if after is None else [after]
+        fetches: list[Fetch] = [] if after is None else list(after) if isinstance(after, Iterable) else [after]
         if after is None and self._parts.tier is not None:
             fetches = self._fetch_all(tokens, namespace, reserve_tokens)
         opened = self._state.lock.run(self._opening(tokens, namespace, asked, reserve_tokens, fetches))

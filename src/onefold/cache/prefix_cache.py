@@ -6,11 +6,12 @@ and read statistics. A lease may change threads between two forwards.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from typing import Any, Unpack
 
 import mlx.core as mx
@@ -40,7 +41,8 @@ from onefold.cache.request.lease import Lease
 from onefold.cache.stats import Stats
 from onefold.cache.tiers.identity import Identity
 from onefold.cache.tiers.registry import open_tier
-from onefold.errors import BudgetError, ConfigError, IntegrityError, OnefoldError
+from onefold.errors import BudgetError, ConfigError, IntegrityError
+from onefold.options import shown_as
 from onefold.sizes import parse_size, show_count, show_size
 
 log = logging.getLogger("onefold")
@@ -63,6 +65,7 @@ class PrefixCache:
     _pins: Pins
     _clearing: Clearing
 
+    @shown_as(CacheConfig.signature())
     def __init__(
         self,
         model: nn.Module,
@@ -93,22 +96,17 @@ class PrefixCache:
         ledger = (ElasticLedger if config.elastic else Ledger)(budget_bytes, lock.inner)
         digest = model_digest(*models)
         _assemble(self, Parts(models, anatomies, ledger, (digest, config.adapter, form.bits, bound), lock))
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             _refuse_tiny(self.parts, budget_bytes)
-        except ConfigError:
-            self.close()
-            raise
-        self.kv_bits = form.bits
-        self.state.min_checkpoint_tokens = config.min_checkpoint_tokens
-        self.state.water = (config.low_water, config.high_water)
-        if disk is not None and not self.state.uncached_reason:
-            about = {"adapter": config.adapter, "tokenizer": config.tokenizer, "kv": form.bits, "bound": bound}
-            about["model"] = lasting_digest(digest, *models)
-            try:
+            self.kv_bits = form.bits
+            self.state.min_checkpoint_tokens = config.min_checkpoint_tokens
+            self.state.water = (config.low_water, config.high_water)
+            if disk is not None and not self.state.uncached_reason:
+                about = {"adapter": config.adapter, "tokenizer": config.tokenizer, "kv": form.bits, "bound": bound}
+                about["model"] = lasting_digest(digest, *models)
                 _open_tier(self, disk, about, config.label)
-            except (OnefoldError, ValueError):
-                self.close()
-                raise
+            undo.pop_all()
 
     @classmethod
     def of_layers(cls, layers: list[Any], budget: int) -> PrefixCache:
@@ -151,7 +149,7 @@ class PrefixCache:
         namespace: Hashable = "",
         checkpoints: Iterable[int] = (),
         reserve_tokens: int = 0,
-        after: Fetch | Sequence[Fetch] | None = None,
+        after: Fetch | Iterable[Fetch] | None = None,
     ) -> Lease:
         """Open a lease on the cached prefix of `tokens`, with room for the rest and `reserve_tokens` more.
 
@@ -306,7 +304,6 @@ class PrefixCache:
         return self.state.closing
 
 
-PrefixCache.__signature__ = CacheConfig.signature()  # type: ignore[attr-defined]
 
 
 def _assemble(cache: PrefixCache, parts: Parts) -> None:

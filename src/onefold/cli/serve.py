@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import ipaddress
 import logging
 import math
@@ -15,7 +16,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 from onefold.cli.command_line import Parser, complain
 from onefold.cli.key_file import read_keys
+from onefold.cli.serve_ending import Ending
 from onefold.errors import ConfigError, Unbounded
 from onefold.sizes import show_size
 
 if TYPE_CHECKING:
-    from onefold.cache.stats import Stats
     from onefold.cache.tiers.disk.tier import DiskSettings
     from onefold.engine.engine import Engine
     from onefold.server.settings import Settings
@@ -255,43 +255,14 @@ def _serve(given: argparse.Namespace) -> int:
     try:
         sock = bind(settings.host, settings.port)
     except OSError as error:
-        return _complain(f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}")
+        return _complain(_not_listening(settings, error))
     with sock:
         engine = _engine(given)
+        ending = Ending(engine)
         try:
-            return _listen(engine, settings, sock)
+            return _listen(engine, settings, sock, ending.begin)
         finally:
-            _stop(engine)
-
-
-def _stop(engine: Engine) -> None:
-    """Writes dirty data to disk, then stops the engine. An interrupt skips the rest of the writing."""
-    before, began = engine.cache.inventory.written_bytes, time.monotonic()
-    why = ""
-    try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if before is not None:
-            log.info("writing dirty data to disk; interrupt again to skip it")
-        engine.stop()
-    except KeyboardInterrupt:
-        why = "interrupted"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # no thread may be left when the process ends: MLX would abort it
-    if why:
-        engine.cache.ending.hurry()
-        engine.stop()
-    if before is not None:
-        log.info("%s", _farewell(engine.cache.stats(), before, time.monotonic() - began, why))
-
-
-def _farewell(after: Stats, before: int, seconds: float, why: str) -> str:
-    """Returns a line about what was written; `before` is how many bytes had been written until then."""
-    written, held = after.disk.written_bytes - before, show_size(after.disk.used_bytes)
-    said = f"{show_size(written)} were written in {seconds:.1f} s; {held} are on disk"
-    if after.disk.left_tokens:
-        refused = [r for r in ("daily limit", "no room on disk", "disk too slow") if after.reasons.get(f"disk: {r}")]
-        why = why or after.disk.failed or ", ".join(refused) or "the reason is not known"
-        return f"{said}; {after.disk.left_tokens:,} tokens were not written: {why}"
-    return said if written else f"nothing had to be written; {held} are on disk"
+            ending.stop()
 
 
 def _settings(given: argparse.Namespace) -> Settings:
@@ -375,12 +346,12 @@ def make_engine(given: argparse.Namespace, **more: Any) -> Engine:
         return Engine(model, tokenizer, **options)
 
 
-def _listen(engine: Engine, settings: Settings, sock: socket.socket) -> int:
+def _listen(engine: Engine, settings: Settings, sock: socket.socket, ending: Callable[[], None]) -> int:
     from onefold.server.app import make_app
     from onefold.server.running import Server
 
     ready = partial(_greet, engine, settings, sock)
-    server = Server(make_app(engine, settings), engine, settings, ready)
+    server = Server(make_app(engine, settings), engine, settings, ready, ending)
     # A signal may come before uvicorn has installed its handlers. When uvicorn has ended, it raises the signal again
     # for the handlers that were there before: to end twice does no harm.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -388,7 +359,7 @@ def _listen(engine: Engine, settings: Settings, sock: socket.socket) -> int:
     try:
         server.run([sock])
     except OSError as error:  # two servers took the address before one of them listened
-        return _complain(f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}")
+        return _complain(_not_listening(settings, error))
     return 0 if engine.lost is None else os.EX_TEMPFAIL
 
 
@@ -435,8 +406,13 @@ def _room(engine: Engine) -> str:
     """Returns how many tokens fit, in all conversations together and in one, as text."""
     total = f"about {engine.cache.inventory.budget_bytes // max(1, engine.cache.inventory.token_bytes):,} tokens"
     if engine.most_tokens >= sys.maxsize:
-        return f"{total}, and conversations of any length"
+        return total
     return f"{total}, {engine.most_tokens:,} of them in one conversation"
+
+
+def _not_listening(settings: Settings, error: OSError) -> str:
+    said = f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}"
+    return f"{said}. Choose another with --port" if error.errno == errno.EADDRINUSE else said
 
 
 def _loopback(host: str) -> bool:

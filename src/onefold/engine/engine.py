@@ -35,6 +35,7 @@ from onefold.engine.scheduler import Scheduler
 from onefold.engine.stock import maybe_set_recommended_wired_limit
 from onefold.errors import Busy, ConfigError, DeviceLost, EngineStopped, OnefoldError, PromptError
 from onefold.faults import UNEXPECTED
+from onefold.options import shown_as
 from onefold.sizes import show_size
 from onefold.worker import Worker
 
@@ -79,8 +80,7 @@ class Engine:
     order, and must return at once and not raise.
     """
 
-    __signature__ = EngineConfig.signature()
-
+    @shown_as(EngineConfig.signature())
     def __init__(self, model: nn.Module, tokenizer: Any, **options: Unpack[EngineOptions]) -> None:
         """Takes the keywords of `EngineConfig`. Raises ConfigError if they, or the model, cannot be used."""
         config = EngineConfig.of(options)

@@ -30,13 +30,19 @@ LOOK_SECONDS = 0.05
 
 class Server(uvicorn.Server):
     """Stops the engine when it ends. Logging is the caller's: requests have a line of ours, and uvicorn's own loggers
-    are left as they are. Calls `ready` when it listens."""
+    are left as they are. Calls `ready` when it listens, and `ending` before it stops the engine."""
 
     def __init__(
-        self, app: ASGIApp, engine: Engine, settings: Settings, ready: Callable[[], None] = lambda: None
+        self,
+        app: ASGIApp,
+        engine: Engine,
+        settings: Settings,
+        ready: Callable[[], None] = lambda: None,
+        ending: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._ready = ready
+        self._ending = ending
         self._grace_seconds = settings.grace_seconds
         self._hurried = False
         config = uvicorn.Config(
@@ -71,6 +77,7 @@ class Server(uvicorn.Server):
         until = loop.time() + self._grace_seconds
         while not self._hurried and (left := until - loop.time()) > 0:
             await asyncio.sleep(min(left, LOOK_SECONDS))
+        self._ending()
         self._engine.stop(timeout_seconds=0)
 
     async def on_tick(self, counter: int) -> bool:

@@ -39,7 +39,7 @@ class Reclaiming:
         self._placement = placement
         self._ledger = ledger
         self._lock = lock
-        self._pointwise = needs_checkpoints
+        self._needs_checkpoints = needs_checkpoints
         self._reclaiming = False
         ledger.make_room = self.make_room
         ledger.making_room = self.making_room
@@ -175,9 +175,8 @@ class Reclaiming:
                     if node.last_use > last:  # and so were all that follow
                         self._nodes.leaves.pass_over(node)
                         break
-                    victim = eviction.consider(
-                        node, short - freed, self.frees(node), self._store.token_bytes, may_cut=not self._pointwise
-                    )
+                    frees, may_cut = self.frees(node), not self._needs_checkpoints
+                    victim = eviction.consider(node, short - freed, frees, self._store.token_bytes, may_cut=may_cut)
                     if victim is None or not may(node):
                         self._nodes.leaves.pass_over(node)
                     else:

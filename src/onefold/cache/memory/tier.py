@@ -7,7 +7,7 @@
     NoTier        a tier that holds nothing: a base class for small tiers
 
 Methods are called with the cache's lock held, unless their docstring says otherwise. Methods that return `Work` may
-release it between steps. docs/extending.md has a small tier as an example.
+release it between steps. docs/extending.md explains how to write one.
 """
 
 from __future__ import annotations

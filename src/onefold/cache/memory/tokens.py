@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,17 +64,24 @@ def as_tokens(tokens: Any) -> Tokens:
     return found
 
 
+_frozen: weakref.WeakValueDictionary[int, Tokens] = weakref.WeakValueDictionary()
+"""The arrays that `frozen` has made, by id. A caller's own read-only array may be changed: through a view that was made
+before, or after the flag was set back."""
+
+
 def frozen(tokens: Tokens) -> Tokens:
-    """Returns the tokens in an array that cannot be changed: the same array if `is_frozen`, else a copy."""
-    if not is_frozen(tokens):
-        tokens = tokens.copy()
-        tokens.flags.writeable = False
-    return tokens
+    """Returns the tokens in an array that nobody changes: the same array if `is_frozen`, else a copy."""
+    if is_frozen(tokens):
+        return tokens
+    copy = tokens.copy()
+    copy.flags.writeable = False
+    _frozen[id(copy)] = copy
+    return copy
 
 
 def is_frozen(tokens: Tokens) -> bool:
-    """Whether the tokens cannot be changed: the array owns its memory, and is read-only."""
-    return not tokens.flags.writeable and tokens.base is None
+    """Whether `frozen` has made this array."""
+    return _frozen.get(id(tokens)) is tokens
 
 
 def as_tokens_or_none(tokens: Any) -> Tokens:

@@ -46,6 +46,7 @@ NO_MLX = (
     "cache/memory/eviction.py",
     "cache/tiers/disk/backlog.py",
     "cache/memory/lock.py",
+    "cache/model/metal.py",
     "cache/tiers/disk/ondisk.py",
     "cache/tiers/disk/pace.py",
     "cache/memory/ranking.py",

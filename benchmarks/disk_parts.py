@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import statistics
@@ -20,6 +19,7 @@ import onefold  # first: it preloads a real BLAS
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import process_memory
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache
 
@@ -117,20 +117,6 @@ def drop_from_file_cache(paths: list[Path]) -> bool:
     return True
 
 
-def rss(field: str = "VmRSS") -> int:
-    """Bytes of this process in memory: now, or (VmHWM) at most since `reset_rss`. 0 where that is unknown."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(field)), 0)
-
-
-def reset_rss() -> None:
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
 # -- parts: each in a process of its own ---------------------------------------------------------------------
 
 
@@ -189,9 +175,9 @@ def part_restore(given: Settings) -> dict[str, Any]:
                 found["plain"].append(timed(lambda: [_read(path) for path in files]))
                 continue
             mx.clear_cache()
-            reset_rss()
+            process_memory.forget_most()
             mx.reset_peak_memory()
-            before, rss_before = mx.get_active_memory(), rss()
+            before, rss_before = mx.get_active_memory(), process_memory.now()
             began = time.perf_counter()
             restore = cache.restore([*tokens, 1])
             while restore is not None and restore.step():
@@ -201,7 +187,8 @@ def part_restore(given: Settings) -> dict[str, Any]:
                 raise RuntimeError(f"{0 if restore is None else restore.tokens} tokens came back")
             found["peak"] = mx.get_peak_memory() - before
             found["entry"] = mx.get_active_memory() - before
-            found["rss_peak"], found["rss_entry"] = rss("VmHWM") - rss_before, rss() - rss_before
+            found["rss_peak"] = process_memory.most() - rss_before
+            found["rss_entry"] = process_memory.now() - rss_before
             del restore
             cache.clear(disk=False)
     found["bytes"] = sum(p.stat().st_size for p in files)
@@ -349,12 +336,12 @@ def part_open(given: Settings) -> dict[str, Any]:
     onefold.PrefixCache(model, "1GB").close()
     if given.repeats % 2:
         drop_from_file_cache(records(folder))
-    before = rss()
+    before = process_memory.now()
     began, worked = time.perf_counter(), time.process_time()
     cache = onefold.PrefixCache(model, "1GB", disk=folder, disk_budget="10GB")
     cache.inventory.matched([1, 2, 3, 4])
     seconds, processor = time.perf_counter() - began, time.process_time() - worked
-    count, held = cache.stats().disk.records, rss() - before
+    count, held = cache.stats().disk.records, process_memory.now() - before
     closing = timed(cache.close)
     cold = bool(given.repeats % 2)
     return {

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import queue
 import sys
 import tempfile
@@ -29,6 +28,7 @@ import onefold  # first: it preloads a real BLAS
 import httpx
 import mlx.core as mx
 import numpy as np
+import process_memory
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -169,7 +169,7 @@ def run(model: Any, tokenizer: Any, asks: list[Ask], budget_bytes: int, needed_b
                     with contextlib.suppress(queue.Empty):
                         client.ask(todo.get_nowait())
                     if todo.qsize() % 50 == 0:
-                        result.rss.append(_rss())
+                        result.rss.append(process_memory.now())
 
         watcher = threading.Thread(target=watch, daemon=True)
         workers = [threading.Thread(target=work, daemon=True) for _ in range(clients)]
@@ -191,16 +191,8 @@ def run(model: Any, tokenizer: Any, asks: list[Ask], budget_bytes: int, needed_b
         result.preemptions = stats.preemptions
         result.held_bytes = engine.cache.inventory.held_bytes
         result.active_bytes = mx.get_active_memory() - weights - beyond
-        result.rss.append(_rss())
+        result.rss.append(process_memory.now())
     return result
-
-
-def _rss() -> int:
-    """Bytes of this process that lie in memory."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
 
 
 def prepare(model: Any, tokenizer: Any, requests: int, seed: int) -> tuple[list[Ask], int, int]:

@@ -27,6 +27,15 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str], model: Path) -> No
     assert last == "turns continued in place: 1"
 
 
-def test_links_lead_somewhere() -> None:
-    for link in re.findall(r"\]\((?!https?:)([^)#]+)", README):
-        assert (ROOT / link).is_file(), link
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as they are made for them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+        there = (page.parent / link).resolve() if link else page
+        assert there.exists(), link
+        assert not anchor or anchor in anchors(there), f"{link}#{anchor}"

@@ -44,6 +44,7 @@ class ScriptedEngine:
         self.cancelled: list[int] = []
         self.refuses: Exception | None = None
         self.alive = True
+        self.lost: Exception | None = None
         self._numbers = itertools.count(1)
         self._threads: list[threading.Thread] = []
 

@@ -221,10 +221,11 @@ def test_a_checkpoint_goes_on_from_the_kv_that_overtook_a_hollow_range(tmp_path:
     model, bound, common = FakeModel(("full", "recurrent")), (64, 4), text(30, 1)
     with opened(model, tmp_path, disk_mode="through", **BOUND) as cache:
         assert cache.parts.tier is not None
-        folder, turns = cache.parts.tier.catalog.folder, threading.Semaphore(0)
+        folder, arrived, turns = cache.parts.tier.catalog.folder, threading.Semaphore(0), threading.Semaphore(0)
         write = folder.write
 
         def one_by_one(*what: Any) -> None:
+            arrived.release()
             assert turns.acquire(timeout=30)
             write(*what)
 
@@ -233,13 +234,12 @@ def test_a_checkpoint_goes_on_from_the_kv_that_overtook_a_hollow_range(tmp_path:
         rotated = [[*common, first, *text(69, first)] for first in (1, 2)]
         for tokens in rotated:
             turn(model, cache, tokens, 0, bound=bound)
-        for _ in range(200):
+        while arrived.acquire(timeout=30):
             with cache.state.lock:
                 records = cache.parts.tier.catalog.records()
                 if any((r.start, r.end, r.hollow, r.ready) == (0, 30, True, False) for r in records):
                     break
             turns.release()
-            time.sleep(0.02)
         else:
             raise AssertionError("it was never on its way")
         for tokens in rotated:

@@ -196,6 +196,7 @@ class Queue(scheduler.Scheduler):
         self.jobs.decoding.append(self.prompt(1))
         self._prefill = Chunks(self.jobs, self._share, clock)
         self._decode: Any = SimpleNamespace(run=self.decode)
+        self._recovery: Any = SimpleNamespace(look_for_failures=nothing)
         self._admission: Any = SimpleNamespace(expire=nothing, admit=nothing, read_records=nothing)
 
     def prompt(self, n: int) -> Any:

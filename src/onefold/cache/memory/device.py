@@ -48,9 +48,10 @@ def _cuda() -> bool:
 
 def require_clean() -> None:
     """Wait for the device. Raises RuntimeError if a command failed of which no caller has been told yet: MLX reports a
-    failed command of Metal once, to the thread that encodes the next one, whatever that is for. So this encodes one."""
+    failed command of a GPU once, to the thread that encodes the next one, whatever that is for. So this encodes one."""
     mx.synchronize()
-    mx.eval(mx.zeros((1,)) + 1)
+    if on_gpu():
+        mx.eval(mx.zeros((1,)) + 1)
 
 
 def names_its_cause(error: BaseException) -> bool:

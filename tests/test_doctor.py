@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import onefold
-from onefold import backend, blas
+from onefold import backend, blas, machine
 from onefold.cache.memory import device
 from onefold.cache.tiers.records.folder import Folder
 from onefold.cli import doctor, doctor_device, doctor_install, main
@@ -284,30 +284,21 @@ def test_a_slow_blas(monkeypatch: pytest.MonkeyPatch, used: str, state: str, rem
 @pytest.mark.parametrize("n_bytes, state", [(500_000_000, "problem"), (3_000_000_000, "warning"), (1 << 35, "ok")])
 def test_little_memory(monkeypatch: pytest.MonkeyPatch, n_bytes: int, state: str) -> None:
     monkeypatch.setattr(device, "memory_bytes", lambda: n_bytes)
-    monkeypatch.setattr(doctor_device, "container_limit", lambda: None)
+    monkeypatch.setattr(device, "gauge", lambda: None)
     found = doctor_device.memory()
     assert found.state == state and bool(found.remedy) == (state != "ok")
     assert found.facts["default_budget_bytes"] == n_bytes * 4 // 5
 
 
-@pytest.mark.parametrize("text, limit", [
-    ("4000000000\n", 4_000_000_000), ("max\n", None), ("9223372036854771712\n", None), ("", None), (None, None),
-])  # fmt: skip
-def test_the_limit_of_a_container(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None, limit: int | None
-) -> None:
-    file = tmp_path / "memory.max"
-    if text is not None:
-        file.write_text(text)
-    monkeypatch.setattr(doctor_device, "LIMITS", (str(tmp_path / "absent"), str(file)))
-    assert doctor_device.container_limit() == limit
+@pytest.mark.parametrize("level", machine.Level)
+def test_memory_that_is_short(monkeypatch: pytest.MonkeyPatch, level: machine.Level) -> None:
+    reading = machine.Reading(level, "1.0 GB of 32.0 GB are available")
     monkeypatch.setattr(device, "memory_bytes", lambda: 1 << 35)
-    monkeypatch.setattr(device, "on_cuda", lambda: False)
+    monkeypatch.setattr(device, "gauge", lambda: lambda: reading)
     found = doctor_device.memory()
-    assert found.state == ("ok" if limit is None else "problem")
-    if limit is not None:
-        assert "above this container's limit of 4.0 GB" in found.message
-        assert "--budget 2000MB" in found.remedy
+    assert found.state == ("ok" if level is machine.Level.NORMAL else "warning")
+    assert (reading.why in found.message) == (level is not machine.Level.NORMAL)
+    assert found.facts["memory_level"] == level.name.lower()
 
 
 def test_a_forward_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,7 +231,8 @@ def test_a_model_that_is_not_there(capsys, tmp_path, model):
 def test_a_server_that_is_open_to_all_is_warned_about(capsys, host, keys, warns):
     stats = SimpleNamespace(disk=DiskStats(mode="back", folder="/f", used_bytes=5 * 10**9, budget_bytes=10**11))
     inventory = SimpleNamespace(budget_bytes=8 * 10**9, token_bytes=131_072)
-    cache = SimpleNamespace(inventory=inventory, kv_bits=16, max_kv_size=None)
+    budget = SimpleNamespace(follows=False)
+    cache = SimpleNamespace(inventory=inventory, budget=budget, kv_bits=16, max_kv_size=None)
     cache.stats = lambda: stats
     engine: Any = SimpleNamespace(model_id="a/model", cache=cache, most_tokens=50_000, context_length=40960)
     settings = serve._settings(given("m", "--host", host, *(a for key in keys for a in ("--api-key", key))))

@@ -81,6 +81,7 @@ NO_MLX = (
     "engine/prompt.py",
     "engine/request.py",
     "engine/tokenising.py",
+    "machine.py",
     "options.py",
     "sizes.py",
     "backend.py",

@@ -130,6 +130,10 @@ class Inventory:
         """Whether a conversation can be resumed at any of its tokens, and not only at a checkpoint."""
         return not self._state.model.needs_checkpoints
 
+    def need(self, n_tokens: int) -> int:
+        """Returns the bytes that one conversation of `n_tokens` needs, with a forward of one token."""
+        return self._parts.need(n_tokens)
+
     def most_tokens(self) -> int:
         """Returns the length of the longest conversation that fits in the whole budget, MLX's pool included."""
         if self._state.uncached_reason:

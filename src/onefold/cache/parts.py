@@ -64,13 +64,13 @@ class Parts:
         if self.state.closing:
             raise ConfigError("this cache is closed: make another one")
 
-    def need(self, n_tokens: int, *, states: int = 3) -> int:
-        """Returns the bytes that one conversation of `n_tokens` needs, with a forward of one token. Includes the copy
-        of one array, for growing, if it must lie in one buffer; and `states` states of windows and recurrent layers: a
-        live one, a stored one, and one that is being made."""
+    def need(self, n_tokens: int, *, states: int = 3, chunk: int = 1) -> int:
+        """Returns the bytes that one conversation of `n_tokens` needs, with a forward of `chunk` tokens. Includes the
+        copy of one array, for growing, if it must lie in one buffer; and `states` states of windows and recurrent
+        layers: a live one, a stored one, and one that is being made."""
         store = self.state.store
         copied = store.array_token_bytes if self.state.model.contiguous else 0
         slab = n_tokens * (store.token_bytes + copied)
-        scratch = sum(a.scratch_bytes(1, n_tokens) for a in self.models.anatomies)
+        scratch = sum(a.scratch_bytes(chunk, n_tokens) for a in self.models.anatomies)
         points = sum(a.point_bytes(n_tokens, 1) for a in self.models.anatomies)
         return slab + scratch + states * points

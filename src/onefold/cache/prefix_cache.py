@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from onefold.cache import stats
+from onefold.cache.budget import Budget
 from onefold.cache.clearing import Clearing
 from onefold.cache.config import CacheConfig, CacheOptions
 from onefold.cache.ending import Ending
@@ -41,11 +42,14 @@ from onefold.cache.request.lease import Lease
 from onefold.cache.stats import Stats
 from onefold.cache.tiers.identity import Identity
 from onefold.cache.tiers.registry import open_tier
-from onefold.errors import BudgetError, ConfigError, IntegrityError
+from onefold.errors import ConfigError, IntegrityError
 from onefold.options import shown_as
 from onefold.sizes import parse_size, show_count, show_size
 
 log = logging.getLogger("onefold")
+
+AUTO = "auto"
+"""The budget that follows the machine."""
 
 
 class PrefixCache:
@@ -55,6 +59,8 @@ class PrefixCache:
     """The bits of stored KV: 16 (as the model makes it), 8 or 4."""
     inventory: Inventory
     """Queries for servers: how many tokens are known, held, or would fit."""
+    budget: Budget
+    """The memory budget, which may follow the machine. Servers call its `look` between two steps."""
     ending: Ending
     """Closes the cache. Servers ask it how long that may take."""
     state: CacheState
@@ -73,7 +79,8 @@ class PrefixCache:
         **options: Unpack[CacheOptions],
     ) -> None:
         """Makes a cache for `model`, which it does not keep alive, under `budget`: bytes, "8GB" or "60%" of the
-        device's memory; by default four fifths of that memory less the weights.
+        device's memory. The default, None or "auto", is four fifths of that memory less the weights, and follows the
+        machine: it is lowered while memory is short (see `Budget`).
 
         The keywords are explained in `CacheConfig`: `draft_model`, `kv`, `max_kv_size`, `keep`, `adapter`,
         `min_checkpoint_tokens`, `high_water`, `low_water`, `elastic`, `logit_tokens`, `disk`, `disk_budget`,
@@ -84,8 +91,9 @@ class PrefixCache:
         config = CacheConfig.of(options)
         models = config.models(model)
         form, bound = config.format(), config.bound()
+        is_auto = budget is None or budget == AUTO
         budget_bytes = (
-            device.default_budget(*models) if budget is None else parse_size(budget, total_bytes=device.memory_bytes())
+            device.default_budget(*models) if is_auto else parse_size(budget, total_bytes=device.memory_bytes())
         )
         mx.eval([m.parameters() for m in models])
         anatomies = [survey(m, kv=form, bound=bound) for m in models]
@@ -98,7 +106,11 @@ class PrefixCache:
         _assemble(self, Parts(models, anatomies, ledger, (digest, config.adapter, form.bits, bound), lock))
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
-            _refuse_tiny(self.parts, budget_bytes)
+            if is_auto:
+                self.budget = Budget(self.parts, self.inventory, device.gauge())
+                _announce(self.budget, device.weight_bytes(*models))
+            else:
+                _refuse_tiny(self.parts, budget_bytes)
             self.kv_bits = form.bits
             self.state.min_checkpoint_tokens = config.min_checkpoint_tokens
             self.state.water = (config.low_water, config.high_water)
@@ -158,6 +170,7 @@ class PrefixCache:
         `after` is the result, or a list of results, which may be empty. Raises BudgetError if there is no room for the
         rest, TokenError for invalid tokens, and ConfigError for other invalid arguments or if the cache is closed.
         """
+        self.budget.look()
         return self._leasing.lease(
             frozen(as_tokens(tokens)),  # the caller may change its own array
             namespace,
@@ -232,24 +245,9 @@ class PrefixCache:
 
     def set_budget(self, budget: int | float | str) -> None:
         """Change the budget while running. Evicts what no longer fits; raises BudgetError if that is not possible now.
-        With a budget below what a forward needs, requests are refused until it is raised again."""
-        n_bytes = parse_size(budget, total_bytes=device.memory_bytes())
-        ledger, share = self.state.ledger, 0 if self.state.ledger.elastic else device.pool_bytes(n_bytes)
-        if n_bytes > 0:
-            self.state.reclaim(lambda: ledger.used_bytes - ledger.spare() + share + ledger.headroom() - n_bytes)
-            if mx.get_cache_memory() > device.pool_bytes(n_bytes):
-                mx.clear_cache()  # without the lock, because it takes long if many buffers were freed
-        with self.state.lock:
-            self.parts.refuse_closed()
-            self.state.sweep()
-            before = self.state.ledger.budget_bytes
-            self.state.pool.set_share(min(device.pool_bytes(n_bytes), device.pool_bytes(before)))
-            try:
-                self.state.ledger.set_budget(n_bytes)
-            except BudgetError:
-                self.state.pool.set_share(device.pool_bytes(before))
-                raise
-            self.state.pool.set_share(device.pool_bytes(n_bytes))
+        With a budget below what a forward needs, requests are refused until it is raised again. A budget that followed
+        the machine stays as it is set from now on."""
+        self.budget.fix(parse_size(budget, total_bytes=device.memory_bytes()))
 
     def close(self) -> None:
         """Close all leases, write dirty data, free everything, and remove the attention seam. Does nothing in a child
@@ -304,8 +302,6 @@ class PrefixCache:
         return self.state.closing
 
 
-
-
 def _assemble(cache: PrefixCache, parts: Parts) -> None:
     cache.parts = parts
     cache.state = parts.state
@@ -314,6 +310,20 @@ def _assemble(cache: PrefixCache, parts: Parts) -> None:
     cache._clearing = Clearing(parts, cache._pins)
     cache.inventory = Inventory(parts, cache._leasing)
     cache.ending = Ending(parts, cache._clearing)
+    cache.budget = Budget(parts, cache.inventory, None)
+
+
+def _announce(budget: Budget, weights: int) -> None:
+    """Raise an automatic budget that the weights leave too little for, and log what it is and what it does."""
+    if budget.raise_to_least():
+        least = budget.whole_bytes
+        log.warning(
+            "the budget is %s, the least for a conversation, and memory may be swapped. %s",
+            show_size(least),
+            device.way_out(weights, least),
+        )
+    follows = "is lowered while memory is short" if budget.follows else "does not change: the device does not say when"
+    log.info("the budget is %s, set automatically, and %s", show_size(budget.whole_bytes), follows)
 
 
 def _refuse_tiny(parts: Parts, budget_bytes: int) -> None:

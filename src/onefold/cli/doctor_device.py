@@ -11,10 +11,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from onefold import backend, blas
+from onefold import backend, blas, machine
 from onefold.cli.doctor_finding import Finding, State, guarded
 from onefold.sizes import show_size
 
@@ -23,8 +22,6 @@ SLOW_GFLOPS = 6.0
 SIDE = 512
 TIMES = 3
 NO_MEMORY, LITTLE_MEMORY = 1_000_000_000, 4_000_000_000
-LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Where Linux says how much memory a container may use: cgroup version 2, and version 1."""
 CONFIG: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -94,34 +91,23 @@ def gflops() -> float:
 
 
 def memory() -> Finding:
-    """How much memory there is, and the budget of a server that is given none; a problem if that is more than a
-    container's limit."""
+    """How much memory there is, whether it is short now, and the budget of a server that is given none."""
     from onefold.cache.memory import device
 
-    total, budget, limit = device.memory_bytes(), device.default_budget(), container_limit()
+    total, budget, limit = device.memory_bytes(), device.default_budget(), machine.limit_bytes()
     facts = {"memory_bytes": total, "default_budget_bytes": budget, "limit_bytes": limit}
     told = f"{show_size(total)}, default budget {show_size(budget)} less the weights"
-    if limit is not None and limit < budget and not device.on_cuda():
-        remedy = f"Give a budget: onefold serve MODEL --budget {limit // 2 // 1_000_000}MB, or raise the limit"
-        message = f"the default budget of {show_size(budget)} is above this container's limit of {show_size(limit)}"
-        return Finding("memory", "problem", message, remedy, facts)
     if total < LITTLE_MEMORY:
         remedy = "Use a small model with weights of 4 bits, or a machine with more memory"
         state: State = "problem" if total < NO_MEMORY else "warning"
         return Finding("memory", state, f"{told}, which is little for a model", remedy, facts)
+    gauge = device.gauge()
+    reading = machine.NOTHING_KNOWN if gauge is None else gauge()
+    facts["memory_level"] = reading.level.name.lower()
+    if reading.level is not machine.Level.NORMAL:
+        remedy = "Close other programs: a server evicts KV, and lowers its automatic budget, while memory is short"
+        return Finding("memory", "warning", f"{told}; memory is short now: {reading.why}", remedy, facts)
     return Finding("memory", "ok", told, facts=facts)
-
-
-def container_limit() -> int | None:
-    """Return how many bytes this container may use; None if there is no limit, or it cannot be read."""
-    for path in LIMITS:
-        try:
-            text = Path(path).read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError):
-            continue
-        if text.isdigit() and int(text) < 1 << 60:  # version 1 writes about 2⁶³ for no limit
-            return int(text)
-    return None
 
 
 def forward() -> Finding:

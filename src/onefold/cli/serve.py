@@ -88,6 +88,10 @@ def size(text: str, total_bytes: int | None = 1 << 40) -> str:
     return text
 
 
+def _budget(text: str) -> str:
+    return text if text == "auto" else size(text)
+
+
 def _folder(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError(f"a folder is needed, not {text!r}")
@@ -181,8 +185,8 @@ FLAGS = (
     CORS_ORIGIN,
     ALLOWED_HOST,
     Flag("namespace-per-key", "share KV only among requests with the same API key", bool),
-    Flag("budget", "memory for KV and activations: 8GB, 24GiB, 60%%; by default four fifths of the device's memory "
-         "less the weights", size, None, "SIZE"),
+    Flag("budget", "memory for KV and activations: 8GB, 24GiB, 60%%; auto is four fifths of the device's memory less "
+         "the weights, and less while the machine's memory is short", _budget, "auto", "SIZE"),
     Flag("disk", "a folder that keeps conversations across restarts; by default nothing is kept", _folder, None, "DIR"),
     Flag("disk-budget", "the most bytes in that folder: 100GB, 20%%; by default half of the free space, and at most "
          "100GB", size, None, "SIZE"),
@@ -373,7 +377,7 @@ def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
         ("model", engine.model_id),
         ("OpenAI", f"{url}/v1"),
         ("Anthropic", url),
-        ("budget", show_size(engine.cache.inventory.budget_bytes)),
+        ("budget", _budget_line(engine)),
         ("disk", _disk_line(engine)),
         ("one token", f"{show_size(engine.cache.inventory.token_bytes)} of KV{_format(engine)}"),
         ("room for", _room(engine)),
@@ -388,6 +392,11 @@ def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
     if not _loopback(settings.host) and not settings.api_keys:
         warning = f"Warning: anyone who can reach {host} can use this server. Set --api-key-file."
         Console(stderr=True).print(Text(warning, "bold"), soft_wrap=True)
+
+
+def _budget_line(engine: Engine) -> str:
+    follows = ", less while this machine's memory is short" if engine.cache.budget.follows else ""
+    return show_size(engine.cache.inventory.budget_bytes) + follows
 
 
 def _disk_line(engine: Engine) -> str:

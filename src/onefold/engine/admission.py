@@ -17,11 +17,14 @@ from onefold.engine.limits import Limits
 from onefold.engine.recovery import Recovery
 from onefold.errors import BudgetError, Busy
 from onefold.faults import UNEXPECTED
+from onefold.sizes import show_size
 
 WORTH_WAITING_FOR = 64
 """Tokens of another request's prefill."""
 TRY_AGAIN_SECONDS = 0.25
 """After which a request that waits for memory is tried again though no request has left."""
+LOWERED_WAIT = 60
+"""Seconds after which a request may find that the budget has risen again."""
 READ_SECONDS = 0.01
 """How long the disk is read between two steps before no other record is begun."""
 READ_SECONDS_ALONE = 0.1
@@ -141,7 +144,9 @@ class Admission:
         try:
             if self._lease(job, room):
                 return True
-            return not self._jobs.live and (self._lease(job, 0) or self._lease_alone(job))
+            if self._jobs.live or self._waits_for_budget(job):
+                return False
+            return self._lease(job, 0) or self._lease_alone(job)
         except UNEXPECTED as error:  # broad on purpose: see there
             self._jobs.faults.caught("a request could not be admitted; it fails", error)
             self._jobs.fail(job, request_failed(error))
@@ -153,6 +158,20 @@ class Admission:
         except BudgetError:
             self._note_no_room()
             return False
+        return True
+
+    def _waits_for_budget(self, job: Job) -> bool:
+        """Whether a request is longer than the budget has room for now, because the machine's memory is short. It fails
+        with Busy, and finds room when the budget has risen again."""
+        budget, needed = self._cache.budget, len(job.tokens)
+        if not budget.is_lowered or needed < self._cache.inventory.most_tokens():
+            return False
+        now, whole = show_size(self._cache.inventory.budget_bytes), show_size(budget.whole_bytes)
+        message = (
+            f"this machine is short of memory: the budget is {now} instead of {whole}, which has no room for a prompt "
+            f"of {needed} tokens now; try again in {LOWERED_WAIT} s"
+        )
+        self._jobs.fail(job, Busy(message, retry_after=LOWERED_WAIT))
         return True
 
     def _lease_alone(self, job: Job) -> bool:

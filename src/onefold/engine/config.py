@@ -37,7 +37,8 @@ class EngineConfig:
     model_id: str = "local"
     """The model's name, for clients and for people who look at the cache folder."""
     budget: int | float | str | None = None
-    """Memory for KV and forwards, as a size or a share of what the weights leave; None is a share."""
+    """Memory for KV and forwards, as a size or a share of the device's memory. None or "auto": what the weights leave
+    of four fifths of it, and less while the machine's memory is short."""
     kv: str | int = "16"
     """How KV is stored: "16" (as the model makes it), "8" or "4" bits."""
     max_kv_size: int | None = None

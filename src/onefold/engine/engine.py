@@ -136,10 +136,12 @@ class Engine:
     def _check_budget(self) -> None:
         if self.most_tokens < LEAST_TOKENS:
             self.stop()
-            given, each = show_size(self.cache.inventory.budget_bytes), show_size(self.cache.inventory.token_bytes)
+            inventory = self.cache.inventory
+            given, each = show_size(inventory.budget_bytes), show_size(inventory.token_bytes)
             raise ConfigError(
                 f"a budget of {given} is too small: a token takes {each} of KV, and a forward its working memory; "
-                f"there is room for a conversation of {self.most_tokens} tokens"
+                f"there is room for a conversation of {self.most_tokens} tokens. Give at least "
+                f"{show_size(inventory.need(2 * LEAST_TOKENS))}"
             )
 
     # -- prompts -------------------------------------------------------------------------------
@@ -290,6 +292,7 @@ class Engine:
             finally:
                 ready.set()
             while self._take_in(self._scheduler):
+                self.cache.budget.look()
                 self._scheduler.tick()
         except DeviceLost as error:
             log.critical("the engine ends: %s", error)
@@ -308,10 +311,15 @@ class Engine:
             self.cache.close()
 
     def _take_in(self, scheduler: Scheduler) -> bool:
-        """Runs what was posted since the last turn; waits if there is no work. False: the thread must end."""
+        """Runs what was posted since the last turn; waits if there is no work, and looks at the machine's memory
+        meanwhile. False: the thread must end."""
         wait = not scheduler.jobs.busy
         while wait or not self._mailbox.empty():
-            letter = self._mailbox.get()
+            try:
+                letter = self._mailbox.get(timeout=self.cache.budget.look_seconds)
+            except queue.Empty:
+                self.cache.budget.look()
+                continue
             if letter is None:
                 return False
             letter(scheduler)

@@ -124,6 +124,6 @@ def _require_recovery(error: Exception) -> None:
 
 def too_long(tokens: int, most: int, cache: PrefixCache, about: str = "") -> TooLong:
     """Returns the error for a prompt of `tokens` tokens, where the budget has room for `most`."""
-    budget = show_size(cache.inventory.budget_bytes)
+    budget = show_size(cache.budget.whole_bytes)
     message = f"this prompt has {about}{tokens} tokens; the memory budget of {budget} has room for {most}"
     return TooLong(message, tokens=tokens, most=most)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from onefold.cache.memory.ledger import Ledger, Purpose
+from onefold.machine import Reading, total_bytes
+from onefold.machine import gauge as machine_gauge
+from onefold.sizes import show_size
 
 POOL_SHARE = 16
 POOL_MOST = 1 << 30
@@ -17,14 +20,14 @@ POOL_LEAST_ON_METAL = 256 << 20
 
 
 def memory_bytes() -> int:
-    """Returns how many bytes of the device a process may use: the recommended working set if there is one, else all its
-    memory."""
+    """Returns how many bytes of the device this process may use: the recommended working set if there is one; all its
+    memory if not; and no more than a control group allows where that is the machine's own memory."""
     if mx.metal.is_available() or _cuda():
         info = mx.device_info()
         for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
             if info.get(key):
                 return int(info[key])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total_bytes()
 
 
 def on_gpu() -> bool:
@@ -65,9 +68,29 @@ def weight_bytes(*models: nn.Module | None) -> int:
     return sum(p.nbytes for m in models if m is not None for p in dict(tree_flatten(m.parameters())).values())
 
 
+def gauge() -> Callable[[], Reading] | None:
+    """Returns the function that reads whether the memory that KV lies in is short. None if nothing is known: a GPU with
+    memory of its own does not say."""
+    return None if on_cuda() else machine_gauge()
+
+
 def default_budget(*models: nn.Module | None) -> int:
     """Returns four fifths of the device's memory, less the weights."""
     return max(1 << 20, memory_bytes() * 4 // 5 - weight_bytes(*models))
+
+
+def way_out(weights: int, budget_bytes: int) -> str:
+    """Returns what a user can do whose weights leave less than `budget_bytes` of the device, as sentences."""
+    total = memory_bytes()
+    found = f"The weights take {show_size(weights)} of the {show_size(total)} that this machine gives to programs"
+    if not on_metal():
+        return f"{found}. Use a smaller model, or one with weights of fewer bits; a given budget is used as it is"
+    wanted = -(-(weights + budget_bytes) * 5 // 4 // 1_000_000)
+    return (
+        f"{found.replace('this machine gives to programs', 'macOS gives to the GPU')}. Use a smaller model, or one "
+        f"with weights of fewer bits; or raise the limit (until the next start): sudo sysctl "
+        f"iogpu.wired_limit_mb={wanted}; or give a budget, such as --budget {max(1, budget_bytes // 500_000_000)}GB"
+    )
 
 
 def pool_bytes(budget_bytes: int) -> int:

@@ -103,6 +103,11 @@ class Reclaiming:
         """Returns how many bytes making room could free: the reclaimable ones, and the tier's buffers."""
         return self.reclaimable_bytes() + (0 if self._nodes.tier is None else self._nodes.tier.extra_bytes)
 
+    def releasing_room(self) -> Work[None]:
+        """Compact every slab that no track reads and that has room which nothing was written to yet. Evicts nothing."""
+        yield from self._store.finishing_copies()
+        yield from self._squeezing(0)
+
     def make_room(self, missing: int) -> None:
         """`making_room` in one go."""
         self._lock.run_held(self.making_room(missing))

@@ -27,9 +27,10 @@ import tiny_gguf
 
 import onefold
 from onefold.cache.memory import device
+from onefold.cache_folder import cache_folder
 from onefold.engine import demo_model
 
-KEPT = demo_model.cache_folder()
+KEPT = cache_folder()
 """Where the real one would be, before any test names another place."""
 
 FLOAT32 = f"{demo_model.NAME}-float32-v{demo_model.CONVERSION}"
@@ -182,31 +183,6 @@ def test_an_older_conversion_is_made_again(index: Index, models: Path, monkeypat
     monkeypatch.setattr(demo_model, "CONVERSION", 1)  # another version of Onefold, beside this one
     assert demo_model.folder() == first
     assert left(models) == {first.name, second.name}
-
-
-# -- where it is kept -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("platform", "set_to", "expected"),
-    [
-        ("linux", {}, "/home/me/.cache/onefold"),
-        ("linux", {"XDG_CACHE_HOME": "/var/xdg"}, "/var/xdg/onefold"),
-        ("linux", {"XDG_CACHE_HOME": "relative"}, "/home/me/.cache/onefold"),
-        ("linux", {"XDG_CACHE_HOME": "/var/xdg", "ONEFOLD_CACHE_DIR": "/mine"}, "/mine"),
-        ("linux", {"ONEFOLD_CACHE_DIR": "~/mine"}, "/home/me/mine"),
-        ("darwin", {"XDG_CACHE_HOME": "/var/xdg"}, "/home/me/Library/Caches/onefold"),
-    ],
-)
-def test_the_cache_folder(
-    monkeypatch: pytest.MonkeyPatch, platform: str, set_to: dict[str, str], expected: str
-) -> None:
-    for name in ("XDG_CACHE_HOME", "ONEFOLD_CACHE_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in ({"HOME": "/home/me"} | set_to).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "platform", platform)
-    assert demo_model.cache_folder() == Path(expected)
 
 
 # -- faults -------------------------------------------------------------------------------------

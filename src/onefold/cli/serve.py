@@ -38,6 +38,7 @@ HELP = "serve a model behind OpenAI's and Anthropic's API"
 
 MAX_KV_SIZE = 131_072
 KEEP = 4_096
+AUTO_FOLDER = "a folder in the system's cache folder (./auto is a folder of that name)"
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -183,7 +184,8 @@ FLAGS = (
     Flag("namespace-per-key", "share KV only among requests with the same API key", bool),
     Flag("budget", "memory for KV and activations: 8GB, 24GiB, 60%%; by default four fifths of the device's memory "
          "less the weights", size, None, "SIZE"),
-    Flag("disk", "a folder that keeps conversations across restarts; by default nothing is kept", _folder, None, "DIR"),
+    Flag("disk", f"a folder that keeps conversations across restarts, or auto: {AUTO_FOLDER}; by default nothing is "
+         "kept", _folder, None, "DIR"),
     Flag("disk-budget", "the most bytes in that folder: 100GB, 20%%; by default half of the free space, and at most "
          "100GB", size, None, "SIZE"),
     Flag("disk-mode", "back: write KV when it is evicted from memory and at the end; through: after every answer",

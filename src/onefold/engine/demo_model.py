@@ -33,6 +33,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from onefold.cache.memory import device
+from onefold.cache_folder import cache_folder
 from onefold.engine import gguf
 from onefold.engine.progress import Show, showing
 from onefold.errors import ConfigError
@@ -73,18 +74,6 @@ def folder() -> Path:
         where = f'in "{models}" (ONEFOLD_CACHE_DIR names another place)'
         raise ConfigError(f"the demo model cannot be stored {where}: {error.strerror or error}") from error
     return ready
-
-
-def cache_folder() -> Path:
-    """Returns ONEFOLD_CACHE_DIR, or the system's cache folder of this user."""
-    named = os.environ.get("ONEFOLD_CACHE_DIR")
-    if named:
-        return Path(named).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "onefold"
-    xdg = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache"  # a relative one is to be ignored
-    return base / "onefold"
 
 
 def _stem(dtype: mx.Dtype) -> str:

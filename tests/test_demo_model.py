@@ -24,6 +24,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 import tiny_gguf
+from mlx.utils import tree_flatten
 
 import onefold
 from onefold.cache.memory import device
@@ -173,6 +174,22 @@ def test_a_gpu_is_given_half_the_bytes(index: Index, models: Path, monkeypatch: 
     assert isinstance(weights, dict)
     assert {value.dtype for value in weights.values()} == {mx.bfloat16}
     assert left(models) == {FLOAT32.replace("float32", "bfloat16")}
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+def test_a_gpu_without_bf16_computes_in_fp16(
+    index: Index, models: Path, monkeypatch: pytest.MonkeyPatch, emulated: bool
+) -> None:
+    with monkeypatch.context() as pretended:
+        pretended.setattr(device, "on_gpu", lambda: True)
+        pretended.setattr(device, "emulates_bfloat16", lambda: emulated)
+        model, tokenizer = onefold.load("demo")
+    (dtype,) = {value.dtype for _, value in tree_flatten(model.parameters())}
+    assert dtype == (mx.float16 if emulated else mx.bfloat16)
+    assert left(models) == {FLOAT32.replace("float32", "bfloat16")}, "the same is kept for every GPU"
+    prompt = mx.array([tokenizer.encode("hello")])
+    assert model(prompt).dtype == dtype
+    assert mx.allclose(model(prompt), tiny_gguf.tiny_model()(prompt), atol=5e-2)
 
 
 def test_an_older_conversion_is_made_again(index: Index, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from onefold.cache.memory import device
 from onefold.cache_folder import cache_folder
@@ -74,6 +75,12 @@ def folder() -> Path:
         where = f'in "{models}" (ONEFOLD_CACHE_DIR names another place)'
         raise ConfigError(f"the demo model cannot be stored {where}: {error.strerror or error}") from error
     return ready
+
+
+def suit_device(model: nn.Module) -> None:
+    """Converts the loaded model to fp16, if the device emulates bf16. What is kept on disk stays as it is."""
+    if device.emulates_bfloat16():
+        model.set_dtype(mx.float16)
 
 
 def _stem(dtype: mx.Dtype) -> str:

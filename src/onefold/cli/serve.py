@@ -174,7 +174,7 @@ ALLOWED_HOST = Flag("allowed-host", "a host name that clients may use besides lo
                     "* for any; can be repeated", _name, metavar="NAME", many=True)  # fmt: skip
 
 FLAGS = (
-    Flag("host", "address to listen on", default="127.0.0.1", metavar="ADDRESS"),
+    Flag("host", "address to listen on; a name stands for all its addresses", default="127.0.0.1", metavar="ADDRESS"),
     Flag("port", "port to listen on; 0 picks a free one", partial(count, most=65535), "8080", "PORT"),
     API_KEY,
     API_KEY_FILE,
@@ -252,17 +252,19 @@ def _serve(given: argparse.Namespace) -> int:
     for chatty in ("uvicorn.error", "httpx", "asyncio"):
         logging.getLogger(chatty).setLevel(max(logging.getLogger().level, logging.WARNING))
     settings = _settings(given)
-    from onefold.server.running import bind  # takes seconds to import, as does the engine: not for --help
+    from onefold.server.addresses import bind  # takes seconds to import, as does the engine: not for --help
 
     try:
-        sock = bind(settings.host, settings.port)
+        bound = bind(settings.host, settings.port)
     except OSError as error:
         return _complain(_not_listening(settings, error))
-    with sock:
+    with contextlib.ExitStack() as held:
+        for sock in bound:
+            held.enter_context(sock)
         engine = _engine(given)
         ending = Ending(engine)
         try:
-            return _listen(engine, settings, sock, ending.begin)
+            return _listen(engine, settings, bound, ending.begin)
         finally:
             ending.stop()
 
@@ -348,18 +350,18 @@ def make_engine(given: argparse.Namespace, **more: Any) -> Engine:
         return Engine(model, tokenizer, **options)
 
 
-def _listen(engine: Engine, settings: Settings, sock: socket.socket, ending: Callable[[], None]) -> int:
+def _listen(engine: Engine, settings: Settings, bound: list[socket.socket], ending: Callable[[], None]) -> int:
     from onefold.server.app import make_app
     from onefold.server.running import Server
 
-    ready = partial(_greet, engine, settings, sock)
+    ready = partial(_greet, engine, settings, bound[0])
     server = Server(make_app(engine, settings), engine, settings, ready, ending)
     # A signal may come before uvicorn has installed its handlers. When uvicorn has ended, it raises the signal again
     # for the handlers that were there before: to end twice does no harm.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: server.end())
     try:
-        server.run([sock])
+        server.run(bound)
     except OSError as error:  # two servers took the address before one of them listened
         return _complain(_not_listening(settings, error))
     return 0 if engine.lost is None else os.EX_TEMPFAIL

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from onefold.server.addresses import bind
 from onefold.server.app import make_app
-from onefold.server.running import Server, bind
+from onefold.server.running import Server
 from onefold.server.settings import Settings
 
 WAIT = 60.0
@@ -25,7 +26,7 @@ WAIT = 60.0
 def listening(engine: Any, settings: Settings | None = None) -> Iterator[str]:
     settings = settings or Settings(grace_seconds=1.0)
     server = Server(make_app(engine, settings), engine, settings)
-    sock = bind("127.0.0.1", 0)
+    (sock,) = bind("127.0.0.1", 0)
     port = sock.getsockname()[1]
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), name="server")
     thread.start()

@@ -24,12 +24,14 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 import tiny_gguf
+from mlx.utils import tree_flatten
 
 import onefold
 from onefold.cache.memory import device
+from onefold.cache_folder import cache_folder
 from onefold.engine import demo_model
 
-KEPT = demo_model.cache_folder()
+KEPT = cache_folder()
 """Where the real one would be, before any test names another place."""
 
 FLOAT32 = f"{demo_model.NAME}-float32-v{demo_model.CONVERSION}"
@@ -174,6 +176,22 @@ def test_a_gpu_is_given_half_the_bytes(index: Index, models: Path, monkeypatch: 
     assert left(models) == {FLOAT32.replace("float32", "bfloat16")}
 
 
+@pytest.mark.parametrize("emulated", [False, True])
+def test_a_gpu_without_bf16_computes_in_fp16(
+    index: Index, models: Path, monkeypatch: pytest.MonkeyPatch, emulated: bool
+) -> None:
+    with monkeypatch.context() as pretended:
+        pretended.setattr(device, "on_gpu", lambda: True)
+        pretended.setattr(device, "emulates_bfloat16", lambda: emulated)
+        model, tokenizer = onefold.load("demo")
+    (dtype,) = {value.dtype for _, value in tree_flatten(model.parameters())}
+    assert dtype == (mx.float16 if emulated else mx.bfloat16)
+    assert left(models) == {FLOAT32.replace("float32", "bfloat16")}, "the same is kept for every GPU"
+    prompt = mx.array([tokenizer.encode("hello")])
+    assert model(prompt).dtype == dtype
+    assert mx.allclose(model(prompt), tiny_gguf.tiny_model()(prompt), atol=5e-2)
+
+
 def test_an_older_conversion_is_made_again(index: Index, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = demo_model.folder()
     monkeypatch.setattr(demo_model, "CONVERSION", 2)
@@ -182,31 +200,6 @@ def test_an_older_conversion_is_made_again(index: Index, models: Path, monkeypat
     monkeypatch.setattr(demo_model, "CONVERSION", 1)  # another version of Onefold, beside this one
     assert demo_model.folder() == first
     assert left(models) == {first.name, second.name}
-
-
-# -- where it is kept -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("platform", "set_to", "expected"),
-    [
-        ("linux", {}, "/home/me/.cache/onefold"),
-        ("linux", {"XDG_CACHE_HOME": "/var/xdg"}, "/var/xdg/onefold"),
-        ("linux", {"XDG_CACHE_HOME": "relative"}, "/home/me/.cache/onefold"),
-        ("linux", {"XDG_CACHE_HOME": "/var/xdg", "ONEFOLD_CACHE_DIR": "/mine"}, "/mine"),
-        ("linux", {"ONEFOLD_CACHE_DIR": "~/mine"}, "/home/me/mine"),
-        ("darwin", {"XDG_CACHE_HOME": "/var/xdg"}, "/home/me/Library/Caches/onefold"),
-    ],
-)
-def test_the_cache_folder(
-    monkeypatch: pytest.MonkeyPatch, platform: str, set_to: dict[str, str], expected: str
-) -> None:
-    for name in ("XDG_CACHE_HOME", "ONEFOLD_CACHE_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in ({"HOME": "/home/me"} | set_to).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "platform", platform)
-    assert demo_model.cache_folder() == Path(expected)
 
 
 # -- faults -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import pytest
 from tiny import tiny
 
@@ -12,6 +13,31 @@ from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.survey import survey
 
 GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    "info, emulated",
+    [
+        ({"architecture": "applegpu_g13g", "device_name": "Apple M1"}, True),
+        ({"architecture": "applegpu_g13d", "device_name": "Apple M1 Ultra"}, True),
+        ({"architecture": "applegpu_g14s", "device_name": "Apple M2 Pro"}, True),
+        ({"architecture": "applegpu_g15g", "device_name": "Apple M3"}, False),
+        ({"architecture": "applegpu_g16s", "device_name": "Apple M4 Max"}, False),
+        ({"architecture": "applegpu_g17g", "device_name": "Apple M5"}, False),
+        ({"architecture": "", "device_name": "Apple M1"}, True),
+        ({"device_name": "Apple M2 Ultra"}, True),
+        ({"device_name": "Apple M10"}, False),
+        ({"device_name": "Apple M3"}, False),
+        ({}, False),
+    ],
+)
+def test_which_gpus_have_no_bf16(
+    on_metal: None, monkeypatch: pytest.MonkeyPatch, info: dict[str, str], emulated: bool
+) -> None:
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    assert device.emulates_bfloat16() == emulated
+    monkeypatch.setattr(device, "on_metal", lambda: False)
+    assert not device.emulates_bfloat16()
 
 
 @pytest.fixture

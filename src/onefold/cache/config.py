@@ -64,7 +64,8 @@ class CacheConfig:
     """The caller's promise that the logits of a forward with more tokens are never evaluated: no scratch is reserved
     for them."""
     disk: str | os.PathLike[str] | DiskSettings | None = None
-    """A folder where conversations survive a restart. Without it nothing is written to disk."""
+    """A folder where conversations survive a restart; "auto" is the system's cache folder, and "./auto" a folder of
+    that name. Without it nothing is written to disk."""
     disk_budget: int | float | str | None = None
     disk_mode: str = "back"
     """When dirty data is written: "back", on eviction and on close; "through", after each commit."""

@@ -44,12 +44,16 @@ class Parts:
         self.watched = [seam.watch(m) for m in models]
         stock.hook_saving()
         self.state.uncached_reason = next((a.reason for a in anatomies if a.reason), "")
-        for anatomy in anatomies:
-            for note in anatomy.notes:
-                log.warning("%s", note)
         if self.state.uncached_reason and models:
             for anatomy, model in zip(anatomies, models, strict=True):
                 look_uncached(anatomy, model)
+
+    def log_limits(self) -> None:
+        """Log what is not cached of these models, and why."""
+        for anatomy in self.models.anatomies:
+            for note in anatomy.notes:
+                log.warning("%s", note)
+        if self.state.uncached_reason and self.refs:
             log.warning("this model runs uncached: %s", self.state.uncached_reason)
 
     def tree(self, namespace: Hashable) -> Tree:

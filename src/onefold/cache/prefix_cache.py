@@ -104,6 +104,7 @@ class PrefixCache:
         ledger = (ElasticLedger if config.elastic else Ledger)(budget_bytes, lock.inner)
         digest = model_digest(*models)
         _assemble(self, Parts(models, anatomies, ledger, (digest, config.adapter, form.bits, bound), lock))
+        self.parts.log_limits()
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             if is_auto:
@@ -127,6 +128,7 @@ class PrefixCache:
         self = cls.__new__(cls)
         lock = CacheLock()
         _assemble(self, Parts([], [read_off(layers)], ElasticLedger(budget, lock.inner), (), lock))
+        self.parts.log_limits()
         return self
 
     @property
@@ -300,6 +302,24 @@ class PrefixCache:
     def closed(self) -> bool:
         """Whether the cache is closed, or being closed."""
         return self.state.closing
+
+
+
+
+def empty_twin(cache: PrefixCache) -> PrefixCache:
+    """Returns an empty cache for the same models, with the same settings and budget and without a tier. Nothing that it
+    does shows in the first one. Close it. Raises ConfigError if the first one is closed, or its model was deleted."""
+    cache.parts.refuse_closed()
+    models = [m for ref in cache.parts.refs if (m := ref()) is not None]
+    if len(models) < len(cache.parts.models.anatomies):
+        raise ConfigError("the model of this cache was deleted: keep a reference to it while the cache is open")
+    made, lock, ledger = PrefixCache.__new__(PrefixCache), CacheLock(), cache.state.ledger
+    own = type(ledger)(ledger.budget_bytes, lock.inner)
+    _assemble(made, Parts(models, cache.parts.models.anatomies, own, cache.parts.form, lock))
+    made.kv_bits = cache.kv_bits
+    made.state.min_checkpoint_tokens = cache.state.min_checkpoint_tokens
+    made.state.water = cache.state.water
+    return made
 
 
 def _assemble(cache: PrefixCache, parts: Parts) -> None:

@@ -14,12 +14,12 @@ import sys
 from typing import Any
 
 from onefold.cli.command_line import INTERRUPTED, Parser, complain
-from onefold.cli.serve import Flag, size
+from onefold.cli.serve import AUTO_FOLDER, Flag, size
 
 HELP = "manage the folder of a disk cache: ls, stat, verify, prune, clear"
 NAME = "onefold cache"
 
-DISK = Flag("disk", "the folder", metavar="DIR")
+DISK = Flag("disk", f"the folder, or auto: {AUTO_FOLDER}", metavar="DIR")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         described = told[0].upper() + told[1:] + "." + more
         epilog = f"Exit codes: 0 {codes}; 2 the command failed." if codes else None
         added = actions.add_parser(name, help=told, description=described, epilog=epilog, allow_abbrev=False)
-        where = f"the folder; here or before {name} [{DISK.variable}]"
+        where = f"the folder, or auto; here or before {name} [{DISK.variable}]"
         added.add_argument("--disk", metavar="DIR", default=argparse.SUPPRESS, help=where)
         added.add_argument("--json", action="store_true", help="print one JSON object")
         return added
@@ -78,11 +78,13 @@ def run(arguments: list[str]) -> int:
     name = f"{NAME} {given.action}"
     if not given.disk:
         return complain(name, "no folder given: give --disk DIR, or set ONEFOLD_DISK")
+    from onefold.cache_folder import disk_folder
     from onefold.collecting import paused
     from onefold.errors import FolderInUse, OnefoldError
 
     told: dict[str, Any] | None = None
     try:
+        given.disk = os.fspath(disk_folder(given.disk))
         with paused():
             code, told = _do(given)
         _tell(given, told)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import onefold
 from onefold import backend
+from onefold.cache_folder import disk_folder
 from onefold.cli.doctor_finding import Finding
 from onefold.errors import ConfigError
 from onefold.sizes import show_size
@@ -57,7 +58,7 @@ def check_backend() -> Finding:
 
 def disk(given: str) -> Finding:
     """Whether a cache could use this folder now: it is ours or empty, writable, not locked, and has room."""
-    path = Path(given).expanduser().absolute()
+    path = Path(disk_folder(given)).expanduser().absolute()
     facts = {"folder": str(path), "exists": path.is_dir(), "free_bytes": None, "records_bytes": None, "locked_by": None}
     try:
         return _disk(path, facts)

@@ -38,6 +38,7 @@ HELP = "serve a model behind OpenAI's and Anthropic's API"
 
 MAX_KV_SIZE = 131_072
 KEEP = 4_096
+AUTO_FOLDER = "a folder in the system's cache folder (./auto is a folder of that name)"
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -177,7 +178,7 @@ ALLOWED_HOST = Flag("allowed-host", "a host name that clients may use besides lo
                     "* for any; can be repeated", _name, metavar="NAME", many=True)  # fmt: skip
 
 FLAGS = (
-    Flag("host", "address to listen on", default="127.0.0.1", metavar="ADDRESS"),
+    Flag("host", "address to listen on; a name stands for all its addresses", default="127.0.0.1", metavar="ADDRESS"),
     Flag("port", "port to listen on; 0 picks a free one", partial(count, most=65535), "8080", "PORT"),
     API_KEY,
     API_KEY_FILE,
@@ -187,7 +188,8 @@ FLAGS = (
     Flag("namespace-per-key", "share KV only among requests with the same API key", bool),
     Flag("budget", "memory for KV and activations: 8GB, 24GiB, 60%%; auto is four fifths of the device's memory less "
          "the weights, and less while the machine's memory is short", _budget, "auto", "SIZE"),
-    Flag("disk", "a folder that keeps conversations across restarts; by default nothing is kept", _folder, None, "DIR"),
+    Flag("disk", f"a folder that keeps conversations across restarts, or auto: {AUTO_FOLDER}; by default nothing is "
+         "kept", _folder, None, "DIR"),
     Flag("disk-budget", "the most bytes in that folder: 100GB, 20%%; by default half of the free space, and at most "
          "100GB", size, None, "SIZE"),
     Flag("disk-mode", "back: write KV when it is evicted from memory and at the end; through: after every answer",
@@ -254,17 +256,19 @@ def _serve(given: argparse.Namespace) -> int:
     for chatty in ("uvicorn.error", "httpx", "asyncio"):
         logging.getLogger(chatty).setLevel(max(logging.getLogger().level, logging.WARNING))
     settings = _settings(given)
-    from onefold.server.running import bind  # takes seconds to import, as does the engine: not for --help
+    from onefold.server.addresses import bind  # takes seconds to import, as does the engine: not for --help
 
     try:
-        sock = bind(settings.host, settings.port)
+        bound = bind(settings.host, settings.port)
     except OSError as error:
         return _complain(_not_listening(settings, error))
-    with sock:
+    with contextlib.ExitStack() as held:
+        for sock in bound:
+            held.enter_context(sock)
         engine = _engine(given)
         ending = Ending(engine)
         try:
-            return _listen(engine, settings, sock, ending.begin)
+            return _listen(engine, settings, bound, ending.begin)
         finally:
             ending.stop()
 
@@ -350,18 +354,18 @@ def make_engine(given: argparse.Namespace, **more: Any) -> Engine:
         return Engine(model, tokenizer, **options)
 
 
-def _listen(engine: Engine, settings: Settings, sock: socket.socket, ending: Callable[[], None]) -> int:
+def _listen(engine: Engine, settings: Settings, bound: list[socket.socket], ending: Callable[[], None]) -> int:
     from onefold.server.app import make_app
     from onefold.server.running import Server
 
-    ready = partial(_greet, engine, settings, sock)
+    ready = partial(_greet, engine, settings, bound[0])
     server = Server(make_app(engine, settings), engine, settings, ready, ending)
     # A signal may come before uvicorn has installed its handlers. When uvicorn has ended, it raises the signal again
     # for the handlers that were there before: to end twice does no harm.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: server.end())
     try:
-        server.run([sock])
+        server.run(bound)
     except OSError as error:  # two servers took the address before one of them listened
         return _complain(_not_listening(settings, error))
     return 0 if engine.lost is None else os.EX_TEMPFAIL

@@ -30,6 +30,7 @@ class EngineOptions(TypedDict, total=False):
     limits: Limits | None
     disk: DiskSettings | None
     ignore_context_length: bool
+    warm: bool | None
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,9 @@ class EngineConfig:
     """The folder where conversations survive a restart. Without it nothing is ever written."""
     ignore_context_length: bool = False
     """Prompts and answers may be longer than the model was made for."""
+    warm: bool | None = None
+    """Whether the engine runs a few short requests of its own before it is ready, because the first use of a kernel
+    takes long; None: on a GPU."""
 
     @classmethod
     def of(cls, options: EngineOptions) -> EngineConfig:

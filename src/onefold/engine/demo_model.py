@@ -31,8 +31,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from onefold.cache.memory import device
+from onefold.cache_folder import cache_folder
 from onefold.engine import gguf
 from onefold.engine.progress import Show, showing
 from onefold.errors import ConfigError
@@ -75,16 +77,10 @@ def folder() -> Path:
     return ready
 
 
-def cache_folder() -> Path:
-    """Returns ONEFOLD_CACHE_DIR, or the system's cache folder of this user."""
-    named = os.environ.get("ONEFOLD_CACHE_DIR")
-    if named:
-        return Path(named).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "onefold"
-    xdg = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache"  # a relative one is to be ignored
-    return base / "onefold"
+def suit_device(model: nn.Module) -> None:
+    """Converts the loaded model to fp16, if the device emulates bf16. What is kept on disk stays as it is."""
+    if device.emulates_bfloat16():
+        model.set_dtype(mx.float16)
 
 
 def _stem(dtype: mx.Dtype) -> str:

@@ -21,9 +21,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from onefold.cache.memory import device
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.stats import Stats
-from onefold.engine import wanted
+from onefold.engine import wanted, warming
 from onefold.engine.config import EngineConfig, EngineOptions
 from onefold.engine.context_length import context_length
 from onefold.engine.job import Deliver, Job
@@ -116,9 +117,12 @@ class Engine:
         )
 
     def _begin(self, model: nn.Module, config: EngineConfig) -> None:
-        """Makes the cache and the scheduler. Runs on the engine's thread."""
+        """Makes the cache and the scheduler, and warms the device. Runs on the engine's thread."""
+        limits = config.limits or Limits()
         self.cache = config.cache(model, self.tokenizer)
-        self._scheduler = Scheduler(model, self.cache, config.limits or Limits())
+        self._scheduler = Scheduler(model, self.cache, limits)
+        if device.on_gpu() if config.warm is None else config.warm:
+            warming.warm(self.cache, limits, self.tokenizer, self.vocab, self.defaults, self.context_length)
 
     def _start(self, begin: Callable[[], None]) -> None:
         """Starts the thread, and waits until `begin` has run on it. Raises the OnefoldError that `begin` raised."""

@@ -61,13 +61,16 @@ def load(
     else:
         source = _source(given)
     with _InOurWords(f'the model "{given}"' + (f' with the adapter "{adapter}"' if adapter else "")):
-        return stock.load(
+        loaded, tokenizer = stock.load(
             source,
             adapter_path=adapter,
             revision=revision,
             tokenizer_config=tokenizer_config,
             trust_remote_code=trust_remote_code,
         )
+    if model == DEMO:
+        demo_model.suit_device(loaded)
+    return loaded, tokenizer
 
 
 def _source(given: str) -> str:

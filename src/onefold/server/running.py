@@ -1,4 +1,4 @@
-"""Runs the app: uvicorn's settings, its socket, and a shutdown that leaves no client without an answer.
+"""Runs the app: uvicorn's settings, and a shutdown that leaves no client without an answer.
 
 When it is asked to end, the server accepts no more connections and gives running requests a little time; none, if it is
 told once more. Then the engine is stopped, which tells each of those that are left, in the words of its API, that it
@@ -94,17 +94,3 @@ class Server(uvicorn.Server):
             self._hurried = True
         else:
             super().handle_exit(sig, frame)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Binds the address, and does not listen yet: clients that connect before the server is ready are refused. Raises
-    OSError."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    found = socket.socket(family, kind, protocol)
-    try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-    except OSError:
-        found.close()
-        raise
-    return found

@@ -19,6 +19,11 @@ POOL_LEAST_ON_METAL = 256 << 20
 """A new buffer is expensive on Metal: a smaller pool makes some in every forward."""
 
 
+WITHOUT_BFLOAT16 = {"applegpu_g13": "Apple M1", "applegpu_g14": "Apple M2"}
+"""Apple GPUs without arithmetic in bf16, by the beginnings of MLX's `architecture` and `device_name`: Metal emulates it
+there, which costs time. M3 (g15) and later have it, and all of them have fp16."""
+
+
 def memory_bytes() -> int:
     """Returns how many bytes of the device this process may use: the recommended working set if there is one; all its
     memory if not; and no more than a control group allows where that is the machine's own memory."""
@@ -43,6 +48,18 @@ def on_metal() -> bool:
 def on_cuda() -> bool:
     """Whether MLX's default device is a GPU with separate memory (CUDA)."""
     return on_gpu() and _cuda()
+
+
+def emulates_bfloat16() -> bool:
+    """Whether MLX's default device is a GPU on which bf16 is emulated, and fp16 is not."""
+    if not on_metal():
+        return False
+    info = mx.device_info()
+    known = str(info.get("architecture") or "")
+    if known:
+        return known.startswith(tuple(WITHOUT_BFLOAT16))
+    name = str(info.get("device_name") or "")
+    return any(name == chip or name.startswith(f"{chip} ") for chip in WITHOUT_BFLOAT16.values())
 
 
 def _cuda() -> bool:

@@ -36,6 +36,7 @@ from onefold.cache.tiers.records.catalog import Catalog
 from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.layout import Layout
 from onefold.cache.tiers.records.record import VERSION
+from onefold.cache_folder import disk_folder
 from onefold.errors import ConfigError, OnefoldError
 from onefold.sizes import parse_size, show_size
 
@@ -50,6 +51,7 @@ DiskStats = TierStats
 @dataclass(frozen=True)
 class DiskSettings:
     folder: str | os.PathLike[str]
+    """The text "auto" becomes the default folder (`cache_folder.kv_folder`)."""
     budget: int | float | str | None = None
     """By default half of what is free there, and at most 100 GB."""
     mode: str = "back"
@@ -60,6 +62,7 @@ class DiskSettings:
             raise ConfigError(f"a disk mode is 'back' or 'through', not {self.mode!r}")
         if not isinstance(self.folder, (str, os.PathLike)) or not os.fspath(self.folder):
             raise ConfigError(f"disk is a folder, not {self.folder!r}")
+        object.__setattr__(self, "folder", disk_folder(self.folder))
         if self.budget is not None:
             parse_size(self.budget, total_bytes=1 << 60)
         if isinstance(self.daily_limit, str) and "%" in self.daily_limit:

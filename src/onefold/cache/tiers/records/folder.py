@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from onefold.cache.tiers.records import backups
 from onefold.cache.tiers.records.abouts import Abouts, read_about
 from onefold.cache.tiers.records.directory import Directory, absent_is_empty, opened
 from onefold.cache.tiers.records.files import (
@@ -76,10 +77,13 @@ class Folder:
         """Open a cache folder to write in, and make it if need be. Raises OSError, ConfigError if it is not one of
         ours, and FolderInUse."""
         self = cls(Path(path).expanduser().absolute())
+        new = not self.path.exists()
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             raise ConfigError(f"{self.path} cannot be a folder: {error.strerror}") from error
+        if new:
+            backups.exclude_default(self.path)
         with Directory.at(self.path) as top:
             if top.stat().st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
                 raise ConfigError(f"{self.path} belongs to another user: give the cache a folder of your own")

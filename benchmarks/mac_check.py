@@ -189,6 +189,13 @@ def run_one(check: Check, given: Given, script: str, folder: Path) -> Outcome:
     return unfinished(check, FAILED, why or _reason(process.returncode, said), block(said), seconds)
 
 
+def _stay_awake() -> None:
+    """Keeps a Mac and its display on until this process ends."""
+    if sys.platform == "darwin":
+        with contextlib.suppress(OSError):
+            subprocess.Popen(["caffeinate", "-d", "-i", "-w", str(os.getpid())], stdin=subprocess.DEVNULL)
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Ends a check and the processes that it started, which are in its process group."""
     if process.poll() is None:
@@ -210,6 +217,7 @@ def _reason(code: int, said: str) -> str:
 def run_all(checks: Sequence[Check], given: Given, script: str, out: Path, options: str) -> list[Outcome]:
     """Runs the checks one after the other, prints each, and writes the report after each."""
     facts, when = machine(), time.strftime("%Y-%m-%d %H:%M")
+    _stay_awake()
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as folder:
         for number, check in enumerate(checks, 1):

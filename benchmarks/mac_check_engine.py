@@ -117,8 +117,8 @@ def decode(given: Given, say: Say) -> Found:
             known = ", which is known until Onefold has a decode kernel for Metal" if at and device.on_metal() else ""
             faults.append(f"{what}: {ours / theirs:.2f} times mlx-lm's tokens per second{known}")
     header = ("tokens/s", "Onefold", "mlx-lm", "ratio")
-    judged = "" if device.on_gpu() else " (not judged on a CPU)"
-    return Found(", ".join(ratios) + judged, table(header, rows), faults)
+    not_judged = "" if device.on_gpu() else "times are not judged on a CPU"
+    return Found(", ".join(ratios), table(header, rows), faults, not_judged)
 
 
 # -- a long prompt ---------------------------------------------------------------------------------------

@@ -44,6 +44,8 @@ class Found:
     found: str
     details: Sequence[str] = ()
     faults: Sequence[str] = ()
+    not_judged: str = ""
+    """Why nothing of it can be compared with what is expected here."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class Outcome:
 
 def judged(check: Check, found: Found, seconds: float) -> Outcome:
     """Returns the outcome of a check that ran to its end."""
+    if found.not_judged and not found.faults:
+        return unfinished(check, SKIPPED, f"{found.not_judged}. {found.found}", found.details, seconds)
     verdict = NOT_AS_EXPECTED if found.faults else AS_EXPECTED
     details = [*(f"**Not as expected:** {fault}" for fault in found.faults), *found.details]
     return Outcome(check.name, check.points, check.expected, verdict, found.found, details, seconds)
@@ -157,7 +161,7 @@ def scrubbed(text: str, *, home: str = "", user: str = "", hosts: Iterable[str] 
     What is not given is this machine's."""
     home = home or str(Path.home())
     for folder in sorted({home, os.path.realpath(home)} - {"/"}, key=len, reverse=True):
-        text = re.sub(re.escape(folder) + r"(?![\w.-])", "~", text)
+        text = re.sub(r"(?<!\w)" + re.escape(folder) + r"(?![\w.-])", "~", text)
     temporary = tempfile.gettempdir()
     for folder in sorted({temporary, os.path.realpath(temporary)} - {"/tmp", "/"}, key=len, reverse=True):
         text = text.replace(folder, "$TMPDIR")
@@ -203,7 +207,7 @@ def rendered(facts: dict[str, str], outcomes: Sequence[Outcome], options: str, w
         lines += [f"- Found: {o.found}"] if o.verdict not in (SKIPPED, FAILED) else []
         lines += [f"- Verdict: {o.told}", ""]
         lines += o.details
-    return scrubbed("\n".join(lines)).rstrip() + "\n"
+    return re.sub(r"\n{3,}", "\n\n", scrubbed("\n".join(lines))).rstrip() + "\n"
 
 
 def _cell(text: str) -> str:

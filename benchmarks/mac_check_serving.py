@@ -99,7 +99,8 @@ def demo(given: Given, say: Say) -> Found:
     ]
     told = f"{second.cached} tokens reused, {'the same text' if second.text == fresh.text else 'another text'}, "
     told += f"first token {first.first_token_seconds * 1e3:.0f} ms, then {other.first_token_seconds * 1e3:.0f} ms"
-    return Found(told + _judged(), table(("", ""), rows), faults)
+    told += "" if device.on_gpu() else " (times are not judged on a CPU)"
+    return Found(told, table(("", ""), rows), faults)
 
 
 def _reached(port: int) -> dict[str, str]:
@@ -157,11 +158,7 @@ def idle(given: Given, say: Say) -> Found:
     rows.append(("gap of a stream", *(x for n in (OURS, THEIRS) for x in (_ms(median(gaps[n] or [0.0])), ""))))
     told = "; ".join(f"after {row[0]}: {row[2]} times, mlx-lm {row[4]}" for row in rows[1:-1])
     header = ("pause", "Onefold, first token", "times busy", "mlx-lm, first token", "times busy")
-    return Found(told + _judged(), table(header, rows), faults)
-
-
-def _judged() -> str:
-    return "" if device.on_gpu() else " (times are not judged on a CPU)"
+    return Found(told, table(header, rows), faults, "" if device.on_gpu() else "times are not judged on a CPU")
 
 
 def _ms(seconds: float) -> str:

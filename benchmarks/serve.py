@@ -74,7 +74,9 @@ class Served:
             code = "import onefold, sys; from mlx_lm.server import main; sys.argv[0] = 'mlx_lm.server'; main()"
             command = ["-c", code, "--model", folder, "--port", str(port), "--log-level", "ERROR"]
         self.model = model if name == OURS else "default_model"
-        self._process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            [sys.executable, *command], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=sys.stderr
+        )
         self.port = port
         self._http = httpx.Client(base_url=f"http://{host}:{port}", timeout=600, trust_env=False)
 

@@ -242,6 +242,11 @@ def _steps(model: Any, layers: list[Any], n: int) -> tuple[float, int]:
     return (time.perf_counter() - began) / n * 1e3, mx.get_peak_memory() - held
 
 
+def _feed(model: Any, layers: list[Any], tokens: Any) -> None:
+    model(mx.array(tokens)[None], cache=layers)
+    mx.eval([layer.state for layer in layers])
+
+
 def donation(given: Given, say: Say) -> Found:
     """The peak of queued decode steps on a long context, ours beside mlx-lm's cache."""
     context, n = (2048 if _small(given) else 8192), 64
@@ -252,16 +257,15 @@ def donation(given: Given, say: Say) -> Found:
     for number in range(3):
         settle()
         with onefold.PrefixCache(model, "1GB") as cache, cache.lease(tokens, reserve_tokens=2 * n) as lease:
-            for chunk in (*lease.chunks(512), tokens[-1:]):
-                model(mx.array(chunk)[None], cache=lease.layers)
-                mx.eval([layer.state for layer in lease.layers])
+            for chunk in lease.chunks(512):
+                _feed(model, lease.layers, chunk)
+            _feed(model, lease.layers, tokens[-1:])
             found["Onefold"].append(_steps(model, lease.layers, n))
             lease.discard()
         settle()
         layers = make_prompt_cache(model)
         for at in range(0, context, 512):
-            model(mx.array(tokens[at : at + 512])[None], cache=layers)
-            mx.eval([layer.state for layer in layers])
+            _feed(model, layers, tokens[at : at + 512])
         found["mlx-lm"].append(_steps(model, layers, n))
         del layers
         say(f"round {number + 1} of 3: " + ", ".join(f"{k} {_mb(v[-1][1])}" for k, v in found.items()))

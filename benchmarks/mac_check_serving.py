@@ -146,7 +146,8 @@ def idle(given: Given, say: Say) -> Found:
                     server.ask([{"role": "user", "content": "Tell a long story."}], 8)
                     time.sleep(pause)
                     after.setdefault((server.name, pause), []).append(_first_token(server))
-    faults, rows = [], []
+    faults: list[str] = []
+    rows: list[tuple[str, ...]] = []
     median = statistics.median
     for pause in pauses:
         ours, theirs = (median(after[name, pause]) for name in (OURS, THEIRS))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from mac_check_report import Found, Given, Say, Skipped, fenced, sysctl, table
 ROOT = Path(__file__).resolve().parents[1]
 QUICK_TESTS = ("tests/test_metal.py", "tests/test_device_failures.py", "tests/test_structure.py")
 FINDERS = (".DS_Store", "._x", ".localized")
+_FLUSH = re.compile(r"flush|sync", re.IGNORECASE)
 LEVELS = {"1": "normal", "2": "warning", "4": "critical"}
 
 
@@ -35,7 +38,7 @@ def versions(given: Given, say: Say) -> Found:
 
     info = dict(mx.device_info())
     working, budget = device.memory_bytes(), device.default_budget()
-    rows = [(key, value) for key, value in info.items()]
+    rows: list[tuple[str, Any]] = list(info.items())
     rows += [("default device", mx.default_device()), ("Metal", mx.metal.is_available())]
     rows += [("memory that a process may use", _size(working)), ("default budget, no weights", _size(budget))]
     rows += [("MLX's pool at that budget", _size(device.pool_bytes(budget)))]
@@ -83,7 +86,8 @@ def tests(given: Given, say: Say) -> Found:
             raise RuntimeError(f"pytest ended with {process.returncode} and wrote no report: {said[-2000:]}")
         suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
     counts = {name: sum(int(s.get(name) or 0) for s in suites) for name in ("tests", "failures", "errors", "skipped")}
-    faults, details = [], []
+    faults: list[str] = []
+    details: list[str] = []
     for case in (case for suite in suites for case in suite.iter("testcase")):
         for kind in ("failure", "error"):
             if (fault := case.find(kind)) is not None:
@@ -115,23 +119,41 @@ def _first_line(text: str | None) -> str:
 # -- the disk --------------------------------------------------------------------------------------------
 
 
-def _disk_io() -> Any:
+def _measured(say: Say) -> dict[str, str]:
+    """Returns the figures of benchmarks/disk_io.py by name, its nested ones as "outer, inner"."""
     try:
-        return importlib.import_module("disk_io")
+        disk_io: Any = importlib.import_module("disk_io")
     except ModuleNotFoundError as error:
         if error.name != "disk_io":
             raise
         raise Skipped("benchmarks/disk_io.py, which measures it, is not there") from error
+    with tempfile.TemporaryDirectory() as folder:
+        say("reading and flushing files in a temporary folder")
+        return dict(_flat("", disk_io.main(Path(folder))))
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(f"{name}, {key}" if name else str(key), inner)
+    else:
+        yield name, f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _figures(say: Say, *, flushes: bool) -> Found:
+    found = {name: value for name, value in _measured(say).items() if bool(_FLUSH.search(name)) is flushes}
+    told = "; ".join(f"{name}: {value}" for name, value in found.items()) or "no figures"
+    return Found(told, table(("", ""), found.items()), (), "figures to read, which no rule judges yet")
 
 
 def read(given: Given, say: Say) -> Found:
     """How fast records are read."""
-    raise Skipped("not there yet")
+    return _figures(say, flushes=False)
 
 
 def flush(given: Given, say: Say) -> Found:
     """How long a flush takes."""
-    raise Skipped("not there yet")
+    return _figures(say, flushes=True)
 
 
 def ds_store(given: Given, say: Say) -> Found:
@@ -173,7 +195,9 @@ def pressure(given: Given, say: Say) -> Found:
         levels.append(sysctl("kern.memorystatus_vm_pressure_level"))
         time.sleep(0.5)
     faults = [f"the kernel says {level!r}" for level in sorted(set(levels)) if level not in LEVELS]
-    faults += [f"the level is {level}: other programs need memory" for level in sorted(set(levels)) if level in "24"]
+    faults += [
+        f"the level is {level}: other programs need memory" for level in sorted(set(levels)) if level in ("2", "4")
+    ]
     details = [
         "To see what a server does under pressure: start one, then run `sudo memory_pressure -S -l warn` (and "
         "`-l critical`) in another terminal, which simulates it, and watch `/metrics` and the log."

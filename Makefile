@@ -20,7 +20,7 @@ OTHERS   := $(filter-out $(patsubst cuda%,mlx-cuda-%,$(BACKEND:cpu=mlx-cpu)),$(P
 PIP      := $(PY) -m pip --disable-pip-version-check --quiet
 
 .PHONY: help setup doctor lint types test test-all test-system dist demo models bench-core bench-dropin bench-serve bench-latency bench-disk soak \
-	torture mutants problems clean
+	mac-check torture mutants problems clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -84,6 +84,9 @@ soak: setup ## Many clients on a tenth of the memory they need; every answer com
 
 torture: setup ## Kill a process that serves and writes, 200 times: nothing acknowledged is lost, nothing wrong is reused.
 	$(PY) benchmarks/torture.py
+
+mac-check: setup ## The first hour on a Mac: check what docs/mac.md expects, and write one file; ARGS=--quick takes minutes.
+	$(PY) benchmarks/mac_check.py $(ARGS)
 
 mutants: setup ## Run the tests on 80 bugs that were put into the source, in JOBS processes: nine tenths must be noticed.
 	$(PY) mutants/run.py --jobs $(JOBS)

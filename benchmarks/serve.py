@@ -54,26 +54,31 @@ class Answer:
     text: str = ""
     first_token_seconds: float = 0.0
     tokens: int = 0
+    cached: int = 0
+    """Tokens of the prompt that were reused, if the server says."""
     times: list[float] = field(default_factory=list)
 
 
 class Served:
-    """A server in a process of its own."""
+    """A server in a process of its own. mlx-lm's listens on 127.0.0.1 always."""
 
-    def __init__(self, name: str, model: str, folder: str) -> None:
+    def __init__(self, name: str, model: str, folder: str, *, host: str = "127.0.0.1") -> None:
         self.name = name
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         if name == OURS:
-            options = {"--port": str(port), "--budget": "4GB", "--log-level": "warning"}
+            options = {"--host": host, "--port": str(port), "--budget": "4GB", "--log-level": "warning"}
             command = ["-m", "onefold", "serve", model, *(x for option in options.items() for x in option)]
         else:
             code = "import onefold, sys; from mlx_lm.server import main; sys.argv[0] = 'mlx_lm.server'; main()"
             command = ["-c", code, "--model", folder, "--port", str(port), "--log-level", "ERROR"]
         self.model = model if name == OURS else "default_model"
-        self._process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdin=subprocess.DEVNULL)
-        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600, trust_env=False)
+        self._process = subprocess.Popen(
+            [sys.executable, *command], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=sys.stderr
+        )
+        self.port = port
+        self._http = httpx.Client(base_url=f"http://{host}:{port}", timeout=600, trust_env=False)
 
     def ready(self) -> None:
         deadline = time.monotonic() + 300
@@ -99,6 +104,7 @@ class Served:
                 chunk = json.loads(line[6:])
                 if chunk.get("usage"):
                     answer.tokens = chunk["usage"]["completion_tokens"]
+                    answer.cached = (chunk["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
                 piece = "".join(c["delta"].get("content") or "" for c in chunk["choices"])
                 if piece:
                     answer.times.append(time.perf_counter())
@@ -106,12 +112,15 @@ class Served:
         answer.first_token_seconds = (answer.times[0] if answer.times else time.perf_counter()) - begun
         return answer
 
-    def end(self) -> None:
+    def end(self) -> int:
+        """Ends it with SIGTERM, or else with SIGKILL, and returns its exit code."""
+        self._http.close()
         self._process.terminate()
         try:
-            self._process.wait(20)
+            return self._process.wait(20)
         except subprocess.TimeoutExpired:
             self._process.kill()
+            return self._process.wait()
 
 
 @dataclass

@@ -36,7 +36,7 @@ import traceback
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from rich.console import Console
@@ -53,12 +53,16 @@ AT_OPENING = 0.2
 class Child:
     """A role in a process of its own. What it says is read line by line.
 
-    On Linux it is a fork of this process, which never computes anything; elsewhere it starts from nothing."""
+    It starts from nothing, or, where that is allowed, as a fork of this process, which never computes anything: that
+    saves the seconds of importing MLX."""
+
+    forks: ClassVar[bool] = False
 
     def __init__(self, role: str, task: Task) -> None:
         self.reports: list[dict[str, Any]] = []
         self._rest = b""
-        if sys.platform == "linux":
+        self._process: subprocess.Popen[bytes] | None = None
+        if self.forks:
             self._out, write = os.pipe()
             self.pid = os.fork()
             if self.pid == 0:
@@ -66,12 +70,14 @@ class Child:
                 _play(role, task, write)
             os.close(write)
             return
+        self._out, write = os.pipe()
         command = [sys.executable, __file__, "--role", role]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=write)
+        os.close(write)
+        assert self._process.stdin is not None
         with self._process.stdin as given:
             given.write(json.dumps(asdict(task)).encode())
-        self.pid, self._out = self._process.pid, self._process.stdout.fileno()
+        self.pid = self._process.pid
 
     def listen(self, seconds: float, until: str = "") -> bool:
         """Read what it says for so long, or until it says that; False if it has ended."""
@@ -94,6 +100,8 @@ class Child:
         while self.listen(PATIENCE_SECONDS):
             self.kill()
         os.close(self._out)
+        if self._process is not None:
+            return self._process.wait()
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
@@ -257,14 +265,18 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.8, help="the longest that a child may live")
     parser.add_argument("--mode", choices=("through", "back", "both"), default="both")
     parser.add_argument("--folder", type=Path, help="kept afterwards; a temporary one if not given")
+    forked = sys.platform == "linux"
+    parser.add_argument("--start", choices=("fork", "spawn"), default="fork" if forked else "spawn", help="children")
+    parser.add_argument("--no-faults", action="store_true", help="leave the other faults of a disk out")
     parser.add_argument("--role", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    Child.forks = given.start == "fork"
     if given.role:
         _play(given.role, Task(**json.load(sys.stdin)), sys.stdout.fileno())
     with contextlib.ExitStack() as stack:
         folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         options = {"kills": given.kills, "seed": given.seed, "seconds": given.seconds, "mode": given.mode}
-        result = run(folder, **options)
+        result = run(folder, **options, faults=not given.no_faults)
     console = Console()
     console.print(table(result))
     for problem in [*result.wrong[:5], *result.failures[:15]]:

@@ -26,6 +26,7 @@ import pytest
 from disk_caches import MODES, files, flip, opened, small_records, turn
 from effort import quick
 from fake import FakeModel, Session, settled, text
+from forking import forks
 
 from onefold import BudgetError, PrefixCache
 from onefold.cache.memory.reclaiming import Reclaiming
@@ -316,6 +317,7 @@ def test_a_cache_that_is_dropped_gives_its_folder_back(model: FakeModel, tmp_pat
     opened(model, tmp_path).close()
 
 
+@forks
 def test_a_child_process_does_not_keep_the_folder(tmp_path: Path) -> None:
     """The lock ends with the process that took it, also if that had a child."""
     script = f"""
@@ -347,6 +349,7 @@ def test_a_child_process_does_not_keep_the_folder(tmp_path: Path) -> None:
         done.stdout.close()
 
 
+@forks
 @pytest.mark.parametrize("mode", quick(["off", "back", "through"], "through"))
 def test_a_child_process_lets_the_cache_be_and_ends(tmp_path: Path, mode: str) -> None:
     """MLX does not work in a child, and the writer is not there: nobody waits for either. The parent goes on."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forking import forks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -333,6 +334,7 @@ def test_a_folder_that_was_made_anew_is_somebody_elses(folder: Folder) -> None:
     theirs.unlock()
 
 
+@forks
 def test_a_child_of_the_process_removes_nothing(folder: Folder) -> None:
     path = put(folder, content())
     child = os.fork()

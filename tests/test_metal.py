@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
+from fake import FakeModel, Session, text
 from tiny import tiny
 
 import onefold
+from onefold import PrefixCache
 from onefold.cache.memory import device
+from onefold.cache.memory.ledger import Ledger
+from onefold.cache.memory.segment import Store
+from onefold.cache.memory.shapes import ArraySpec, LayerSpec
 from onefold.cache.model import metal
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.survey import survey
+from onefold.errors import BudgetError
 
 GIB = 1 << 30
 
@@ -124,3 +130,53 @@ def test_the_pool_is_large_enough_on_metal(on_metal: None) -> None:
     assert device.pool_bytes(1 << 30) == 256 << 20
     assert device.pool_bytes(512 << 20) == 128 << 20
     assert device.pool_bytes(64 << 30) == 1 << 30
+
+
+# -- buffers ---------------------------------------------------------------------------------------
+
+
+def test_padding_is_the_most_that_pages_cost() -> None:
+    """Each array of a slab is rounded up to whole pages, whatever the slab's capacity: the books count the worst."""
+    spec = LayerSpec((ArraySpec(2, 64, mx.float16), ArraySpec(2, 1, mx.float16)))
+    store = Store([spec] * 3, Ledger(1 << 30), page_bytes=device.METAL_PAGE)
+    for capacity in range(8, 5000, 8):
+        real = 3 * sum(-(a.token_bytes * capacity) % device.METAL_PAGE for a in spec.arrays)
+        assert real <= store.padding_bytes
+    assert Store([spec] * 3, Ledger(1 << 30)).padding_bytes == 0
+    assert Store([LayerSpec((ArraySpec(8, 128, mx.float16),))], Ledger(1 << 30), page_bytes=16384).padding_bytes == 0
+
+
+def test_padding_is_reserved_with_a_slab_and_freed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "page_bytes", lambda: device.METAL_PAGE)
+    model = FakeModel(("full",) * 3)
+    with PrefixCache(model, "64MB") as cache:
+        each = cache.state.store.padding_bytes
+        assert each > 6 * device.METAL_PAGE // 2
+        for seed in range(4):
+            Session(model, cache, text(40, seed)).prefill().commit()
+        assert cache.stats().bytes["padding"] == len(cache.state.store.slabs) * each > 0
+        cache.check()
+        cache.clear()
+        assert cache.stats().bytes["padding"] == 0
+    room = Ledger(3 * each)
+    with pytest.raises(BudgetError):
+        Store(cache.state.store.specs, room, device.METAL_PAGE).slab(1 << 20)
+    assert room.used_bytes == 0
+
+
+@pytest.mark.parametrize("kinds", [("full",) * 4, ("full", "recurrent")])
+def test_buffers_are_evicted_before_the_device_has_no_more(
+    monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]
+) -> None:
+    model, limit = FakeModel(kinds), 100
+    monkeypatch.setattr(device, "buffer_limit", lambda: limit)
+    with PrefixCache(model, "256MB", min_checkpoint_tokens=1) as cache:
+        seen = []
+        for seed in range(60):
+            tokens = [seed, *text(20, seed)]
+            Session(model, cache, tokens).prefill().commit()
+            seen.append(cache.stats().buffers)
+            assert cache.inventory.matched(tokens) == len(tokens), "the conversation that was just used stays"
+        assert limit / 2 < max(seen) <= 0.8 * limit
+        assert cache.stats().evicted_tokens > 0
+        cache.check()

@@ -36,6 +36,8 @@ class Stats:
     """The bytes of one more token of a conversation."""
     bytes: dict[str, int]
     reasons: dict[str, int]
+    buffers: int = 0
+    """The device's buffers that stored and live KV occupies. Metal has a limit for a process, about 499,000."""
     tokens_from_disk: int = 0
     """How many of the cached tokens were read from disk; the others were in memory."""
     disk: DiskStats = field(default_factory=DiskStats)
@@ -69,6 +71,7 @@ def count(state: CacheState, disk: DiskStats, disk_reasons: Counter[str]) -> Sta
         token_bytes=state.store.token_bytes,
         bytes=state.ledger.by_purpose(),
         reasons={str(reason): n for reason, n in (state.reasons + disk_reasons).items()},
+        buffers=state.buffers,
         tokens_from_disk=t["tokens_from_disk"],
         disk=disk,
     )

@@ -89,3 +89,9 @@ def as_bytes(array: mx.array) -> Bytes:
         return np.array(flat).view(np.uint8)
     found: Bytes = np.array(mx.view(flat, mx.uint8))
     return found
+
+
+def join(parts: list[mx.array | None]) -> mx.array:
+    """Returns the parts as one array in its own buffer, never a view of a larger one."""
+    found = [p for p in parts if p is not None]
+    return mx.concatenate(found, axis=2) if len(found) > 1 else own_bytes(found[0])

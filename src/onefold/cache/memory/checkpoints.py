@@ -124,7 +124,10 @@ class Points:
     def __init__(self) -> None:
         self.bytes = 0
         """The bytes of all checkpoints in the trees."""
+        self.arrays = 0
+        """The arrays of all of them: so many buffers of the device."""
         self._bytes: dict[Node, int] = {}
+        self._arrays: dict[Node, int] = {}
         self._order: Ranking[Node] = Ranking()
 
     def changed(self, node: Node) -> None:
@@ -133,7 +136,10 @@ class Points:
         if not there and not known:
             return
         self.bytes -= self._bytes.pop(node, 0)
+        self.arrays -= self._arrays.pop(node, 0)
         if checkpoint is not None:
+            self._arrays[node] = len(checkpoint.array_ids())
+            self.arrays += self._arrays[node]
             self._bytes[node] = checkpoint.account.bytes
             self.bytes += self._bytes[node]
             self._order.place(node, _drop_rank(node))

@@ -13,6 +13,7 @@ from onefold.machine import Reading, total_bytes
 from onefold.machine import gauge as machine_gauge
 from onefold.sizes import show_size
 
+METAL_PAGE = 16 << 10
 POOL_SHARE = 16
 POOL_MOST = 1 << 30
 POOL_LEAST_ON_METAL = 256 << 20
@@ -64,6 +65,18 @@ def emulates_bfloat16() -> bool:
 
 def _cuda() -> bool:
     return bool(hasattr(mx, "cuda") and mx.cuda.is_available())
+
+
+def page_bytes() -> int:
+    """Returns what a buffer of the device is rounded up to; 0 if that does not matter."""
+    return METAL_PAGE if on_metal() else 0
+
+
+def buffer_limit() -> int | None:
+    """Returns how many buffers MLX makes at most: one more is an error in the middle of an evaluation. None if there is
+    no limit."""
+    limit = mx.device_info().get("resource_limit") if on_metal() else None
+    return int(limit) if limit else None
 
 
 def require_clean() -> None:

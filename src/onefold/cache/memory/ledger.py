@@ -2,7 +2,7 @@
 
 - Reserve before allocate. A reservation that does not fit is refused, and nothing changes.
 - Its figures come from its own accounts; MLX's counters are never read here.
-- used = live + stored + checkpoint + inflight + disk + scratch + pool, and used <= budget, always.
+- used = the sum over all purposes, and used <= budget, always.
 - An account is closed exactly once. It knows its purpose, so bytes can move between purposes
   without being counted twice or not at all.
 - When bytes are short, the ledger calls `make_room` to free some.
@@ -34,6 +34,7 @@ class Purpose(enum.Enum):
     INFLIGHT = "inflight"  # one layer being copied: growth, compaction, a merge
     DISK = "disk_buffers"  # buffers for bytes on their way to the disk, or from it
     SCRATCH = "scratch"  # activations and attention scores of a running forward
+    PADDING = "padding"  # what Metal may round the arrays of slabs up by, at most
     POOL = "pool"  # what MLX may keep in its own buffer pool
 
 
@@ -130,6 +131,15 @@ class Ledger:
             self._accounts.add(account)
             self._add(purpose, n_bytes)
             return account
+
+    def open_both(self, first: tuple[Purpose, int], second: tuple[Purpose, int], what: str) -> tuple[Account, Account]:
+        """Reserve bytes for two purposes, or for none. Raises BudgetError."""
+        opened = self.open(*first, what)
+        try:
+            return opened, self.open(*second, what)
+        except BudgetError:
+            opened.close()
+            raise
 
     def granting(self, purpose: Purpose, n_bytes: int) -> Work[None]:
         """Makes room for a reservation that follows, and may release the lock meanwhile. If another thread takes that

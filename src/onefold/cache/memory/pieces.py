@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from onefold.cache.memory.segment import Slab, Store, join
+from onefold.cache.memory.arrays import join
+from onefold.cache.memory.segment import Slab, Store
 from onefold.cache.memory.shapes import View
 
 

@@ -82,7 +82,8 @@ class Reclaiming:
         if node.span is not None and node.span.slab.idle:
             slab = node.span.slab
             tokens = node.span.hi - node.span.lo
-            freed += slab.bytes if len(slab.spans) == 1 else tokens * self._store.token_bytes
+            alone = len(slab.spans) == 1
+            freed += slab.bytes + slab.padding.bytes if alone else tokens * self._store.token_bytes
         elif node.span is None or not self._store.token_bytes:
             freed += 1  # an empty node keeps its parent from being evicted
         return freed
@@ -97,7 +98,8 @@ class Reclaiming:
                 tokens -= node.span.hi - node.span.lo
             if node.checkpoint is not None:
                 points -= node.checkpoint.account.bytes
-        return tokens * self._store.token_bytes + points
+        padding = self._store.padding_bytes * (len(self._store.slabs) - len(self._store.busy))
+        return tokens * self._store.token_bytes + points + padding
 
     def _attainable_bytes(self) -> int:
         """Returns how many bytes making room could free: the reclaimable ones, and the tier's buffers."""

@@ -23,12 +23,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from onefold.cache.memory.arrays import own_bytes
+from onefold.cache.memory.arrays import join, own_bytes
 from onefold.cache.memory.copying import Copying
 from onefold.cache.memory.ledger import Ledger, Purpose
 from onefold.cache.memory.lock import Work, run_through
 from onefold.cache.memory.ranking import Ranking
-from onefold.cache.memory.shapes import Arrays, LayerSpec
+from onefold.cache.memory.shapes import Arrays, LayerSpec, most_padding
 from onefold.cache.memory.tree import Node
 from onefold.errors import BudgetError, DeviceError
 from onefold.sizes import show_size
@@ -57,7 +57,8 @@ def rest_capacity(owned: int) -> int:
 class Store:
     """All slabs of a cache, the shapes of their layers, and the ledger that counts them."""
 
-    def __init__(self, specs: Iterable[LayerSpec], ledger: Ledger) -> None:
+    def __init__(self, specs: Iterable[LayerSpec], ledger: Ledger, page_bytes: int = 0) -> None:
+        """`page_bytes` is what the device rounds each array up to; 0: nothing."""
         self.specs = tuple(specs)
         self.ledger = ledger
         self.slabs: set[Slab] = set()
@@ -77,7 +78,12 @@ class Store:
         """Runs all steps of some work while the caller holds the lock."""
         self.token_bytes = sum(s.token_bytes for s in self.specs)
         self.layer_token_bytes = max((s.token_bytes for s in self.specs), default=0)
-        self.array_token_bytes = max((a.token_bytes for s in self.specs for a in s.arrays), default=0)
+        arrays = [a.token_bytes for s in self.specs for a in s.arrays]
+        self.array_token_bytes = max(arrays, default=0)
+        self.slab_arrays = len(arrays)
+        """The arrays of one slab: so many buffers of the device."""
+        self.padding_bytes = sum(most_padding(FINE_STEP * n, page_bytes) for n in arrays)
+        """The most that the arrays of one slab are rounded up by."""
 
     def slab(self, capacity: int, *, reserved: int | None = None) -> Slab:
         """Returns a new slab. Its bytes are reserved now; each layer is allocated at its first write. Raises
@@ -188,6 +194,7 @@ class Slab:
         "foreign",
         "layers",
         "owned",
+        "padding",
         "spans",
         "store",
         "tracks",
@@ -197,7 +204,9 @@ class Slab:
     def __init__(self, store: Store, capacity: int, reserved: int) -> None:
         self.store = store
         self.capacity = capacity
-        self.account = store.ledger.open(Purpose.LIVE, reserved, f"a buffer of {capacity} tokens")
+        self.padding, self.account = store.ledger.open_both(
+            (Purpose.PADDING, store.padding_bytes), (Purpose.LIVE, reserved), f"a buffer of {capacity} tokens"
+        )
         self.layers: list[list[mx.array] | None] = [None] * len(store.specs)
         self.spans: list[Span] = []
         """The ranges that nodes own, by index. Only `add`, `discard`, `cut` and `joined` change it."""
@@ -304,6 +313,7 @@ class Slab:
                 self.store.slabs.remove(self)
                 self.layers = []
                 self.account.close()
+                self.padding.close()
         else:
             self.account.move(Purpose.LIVE if self.writers else Purpose.STORED)
         self.store.note(self)
@@ -394,12 +404,6 @@ def attempts(capacities: Iterable[int]) -> Iterator[tuple[int, contextlib.Abstra
         yield capacity, contextlib.suppress(BudgetError)
         capacity = following
     yield capacity, contextlib.nullcontext()
-
-
-def join(parts: list[mx.array | None]) -> mx.array:
-    """Returns the parts as one array in its own buffer, never a view of a larger one."""
-    found = [p for p in parts if p is not None]
-    return mx.concatenate(found, axis=2) if len(found) > 1 else own_bytes(found[0])
 
 
 @dataclass(eq=False, slots=True)

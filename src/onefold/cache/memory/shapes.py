@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -46,3 +47,9 @@ class View(NamedTuple):
 
     def all(self) -> View:
         return View(self.arrays, 0, self.capacity, self.slab)
+
+
+def most_padding(step_bytes: int, page_bytes: int) -> int:
+    """Returns the most that an array whose size is a multiple of `step_bytes` is rounded up by to whole pages; 0 if
+    `page_bytes` is 0."""
+    return page_bytes - math.gcd(step_bytes, page_bytes) if page_bytes else 0

@@ -134,7 +134,7 @@ class CacheState:
         self.pool = device.Pool(
             ledger, device.pool_bytes(device.memory_bytes() if ledger.elastic else ledger.budget_bytes)
         )
-        self.store = Store(model.specs, ledger)
+        self.store = Store(model.specs, ledger, device.page_bytes())
         self.store.run = lock.run_held
         self.nodes = NodeStore(self.store)
         self.placement = Placement(self.nodes, ledger)
@@ -156,6 +156,8 @@ class CacheState:
         self.min_checkpoint_tokens = 1
         self.water = (1.0, 1.0)
         """Fractions of the budget: reclaiming begins above the second, and ends at the first."""
+        self.buffer_limit = device.buffer_limit()
+        """Buffers that the device has at most; None if there is no limit."""
         self.device_failures = 0
         """Failures of the device that may have spoilt the work of every request that was running."""
         self.uncached_reason = ""
@@ -169,6 +171,11 @@ class CacheState:
     def tier(self) -> Tier | None:
         """The tier below memory; None if there is none."""
         return self.nodes.tier
+
+    @property
+    def buffers(self) -> int:
+        """The buffers of the device that slabs and checkpoints occupy."""
+        return len(self.store.slabs) * self.store.slab_arrays + self.nodes.points.arrays
 
     def note_failure(self, error: BaseException) -> None:
         """Distrust what every open lease has written, unless the error concerns one of them alone."""

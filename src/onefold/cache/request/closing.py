@@ -28,6 +28,10 @@ from onefold.errors import BudgetError, DeviceError
 
 log = logging.getLogger("onefold")
 
+BUFFERS_LOW, BUFFERS_HIGH = 0.7, 0.8
+"""Shares of the device's limit of buffers: evicting begins above the second, and ends at the first. Beyond the limit an
+evaluation fails, and nothing can be evicted there any more."""
+
 
 def settle(hold: Hold, tokens: Tokens, *, close: bool) -> None:
     """Store the KV of `tokens`, and with `close` free the rest and close the lease. Waits for the device without the
@@ -304,5 +308,13 @@ def _lower_water(state: CacheState, node: Node | None) -> None:
         before = None if node is None else math.nextafter(node.last_use, 0)
     if full:
         state.reclaim(excess, patience=0, before=before)
+    if state.buffer_limit is not None and state.buffers > BUFFERS_HIGH * state.buffer_limit:
+        state.reclaim(lambda: _bytes_of_buffers(state, int(BUFFERS_LOW * (state.buffer_limit or 0))), before=before)
     with state.lock:
         state.pool.refill()
+
+
+def _bytes_of_buffers(state: CacheState, most: int) -> int:
+    """Returns how many bytes to evict so that about `most` buffers are left, if these are all of one size."""
+    stored, buffers = state.reclaiming.reclaimable_bytes(), state.buffers
+    return stored * (buffers - most) // buffers if buffers > most else 0

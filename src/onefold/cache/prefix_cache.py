@@ -91,10 +91,8 @@ class PrefixCache:
         config = CacheConfig.of(options)
         models = config.models(model)
         form, bound = config.format(), config.bound()
-        is_auto = budget is None or budget == AUTO
-        budget_bytes = (
-            device.default_budget(*models) if is_auto else parse_size(budget, total_bytes=device.memory_bytes())
-        )
+        given = None if budget is None or budget == AUTO else parse_size(budget, total_bytes=device.memory_bytes())
+        budget_bytes = device.default_budget(*models) if given is None else given
         mx.eval([m.parameters() for m in models])
         anatomies = [survey(m, kv=form, bound=bound) for m in models]
         for anatomy in anatomies:
@@ -107,7 +105,7 @@ class PrefixCache:
         self.parts.log_limits()
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
-            if is_auto:
+            if given is None:
                 self.budget = Budget(self.parts, self.inventory, device.gauge())
                 _announce(self.budget, device.weight_bytes(*models))
             else:

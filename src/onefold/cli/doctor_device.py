@@ -95,7 +95,7 @@ def memory() -> Finding:
     from onefold.cache.memory import device
 
     total, budget, limit = device.memory_bytes(), device.default_budget(), machine.limit_bytes()
-    facts = {"memory_bytes": total, "default_budget_bytes": budget, "limit_bytes": limit}
+    facts: dict[str, Any] = {"memory_bytes": total, "default_budget_bytes": budget, "limit_bytes": limit}
     told = f"{show_size(total)}, default budget {show_size(budget)} less the weights"
     if total < LITTLE_MEMORY:
         remedy = "Use a small model with weights of 4 bits, or a machine with more memory"

@@ -131,10 +131,10 @@ def test_other_names_are_none_of_ours(name: str) -> None:
     assert parse_name(name) is None
 
 
-@given(st.sampled_from(What), st.integers(0, 1 << 31), st.binary(min_size=20, max_size=20))
-def test_names_are_read_back(what: What, start: int, address: bytes) -> None:
-    name = file_name(what, start, address)
-    assert parse_name(name) == (what, start, address)
+@given(st.sampled_from(What), st.integers(0, 1 << 31), st.binary(min_size=20, max_size=20), st.sampled_from((1, 2)))
+def test_names_are_read_back(what: What, start: int, address: bytes, version: int) -> None:
+    name = file_name(what, start, address, version)
+    assert parse_name(name) == (what, start, address, version)
     assert parse_name(name + ".tmp") is None and parse_name("0" + name) is None
 
 
@@ -433,7 +433,7 @@ def test_what_another_version_wrote_is_left_to_it(folder: Folder) -> None:
     made = chain(folder, 3, used=time.time(), space=OTHER)
     for m in made:
         path = folder.path / OTHER / m.name
-        path.write_bytes(path.read_bytes().replace(b'"onefold":"1"', b'"onefold":"2"', 1))
+        path.write_bytes(path.read_bytes().replace(b'"onefold":"2"', b'"onefold":"3"', 1))
     catalog = Catalog(folder, 3 * on_disk(made[0].size) + 5000)
     assert len(left(folder, OTHER)) == 3 and catalog.counts["rejected_records"] == 0
 

@@ -20,7 +20,7 @@ from onefold.cache.tiers.records.index import NO_STAMP, Index, Said, Stamp
 from onefold.cache.tiers.records.reasons import DiskReason
 from onefold.cache.tiers.records.record import (
     HEAD_MOST,
-    VERSION,
+    PAGE,
     Content,
     Head,
     Named,
@@ -33,11 +33,11 @@ from onefold.cache.tiers.records.record import (
 )
 from onefold.errors import RecordError
 
-_BEGIN = 8 << 10
+_BEGIN = PAGE
+"""The header and the tokens of nearly every record are no longer."""
 _PLAIN = re.compile(
-    rb'\{"__metadata__":\{"onefold":"%d","what":"range","namespace":"[0-9a-f]{32}","parent":"((?:[0-9a-f]{40})?)",'
+    rb'\{"__metadata__":\{"onefold":"([0-9])","what":"range","namespace":"[0-9a-f]{32}","parent":"((?:[0-9a-f]{40})?)",'
     rb'"start":"([0-9]{1,10})","tokens":"([0-9]{1,10})","tensors":"([0-9]{1,7})","checksum":"[0-9a-f]{32}","state":""\}'
-    % VERSION
 )
 """How the header of a range begins."""
 _AHEAD = 16
@@ -55,7 +55,7 @@ def read_head(file: int, namespace: str, named: Named, size: int) -> Head:
         if found > _MOST:
             raise RecordError(DiskReason.NO_HEADER)
         found = parse_head(os.pread(file, found, 0))
-    if (found.what, found.start, address_of(found, namespace)) != named:
+    if (found.what, found.start, address_of(found, namespace), found.version) != named:
         raise RecordError(DiskReason.MISNAMED)
     if (found.what is What.RANGE) != bool(len(found.tokens)):
         raise RecordError(DiskReason.NO_HEADER)
@@ -85,12 +85,13 @@ def _plain(begin: bytes, namespace: str, named: Named) -> Said | None:
     found = _PLAIN.match(begin, 8) if named.what is What.RANGE and data_at <= len(begin) else None
     if found is None or found.end() > data_at or not begin[8:data_at].isascii():
         return None
-    parent, start, n_tokens, hollow = bytes.fromhex(found[1].decode()), int(found[2]), int(found[3]), not int(found[4])
+    version, start, n_tokens, n_tensors = int(found[1]), int(found[3]), int(found[4]), int(found[5])
+    parent, hollow = bytes.fromhex(found[2].decode()), n_tensors == 0
     end = data_at + 4 * n_tokens
-    if not n_tokens or end > len(begin) or start != named.start:
+    if not n_tokens or end > len(begin) or (start, version) != (named.start, named.version):
         return None
     tokens = np.frombuffer(begin[data_at:end], "<i4")
-    if address_from(namespace, What.RANGE, parent, start, tokens, hollow=hollow) != named.address:
+    if address_from(namespace, What.RANGE, parent, start, tokens, hollow=hollow, version=version) != named.address:
         return None
     return Said(parent, tokens, hollow)
 

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from onefold.cache.tiers.records import record as form
 from onefold.cache.tiers.records.catalog import Catalog
 from onefold.cache.tiers.records.entry import Record, on_disk
-from onefold.cache.tiers.records.files import TEMPORARY, read_all, write_all
+from onefold.cache.tiers.records.files import read_all, write_all
 from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.record import (
     Content,
@@ -282,35 +282,6 @@ def test_a_file_system_that_cannot_flush_a_folder(code: int, folder: Folder, mon
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", fsync)
         assert put(folder, content()).exists()
-
-
-@pytest.mark.parametrize("can", [True, False])
-def test_where_a_device_keeps_what_was_flushed_it_is_told_to_write_it(
-    can: bool, folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on macOS. After the rename, so that name and bytes are both there; a file system that cannot gets an fsync."""
-    put(folder, content())
-    said: list[tuple[str, bool]] = []
-    flush, control, full = os.fsync, fcntl.fcntl, 51
-
-    def fsync(file: int) -> None:
-        said.append(("fsync", stat.S_ISDIR(os.fstat(file).st_mode)))
-        flush(file)
-
-    def ask(file: int, what: int, *how: Any) -> Any:
-        if what != full:
-            return control(file, what, *how)
-        said.append(("full", stat.S_ISDIR(os.fstat(file).st_mode)))
-        assert not [*folder.path.glob(f"*/*{TEMPORARY}")]
-        if not can:
-            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
-        return 0
-
-    monkeypatch.setattr(fcntl, "F_FULLFSYNC", full, raising=False)
-    monkeypatch.setattr(fcntl, "fcntl", ask)
-    monkeypatch.setattr(os, "fsync", fsync)
-    put(folder, content(seed=1))
-    assert said == [("fsync", False), ("full", True), *([] if can else [("fsync", True)])]
 
 
 def test_a_folder_that_was_made_anew_is_somebody_elses(folder: Folder) -> None:

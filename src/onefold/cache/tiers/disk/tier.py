@@ -190,7 +190,7 @@ class Disk:
     def stop(self, until: float | None) -> None:
         if until is not None:
             with self._lock.inner:
-                self.flush(everything=True, until=until)
+                self.spiller.flusher.write(everything=True, until=until)  # durable with `close`
                 self.reading.counts["left_tokens"] = self.spiller.flusher.unsaved()
         self.spiller.stop()
 
@@ -201,6 +201,7 @@ class Disk:
             self.catalog.empty_bin()
             self.catalog.note(self.catalog.uses.take(force=True), force=True)
             self.catalog.refresh_indexes()
+            self.spiller.syncing.run()
         self.catalog.folder.unlock()
 
     def abandon(self) -> None:

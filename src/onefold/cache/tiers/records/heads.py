@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from onefold.cache.tiers.records import system
 from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.index import NO_STAMP, Index, Said, Stamp
 from onefold.cache.tiers.records.reasons import DiskReason
@@ -48,13 +49,13 @@ _MOST = HEAD_MOST + (64 << 20)
 
 def read_head(file: int, namespace: str, named: Named, size: int) -> Head:
     """All that is asked of a record before it is restored. Raises RecordError and OSError."""
-    found = parse_head(os.pread(file, _BEGIN, 0))
+    found = parse_head(system.chosen.read_head(file, _BEGIN))
     while isinstance(found, int):
         if found > size:
             raise RecordError(DiskReason.TRUNCATED)
         if found > _MOST:
             raise RecordError(DiskReason.NO_HEADER)
-        found = parse_head(os.pread(file, found, 0))
+        found = parse_head(system.chosen.read_head(file, found))
     if (found.what, found.start, address_of(found, namespace), found.version) != named:
         raise RecordError(DiskReason.MISNAMED)
     if (found.what is What.RANGE) != bool(len(found.tokens)):
@@ -70,7 +71,7 @@ class Wanted(NamedTuple):
 
 def read_said(file: int, namespace: str, named: Named, size: int) -> Said:
     """The same as `read_head`, of which only that is kept which a tree needs. Raises RecordError and OSError."""
-    begin = os.pread(file, _BEGIN, 0)
+    begin = system.chosen.read_head(file, _BEGIN)
     plain = _plain(begin, namespace, named)
     if plain is not None:
         return plain
@@ -141,9 +142,7 @@ def _begin(opens: Callable[[str], int], one: Wanted) -> int | OSError:
         file = opens(file_name(*one.named))
     except OSError as error:
         return error
-    if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):  # a pipe, say
-            os.posix_fadvise(file, 0, _BEGIN, os.POSIX_FADV_WILLNEED)
+    system.chosen.expect_head(file, _BEGIN)
     return file
 
 

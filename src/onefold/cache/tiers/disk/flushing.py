@@ -56,16 +56,12 @@ class Flusher:
     def _sync(self, until: float) -> bool:
         """Wait until the records that were written are durable. Returns False if they are not."""
         syncing = self._writer.syncing
-        begun, failures = syncing.begun, syncing.failures
-        syncing.waiting += 1
+        failures, wanted = syncing.failures, syncing.ask()
         self._lock.notify_all()
-        try:
-            while syncing.is_owed and syncing.covered <= begun:
-                if not self._writer.alive or self._given_up or time.monotonic() > until or syncing.failures > failures:
-                    return False
-                self._lock.wait(LOOK_AGAIN)
-        finally:
-            syncing.waiting -= 1
+        while syncing.is_owed and syncing.covered < wanted:
+            if not self._writer.alive or self._given_up or time.monotonic() > until or syncing.failures > failures:
+                return False
+            self._lock.wait(LOOK_AGAIN)
         return syncing.failures == failures
 
     def write(self, *, everything: bool, until: float, reports: bool = False) -> bool:

@@ -28,10 +28,9 @@ class Syncing:
         self._catalog = catalog
         self.clock = clock
         self._owed_since: float | None = None
-        self.waiting = 0
-        """Callers that wait until all records are durable."""
-        self.begun = self.covered = self.failures = 0
-        """Full flushes: how many began, the last of those that succeeded, and how many failed."""
+        self.covered = self.failures = 0
+        """Full flushes are counted as they begin: the last that succeeded; and how many failed."""
+        self._begun = self._wanted = 0
         self.reasons: Counter[str] = Counter()
         """Why full flushes failed that are tried again."""
 
@@ -42,13 +41,21 @@ class Syncing:
 
     @property
     def is_due(self) -> bool:
-        """Whether a caller waits for it, or the first of these records was written some seconds ago."""
+        """Whether it was asked for, or the first of these records was written some seconds ago."""
         if not self.is_owed:
             self._owed_since = None
             return False
         if self._owed_since is None:
             self._owed_since = self.clock()
-        return self.waiting > 0 or self.clock() - self._owed_since >= EVERY_SECONDS
+        return self._begun < self._wanted or self.clock() - self._owed_since >= EVERY_SECONDS
+
+    def ask(self) -> int:
+        """Have a full flush begin soon. Returns its number, 0 if none is owed: when `covered` is as large, all that was
+        written before is durable. Called with the cache's lock held."""
+        if not self.is_owed:
+            return 0
+        self._wanted = self._begun + 1
+        return self._wanted
 
     def run(self) -> None:
         """Empty the device's cache, if that is owed. A failure switches the disk off, as one of a write does, unless it
@@ -56,7 +63,7 @@ class Syncing:
         if not self._catalog.folder.unflushed:
             return
         self._owed_since = None
-        self.begun += 1
+        self._begun += 1
         try:
             self._catalog.folder.unflushed.flush()
         except OSError as error:
@@ -67,4 +74,4 @@ class Syncing:
             self.reasons[DiskReason.NOT_NOW] += 1
             log.warning("cannot flush the disk now; it is tried again later: %s", error)
             return
-        self.covered = self.begun
+        self.covered = self._begun

@@ -188,6 +188,8 @@ class Writer:
             self._write(staged)
         if self.syncing.is_due:
             self.syncing.run()
+            with self._lock.inner:
+                self._lock.notify_all()
         job = place = staged = None  # while it rests, the thread holds on to nothing that was written
         self._rest(time.thread_time() - began)
         return True

@@ -198,7 +198,7 @@ class Darwin:
         """Whole blocks, into a staging buffer that begins at a page, and from there into the parts: a read that begins
         or ends inside a block is not done past the file cache, and without that there is no read-ahead."""
         left = _pieces(parts)
-        begin, end = at, at + sum(map(len, left))
+        begin, end = at, min(at + sum(map(len, left)), os.fstat(held).st_size)
         with self._stage() as stage:
             while at < end:
                 first = at // BLOCK * BLOCK

@@ -76,6 +76,10 @@ class Recorded(Calls):
         self.note(Call("fsync folder" if stat.S_ISDIR(os.fstat(held).st_mode) else "fsync"))
         os.fsync(held)
 
+    def read_head(self, held: int, n_bytes: int) -> bytes:
+        self.note(Call("read", 0, n_bytes))
+        return os.pread(held, n_bytes, 0)
+
     def read(self, held: int, parts: Sequence[memoryview], at: int) -> int:
         n_bytes = sum(map(len, parts))
         self.note(Call("read", at, n_bytes, np.frombuffer(parts[0], np.uint8).ctypes.data))

@@ -108,6 +108,9 @@ class Calls:
     def fsync(self, held: int) -> None:
         os.fsync(held)
 
+    def read_head(self, held: int, n_bytes: int) -> bytes:
+        return os.pread(held, n_bytes, 0)
+
     def read(self, held: int, parts: Sequence[memoryview], at: int) -> int:
         return os.preadv(held, parts, at)
 
@@ -190,9 +193,7 @@ class Darwin:
         """Nothing to do: F_NOCACHE kept it out."""
 
     def read_head(self, held: int, n_bytes: int) -> bytes:
-        found = bytearray(_up(n_bytes))
-        done = self._calls.read(held, [memoryview(found)], 0)
-        return bytes(memoryview(found)[:done])
+        return self._calls.read_head(held, _up(n_bytes))
 
     def read(self, held: int, parts: Sequence[Any], at: int) -> int:
         """Whole blocks, into a staging buffer that begins at a page, and from there into the parts: a read that begins

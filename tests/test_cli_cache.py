@@ -901,7 +901,7 @@ def test_the_reader_in_the_docs_reads_every_record(folder) -> None:
     for path in records(folder)[::4]:
         done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
         said = done.stdout.splitlines()
-        assert done.returncode == 0 and said[-1] == "address    agrees" and said[0] == "onefold    1"
+        assert done.returncode == 0 and said[-1] == "address    agrees" and said[0] == "onefold    2"
 
 
 def test_namespaces_and_checksums_are_as_the_docs_say(folder) -> None:

@@ -152,7 +152,7 @@ def turned_into_a_link(path: Path, others: list[Path]) -> None:
 
 def of_an_older_version(path: Path, others: list[Path]) -> None:
     data = path.read_bytes()
-    path.write_bytes(data.replace(b'"onefold":"1"', b'"onefold":"0"', 1))
+    path.write_bytes(data.replace(b'"onefold":"2"', b'"onefold":"0"', 1))
 
 
 def removed(path: Path, others: list[Path]) -> None:

@@ -1,4 +1,4 @@
-"""A folder that an earlier version wrote (0.5.1, before the packages of the cache were moved) is read as it is.
+"""A folder that an earlier version wrote (0.5.1, records of format 1) is read as it is, and continued in format 2.
 
 `tests/golden` holds two conversations of each of two models; `tests/golden.json` their tokens. The models' digest is a
 constant there, because the real one contains the source of the tests' model.
@@ -43,10 +43,11 @@ def test_its_conversations_are_continued(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_same_conversation_is_the_same_files(name: str, folder: Path, tmp_path: Path) -> None:
-    """Names, and so namespaces and addresses, and every byte."""
+    """Names, and so namespaces and addresses, and every byte, of format 1."""
     model = FakeModel(KINDS[name])
     with opened(model, tmp_path / "new", tokenizer="words", label=name) as cache:
         small_records(cache, 40)
+        cache.parts.tier.spiller.jobs.version = 1
         said = turn(model, cache, text(100))
         turn(model, cache, [*said[:60], *text(30, 5)])
         assert cache.flush(10, everything=True)

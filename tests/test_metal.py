@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import mlx.core as mx
+import mlx_lm
 import pytest
 from fake import FakeModel, Session, text
 from tiny import tiny
@@ -16,6 +20,7 @@ from onefold.cache.memory.shapes import ArraySpec, LayerSpec
 from onefold.cache.model import metal
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.survey import survey
+from onefold.engine import engine
 from onefold.errors import BudgetError
 
 GIB = 1 << 30
@@ -130,6 +135,22 @@ def test_the_pool_is_large_enough_on_metal(on_metal: None) -> None:
     assert device.pool_bytes(1 << 30) == 256 << 20
     assert device.pool_bytes(512 << 20) == 128 << 20
     assert device.pool_bytes(64 << 30) == 1 << 30
+
+
+# -- residency ---------------------------------------------------------------------------------------
+
+
+def test_the_wired_limit_is_set_before_the_engine_computes_anything(
+    monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    """It must not change during an evaluation. mlx-lm's own function decides how much, and on which systems."""
+    threads: list[list[str]] = []
+    monkeypatch.setattr(
+        engine, "maybe_set_recommended_wired_limit", lambda: threads.append([t.name for t in threading.enumerate()])
+    )
+    with engine.Engine(*mlx_lm.load(str(model)), budget="64MB"):
+        assert len(threads) == 1 and "onefold-engine" not in threads[0]
+        assert "onefold-engine" in {t.name for t in threading.enumerate()}
 
 
 # -- buffers ---------------------------------------------------------------------------------------

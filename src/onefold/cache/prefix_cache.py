@@ -209,9 +209,10 @@ class PrefixCache:
         return self._leasing.fetch(as_tokens(tokens), namespace, reserve_tokens, owner=self)
 
     def flush(self, timeout: float | None = None, *, everything: bool = False) -> bool:
-        """Block until all dirty data that is due is on disk. In write-back mode none is due before `close`, except with
-        `everything`, which writes all dirty data now. Do not call it during a forward. Returns False if `timeout`
-        seconds were not enough, if something could not be written, or if the disk failed."""
+        """Block until all dirty data that is due is on disk, and all that was written survives a power loss. In
+        write-back mode none is due before `close`, except with `everything`, which writes all dirty data now. Do not
+        call it during a forward. Returns False if `timeout` seconds were not enough, if something could not be written
+        or flushed, or if the disk failed."""
         if self.parts.tier is None:
             return not self.parts.no_tier.failed
         until = time.monotonic() + (timeout if timeout is not None else 1e9)
@@ -220,8 +221,8 @@ class PrefixCache:
             return self.parts.tier.flush(everything=everything, until=until, reports=True)
 
     def durable(self, tokens: Any, *, namespace: Hashable = "") -> int:
-        """Returns how many of these tokens, from the first on, would survive the end of this process. Does not count as
-        a use."""
+        """Returns how many of these tokens, from the first on, would survive the end of this process; on macOS a power
+        loss may take those of the last seconds before a `flush` returned True. Does not count as a use."""
         with self.state.lock:
             self.parts.refuse_closed()
             if self.parts.tier is None:
@@ -250,8 +251,9 @@ class PrefixCache:
         self.budget.fix(parse_size(budget, total_bytes=device.memory_bytes()))
 
     def close(self) -> None:
-        """Close all leases, write dirty data, free everything, and remove the attention seam. Does nothing in a child
-        of the process that made the cache: neither MLX nor the folder works there."""
+        """Close all leases, write dirty data so that it survives a power loss, free everything, and remove the
+        attention seam. Does nothing in a child of the process that made the cache: neither MLX nor the folder works
+        there."""
         self.ending.close()
 
     def __enter__(self) -> PrefixCache:

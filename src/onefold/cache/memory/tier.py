@@ -177,9 +177,9 @@ class Tier(Protocol):
     # -- the whole of it -------------------------------------------------------------------------
 
     def flush(self, *, everything: bool, until: float, reports: bool = False) -> bool:
-        """Write the dirty nodes that are due, or with `everything` all dirty nodes, and wait for that. Returns False if
-        it took too long or failed. With `reports`, no later flush reports the same lost nodes. Needs only the inner
-        lock."""
+        """Write the dirty nodes that are due, or with `everything` all dirty nodes, and wait until they survive a power
+        loss. Returns False if it took too long or failed. With `reports`, no later flush reports the same lost nodes.
+        Needs only the inner lock."""
         ...
 
     def give_up(self) -> None:

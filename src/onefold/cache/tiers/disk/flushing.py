@@ -1,7 +1,7 @@
 """Waiting until dirty nodes are on disk.
 
-`flush` returns False if something that was queued is not on disk. A node that was to be written through and was evicted
-unwritten counts as lost; a `flush` reports it once.
+`flush` returns False if something that was queued is not on disk, or would not survive a power loss. A node that was to
+be written through and was evicted unwritten counts as lost; a `flush` reports it once.
 
 Called with the cache's lock held, of which the inner part is enough: only the writing thread changes anything here.
 """
@@ -47,8 +47,26 @@ class Flusher:
         self._lost += self._through and self._jobs.is_dirty(node)
 
     def flush(self, *, everything: bool, until: float, reports: bool = False) -> bool:
-        """Write the queued nodes, or with `everything` all nodes, and wait for that. Returns False if it took too
-        long, or if a node could not be written. With `reports`, a lost node makes no later flush return False."""
+        """Write the queued nodes, or with `everything` all nodes, and wait until that is durable. Returns False if it
+        took too long, or if a node could not be written. With `reports`, a lost node makes no later flush return
+        False."""
+        written = self.write(everything=everything, until=until, reports=reports)
+        return self._sync(until) and written
+
+    def _sync(self, until: float) -> bool:
+        """Wait until the records that were written are durable. Returns False if they are not."""
+        syncing = self._writer.syncing
+        failures, wanted = syncing.failures, syncing.ask()
+        self._lock.notify_all()
+        while syncing.is_owed and syncing.covered < wanted:
+            if not self._writer.alive or self._given_up or time.monotonic() > until or syncing.failures > failures:
+                return False
+            self._lock.wait(LOOK_AGAIN)
+        return syncing.failures == failures
+
+    def write(self, *, everything: bool, until: float, reports: bool = False) -> bool:
+        """The same as `flush`, without waiting until the records are durable: on macOS a power loss may take the
+        latest."""
         reported = self._reported
         if everything:
             self._backlog.want_all(sorted(self._nodes(), key=lambda n: -n.last_use))

@@ -13,6 +13,7 @@ Called with the cache's lock held.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from onefold.cache.tiers.disk.writing import Job
 from onefold.cache.tiers.records.entry import NO_TOKENS, Record
 from onefold.cache.tiers.records.layout import Layout
 from onefold.cache.tiers.records.reasons import DiskReason
-from onefold.cache.tiers.records.record import Content, Tensor, What
+from onefold.cache.tiers.records.record import VERSION, VERSIONS, Content, Tensor, What
 from onefold.errors import RecordError
 from onefold.sizes import show_size
 
@@ -51,6 +52,8 @@ class Jobs:
         self.reasons: Counter[str] = Counter()
         """Why records were not written."""
         self.record_tokens = record_tokens
+        self.version = VERSION
+        """The format of new records."""
         self._store, self._links, self._layout, self._refusals = store, links, layout, refusals
         self._catalog, self._space_of = links.catalog, space_of
         self._logged_full = False
@@ -106,7 +109,8 @@ class Jobs:
         tokens = first.tokens[start - first.start : stop - first.start]
         tensors = () if span is None else host.range_tensors(self._store.specs, stop - start)
         parent = _parent_at(first, start)
-        content = Content(What.RANGE, space, b"" if parent is None else parent.address, start, tokens, tensors)
+        above = b"" if parent is None else parent.address
+        content = Content(What.RANGE, space, above, start, tokens, tensors, version=self.version)
         known = self._known(content)
         record = known or self._reserve(first, content, stop, parent)
         if record is None:
@@ -128,7 +132,10 @@ class Jobs:
         arrays = checkpoint.arrays()
         try:
             tensors: tuple[Tensor, ...] = tuple(host.tensor(n, a) for n, a in arrays.items())
-            content = Content(What.POINT, space, parent.address, node.end, NO_TOKENS, tensors, checkpoint.describe())
+            state = checkpoint.describe()
+            content = Content(
+                What.POINT, space, parent.address, node.end, NO_TOKENS, tensors, state, version=self.version
+            )
             self._layout.require(content)
         except (KeyError, TypeError, ValueError, RecordError) as error:
             self.reasons[DiskReason.UNWRITABLE_CHECKPOINT] += 1
@@ -145,9 +152,14 @@ class Jobs:
         return Job(record, content, None, 0, checkpoint)
 
     def _known(self, content: Content) -> Record | None:
-        """Returns the record of this content, if it is on disk and could be read when it was last tried."""
-        there = self._catalog.find(content.namespace, content.address)
-        return there if there is not None and there.ready and not there.unread else None
+        """Returns the record of this content, in any format, if it is on disk and could be read when it was last
+        tried."""
+        for version in sorted(VERSIONS, key=lambda v: v != content.version):
+            same = content if version == content.version else dataclasses.replace(content, version=version)
+            there = self._catalog.find(content.namespace, same.address)
+            if there is not None and there.ready and not there.unread:
+                return there
+        return None
 
     def _reserve(self, node: Node, content: Content, end: int, parent: Record | None) -> Record | None:
         """Reserve a record's room on the disk. Returns None if it has none, and counts the reason."""
@@ -171,7 +183,14 @@ class Jobs:
             self._catalog.expect_again(there)
             return there
         record = Record(
-            content.namespace, content.what, content.address, content.start, end, content.size, node.last_use
+            content.namespace,
+            content.what,
+            content.address,
+            content.start,
+            end,
+            content.size,
+            node.last_use,
+            content.version,
         )
         record.parent = parent
         record.hollow = hollow

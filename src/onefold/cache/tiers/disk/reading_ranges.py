@@ -27,7 +27,15 @@ from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
 from onefold.cache.tiers.disk import host
 from onefold.cache.tiers.disk.plan import Plan
-from onefold.cache.tiers.disk.reading import Reading, fill, no_room, open_buffers, read_header
+from onefold.cache.tiers.disk.reading import (
+    Reading,
+    fill,
+    free_stages,
+    no_room,
+    open_buffers,
+    read_header,
+    staged_bytes,
+)
 from onefold.cache.tiers.records.entry import Record
 from onefold.cache.tiers.records.reasons import DiskReason
 from onefold.cache.tiers.records.record import Content, Tensor
@@ -68,8 +76,11 @@ class RangeReader:
         records = self._plan.records
         if not records:
             return
+        largest = max(r.size for r in records)
+        n_bytes = AHEAD * staged_bytes(largest)  # so many threads read
         if not self.direct:
-            n_bytes = (AHEAD + 1 + host.TWICE_MORE) * max(r.size for r in records)
+            n_bytes += (AHEAD + 1 + host.TWICE_MORE) * largest
+        if n_bytes:
             self._buffers = open_buffers(self._state, n_bytes)
         self._slab = self._state.store.slab_for(max(self._stop, self._plan.target + room) - self._base)
         self._slab.enter(self._holder)
@@ -122,6 +133,7 @@ class RangeReader:
     def release(self) -> None:
         """Release the memory for bytes that were not read straight into their place."""
         if self._buffers is not None:
+            free_stages()
             self._buffers.close()
 
     def _load(self, record: Record) -> Loaded:

@@ -33,6 +33,7 @@ from onefold.cache.tiers.disk.linking import Links
 from onefold.cache.tiers.disk.ondisk import check_node, covered_to, is_being_written, is_clean, is_covered
 from onefold.cache.tiers.disk.outcomes import Outcomes
 from onefold.cache.tiers.disk.staging import Staging
+from onefold.cache.tiers.disk.syncing import Syncing
 from onefold.cache.tiers.disk.writing import LOOK_AGAIN, Job, Writer
 from onefold.cache.tiers.records.layout import Layout
 from onefold.cache.tiers.records.reasons import DiskReason
@@ -112,10 +113,12 @@ class Spiller:
         self._backlog = Backlog(self._refusals, self.jobs.is_writable, self.jobs.is_dirty)
         self._account = ledger.open(Purpose.DISK, sizes.reserved_bytes, "records on their way to the disk")
         self._staging = Staging(ledger, sizes.buffer_bytes, sizes.n_buffers, ledger.budget_bytes // STAGED_SHARE)
+        self.syncing = Syncing(self.catalog)
         self._writer = Writer(
             self.catalog,
             state.lock,
             self._staging,
+            self.syncing,
             sizes.piece_bytes // 2,
             self._next,
             self._settle,
@@ -276,7 +279,7 @@ class Spiller:
     @property
     def reasons(self) -> Counter[str]:
         """Why nodes were not written, and how often."""
-        return self._reasons + self.jobs.reasons + self._outcomes.reasons
+        return self._reasons + self.jobs.reasons + self._outcomes.reasons + self.syncing.reasons
 
     def queue_parent(self, node: Node) -> None:
         """The node is being removed from its tree. Its ancestors were queued through it, so queue its parent."""

@@ -35,7 +35,7 @@ from onefold.cache.tiers.identity import Identity
 from onefold.cache.tiers.records.catalog import Catalog
 from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.layout import Layout
-from onefold.cache.tiers.records.record import VERSION
+from onefold.cache.tiers.records.record import NAMESPACE_FORMAT
 from onefold.cache_folder import disk_folder
 from onefold.errors import ConfigError, OnefoldError
 from onefold.sizes import parse_size, show_size
@@ -75,8 +75,9 @@ def open_disk(settings: DiskSettings, state: CacheState, identity: Identity) -> 
     """Open the disk tier of a cache. A folder that cannot be used is logged, and only its statistics are returned.
     Raises ConfigError if the folder is not one of ours, and FolderInUse if another process writes there."""
     layout = [[[a.heads, a.dim, str(a.dtype)] for a in s.arrays] for s in state.store.specs]
+    about = identity.about | {"format": NAMESPACE_FORMAT, "layout": layout}
     try:
-        return Disk(settings, state, identity._replace(about=identity.about | {"format": VERSION, "layout": layout}))
+        return Disk(settings, state, identity._replace(about=about))
     except OSError as error:
         why = error.strerror or str(error)
         log.warning("the disk cache in %s cannot be used: %s. KV is kept in memory alone", settings.folder, why)
@@ -192,7 +193,7 @@ class Disk:
     def stop(self, until: float | None) -> None:
         if until is not None:
             with self._lock.inner:
-                self.flush(everything=True, until=until)
+                self.spiller.flusher.write(everything=True, until=until)  # durable with `close`
                 self.reading.counts["left_tokens"] = self.spiller.flusher.unsaved()
         self.spiller.stop()
 
@@ -203,6 +204,7 @@ class Disk:
             self.catalog.empty_bin()
             self.catalog.note(self.catalog.uses.take(force=True), force=True)
             self.catalog.refresh_indexes()
+            self.spiller.syncing.run()
         self.catalog.folder.unlock()
 
     def abandon(self) -> None:

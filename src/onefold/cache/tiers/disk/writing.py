@@ -8,6 +8,8 @@
 - While requests are computed the thread takes a fortieth of one processor, unless a caller waits or its own buffers
   are not enough.
 - `settle` is called with the outcome of each record, with the lock held.
+- Where records are not durable one by one (macOS), the thread makes them so together: when a caller waits for a flush,
+  and a few seconds after the first was written (`syncing`).
 
 Knows nothing of nodes, or of why a record is written.
 """
@@ -32,6 +34,7 @@ from onefold.cache.memory.lock import CacheLock
 from onefold.cache.memory.segment import Slab
 from onefold.cache.tiers.disk import host
 from onefold.cache.tiers.disk.staging import Place, Staging
+from onefold.cache.tiers.disk.syncing import Syncing
 from onefold.cache.tiers.records.catalog import Catalog
 from onefold.cache.tiers.records.entry import Record
 from onefold.cache.tiers.records.record import Content
@@ -74,6 +77,7 @@ class Writer:
         catalog: Catalog,
         lock: CacheLock,
         staging: Staging,
+        syncing: Syncing,
         piece_bytes: int,
         next_job: Callable[[], Job | None],
         settle: Callable[[Job, Exception | None, bool], None],
@@ -85,6 +89,7 @@ class Writer:
         self.busy = False
         self._catalog, self._lock = catalog, lock
         self._staging, self._piece_bytes = staging, piece_bytes
+        self.syncing = syncing
         self._next_job, self._settle = next_job, settle
         self._hurries, self._impatient = hurries, impatient
         self._staged: deque[Staged] = deque()
@@ -181,6 +186,10 @@ class Writer:
         self._catalog.note(touched, force=idle)
         if staged is not None:
             self._write(staged)
+        if self.syncing.is_due:
+            self.syncing.run()
+            with self._lock.inner:
+                self._lock.notify_all()
         job = place = staged = None  # while it rests, the thread holds on to nothing that was written
         self._rest(time.thread_time() - began)
         return True
@@ -202,6 +211,8 @@ class Writer:
                 self.busy = job is not None
                 return job, None if job is None else self._place(job)
             if self._catalog.unnoted:  # a burst is over
+                break
+            if self.syncing.is_due:
                 break
             self.busy = False
             self._lock.notify_all()

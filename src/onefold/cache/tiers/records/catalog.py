@@ -280,8 +280,8 @@ class Catalog:
 
 def _record(namespace: str, filed: Filed, now: float) -> Record:
     """Returns the record of a file; one that claims to have been used in the future was used now."""
-    start, used = filed.named.start, min(filed.used, now)
-    found = Record(namespace, filed.named.what, filed.named.address, start, start, filed.size, used)
+    what, start, address, version = filed.named
+    found = Record(namespace, what, address, start, start, filed.size, min(filed.used, now), version)
     found.stamp = filed.stamp
     return found
 

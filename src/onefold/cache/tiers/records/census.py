@@ -25,7 +25,7 @@ from onefold.cache.tiers.records.index import NO_STAMP, Index, Said, Stamp
 from onefold.cache.tiers.records.listing import Filed
 from onefold.cache.tiers.records.locking import LOCK
 from onefold.cache.tiers.records.marker import MARKER, of_the_system
-from onefold.cache.tiers.records.record import VERSION, Named, What, file_name
+from onefold.cache.tiers.records.record import NAMESPACE_FORMAT, Named, What, file_name
 from onefold.cache.tiers.records.written import WRITTEN
 from onefold.errors import RecordError
 
@@ -59,7 +59,7 @@ class Entry:
     """Sorts by where it begins: so it comes after its parent."""
 
     def __post_init__(self) -> None:
-        what, self.start, address = self.named
+        what, self.start, address, _ = self.named
         self.order = self.start, what is What.RANGE, address
 
     @property
@@ -91,7 +91,7 @@ class Space:
     @property
     def foreign(self) -> bool:
         """Whether the namespace has another format than this version's."""
-        return self.about.get("format", VERSION) != VERSION
+        return self.about.get("format", NAMESPACE_FORMAT) != NAMESPACE_FORMAT
 
     @property
     def disk_bytes(self) -> int:

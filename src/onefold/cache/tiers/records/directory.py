@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 from collections.abc import Iterator
+
+from onefold.cache.tiers.records import system
 
 _NOFOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 READING = os.O_RDONLY | os.O_NONBLOCK
 """Nothing that was put in a file's place, such as a pipe, is waited for."""
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-_UNFLUSHED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.ENOSYS, errno.EACCES)
-"""What a file system says that cannot flush a directory."""
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """There is no such directory, or something else has its name: a link says ENOTDIR on Linux, and ELOOP on macOS."""
 
@@ -97,17 +96,18 @@ class Directory:
         os.rename(_plain(name), _plain(new), src_dir_fd=self._held, dst_dir_fd=self._held)
 
     def flush(self) -> None:
-        """What was made, renamed and removed here survives a power cut, where the file system can promise that. Empties
-        the device's own cache too, with all that was flushed into that before: on macOS fsync leaves it there."""
-        try:
-            if (full := getattr(fcntl, "F_FULLFSYNC", None)) is not None:
-                with contextlib.suppress(OSError):  # a file system that cannot
-                    fcntl.fcntl(self._held, full)
-                    return
-            os.fsync(self._held)
-        except OSError as error:
-            if error.errno not in _UNFLUSHED:
-                raise
+        """Make durable what was made, renamed and removed here, where the file system can promise that. On macOS only
+        `flush_device` does."""
+        system.chosen.flush_directory(self._held)
+
+    def push(self) -> None:
+        """On macOS: give the device what was made, renamed and removed here, for `flush_device`."""
+        system.chosen.push_directory(self._held)
+
+    def flush_device(self) -> None:
+        """On macOS: make durable what was made, renamed and removed here, and all that the device was given before.
+        Does nothing on other systems, where each flush has done that."""
+        system.chosen.flush_device(self._held)
 
 
 def _plain(name: str) -> str:

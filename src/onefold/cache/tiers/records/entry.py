@@ -11,7 +11,7 @@ import numpy as np
 
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.tiers.records.index import NO_STAMP
-from onefold.cache.tiers.records.record import Named, What, file_name
+from onefold.cache.tiers.records.record import VERSION, Named, What, file_name
 
 BLOCK = 4096
 """A file takes a multiple of this on a disk."""
@@ -43,10 +43,21 @@ class Record:
         "tried",
         "unread",
         "used",
+        "version",
         "what",
     )
 
-    def __init__(self, namespace: str, what: What, at: bytes, start: int, end: int, size: int, used: float) -> None:
+    def __init__(
+        self,
+        namespace: str,
+        what: What,
+        at: bytes,
+        start: int,
+        end: int,
+        size: int,
+        used: float,
+        version: int = VERSION,
+    ) -> None:
         self.namespace = namespace
         self.what = what
         self.address = at
@@ -54,6 +65,7 @@ class Record:
         self.end = end
         self.size = size
         self.used = used
+        self.version = version
         self.hollow = False
         """A range that has tokens and no KV."""
         self.parent: Record | None = None
@@ -76,7 +88,7 @@ class Record:
 
     @property
     def named(self) -> Named:
-        return Named(self.what, self.start, self.address)
+        return Named(self.what, self.start, self.address, self.version)
 
     @property
     def name(self) -> str:

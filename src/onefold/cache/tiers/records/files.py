@@ -1,7 +1,7 @@
 """Single files in an open directory: written whole or not at all, and read into given places.
 
 - A file is written under a temporary name, flushed, and renamed. So a file that has its final name is complete, or was
-  damaged afterwards.
+  damaged afterwards. How it is flushed, and when its name is durable, depends on the system (`system`).
 - A file is always created anew: whatever has its temporary name by then is removed first.
 - The operating system is asked to drop from its file cache what was written or read.
 
@@ -12,21 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import stat
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from onefold.cache.tiers.records import system
 from onefold.cache.tiers.records.directory import NEW, Directory
 
 TEMPORARY = ".tmp"
 JSON_MOST = 1 << 20
-_F_NOCACHE = 48  # macOS
-IOV_MOST = 512
-PIECE_MOST = 2 << 20
 WRITE_MOST = 1 << 30
 """Bytes; macOS refuses twice as many in one call."""
 
@@ -40,14 +36,13 @@ def replace(inside: Directory, name: str, parts: Iterable[Any], used: float | No
     with contextlib.ExitStack() as undo:
         undo.callback(remove_if_possible, inside, temporary)
         try:
-            if sys.platform == "darwin":
-                fcntl.fcntl(held, _F_NOCACHE, 1)
+            system.chosen.expect_writes(held)
             write_all(held, parts)
             if used is not None:
                 with contextlib.suppress(OSError):  # a file system that cannot
                     os.utime(held, (used, used))
-            os.fsync(held)
-            drop_from_file_cache(held)
+            system.chosen.flush_file(held)
+            system.chosen.forget(held)
         finally:
             os.close(held)
         inside.rename(temporary, name)
@@ -74,42 +69,7 @@ def write_all(held: int, parts: Iterable[Any]) -> None:
 
 def read_all(held: int, parts: Sequence[Any], at: int) -> int:
     """Fill `parts` from position `at` of a file. Returns how many bytes the file had for them."""
-    left = _pieces(parts)
-    total = 0
-    while left:
-        done = os.preadv(held, left[: -IOV_MOST - 1 : -1], at + total)
-        if done == 0:
-            break
-        total += done
-        while left and done >= len(left[-1]):
-            done -= len(left.pop())
-        if done:
-            left[-1] = left[-1][done:]
-    return total
-
-
-def _pieces(parts: Sequence[Any]) -> list[memoryview]:
-    """Returns views of the parts, the last first, short enough that a system call takes `IOV_MOST` of them at once."""
-    found = []
-    for part in parts:
-        view = memoryview(part).cast("B")
-        found += [view[i : i + PIECE_MOST] for i in range(0, len(view), PIECE_MOST)]
-    return found[::-1]
-
-
-def will_be_read(held: int) -> None:
-    """Tell the operating system that all of an open file is about to be read, once."""
-    if sys.platform == "darwin":
-        fcntl.fcntl(held, _F_NOCACHE, 1)
-    elif hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(held, 0, 0, os.POSIX_FADV_WILLNEED)
-
-
-def drop_from_file_cache(held: int) -> None:
-    """Ask the operating system to drop a file from its file cache."""
-    if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(held, 0, 0, os.POSIX_FADV_DONTNEED)
+    return system.chosen.read(held, parts, at)
 
 
 def first_bytes(inside: Directory, name: str, n_bytes: int) -> bytes:

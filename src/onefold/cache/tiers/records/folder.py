@@ -30,16 +30,14 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from onefold.cache.tiers.records import backups
+from onefold.cache.tiers.records import backups, system
 from onefold.cache.tiers.records.abouts import Abouts, read_about
 from onefold.cache.tiers.records.directory import Directory, absent_is_empty, opened
 from onefold.cache.tiers.records.files import (
     TEMPORARY,
-    drop_from_file_cache,
     read_json,
     remove_if_possible,
     replace,
-    will_be_read,
     write_json,
 )
 from onefold.cache.tiers.records.index import NO_STAMP, Stamp
@@ -57,6 +55,7 @@ from onefold.cache.tiers.records.listing import (
 from onefold.cache.tiers.records.locking import FolderLock
 from onefold.cache.tiers.records.marker import MARKER, mark, require_layout, require_usable
 from onefold.cache.tiers.records.record import parse_name
+from onefold.cache.tiers.records.unflushed import Unflushed
 from onefold.cache.tiers.records.written import WRITTEN, Written, parse_written
 from onefold.errors import ConfigError
 
@@ -66,6 +65,7 @@ class Folder:
         self.path = path
         self._lock = FolderLock(path)
         self.indexes = IndexFiles(path, self._lock)
+        self.unflushed = Unflushed(self._lock)
         self._abouts = Abouts()
         self._emptied: set[str] = set()
         """Namespaces whose folder was made, or a record removed from, by this process: if it is empty it may go."""
@@ -189,6 +189,7 @@ class Folder:
             with top.below(namespace) as inside:
                 self._abouts.write_if_due(inside, namespace)
                 replace(inside, name, parts, used)
+            self.unflushed.add(namespace)
 
     def remove(self, namespace: str, name: str) -> None:
         """Remove a record or a leftover, if it is there. For the top of the folder the namespace is empty. Raises
@@ -244,10 +245,10 @@ class Folder:
         try:
             if not stat.S_ISREG(os.fstat(held).st_mode):
                 raise OSError(errno.EINVAL, "not a file")
-            will_be_read(held)
+            system.chosen.expect_all(held)
             yield held
         finally:
-            drop_from_file_cache(held)
+            system.chosen.forget(held)
             os.close(held)
 
     @contextlib.contextmanager

@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from onefold.cache.tiers.records import system
 from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.index import NO_STAMP, Index, Said, Stamp
 from onefold.cache.tiers.records.reasons import DiskReason
 from onefold.cache.tiers.records.record import (
     HEAD_MOST,
-    VERSION,
+    PAGE,
     Content,
     Head,
     Named,
@@ -33,11 +34,11 @@ from onefold.cache.tiers.records.record import (
 )
 from onefold.errors import RecordError
 
-_BEGIN = 8 << 10
+_BEGIN = PAGE
+"""The header and the tokens of nearly every record are no longer."""
 _PLAIN = re.compile(
-    rb'\{"__metadata__":\{"onefold":"%d","what":"range","namespace":"[0-9a-f]{32}","parent":"((?:[0-9a-f]{40})?)",'
+    rb'\{"__metadata__":\{"onefold":"([0-9])","what":"range","namespace":"[0-9a-f]{32}","parent":"((?:[0-9a-f]{40})?)",'
     rb'"start":"([0-9]{1,10})","tokens":"([0-9]{1,10})","tensors":"([0-9]{1,7})","checksum":"[0-9a-f]{32}","state":""\}'
-    % VERSION
 )
 """How the header of a range begins."""
 _AHEAD = 16
@@ -48,14 +49,14 @@ _MOST = HEAD_MOST + (64 << 20)
 
 def read_head(file: int, namespace: str, named: Named, size: int) -> Head:
     """All that is asked of a record before it is restored. Raises RecordError and OSError."""
-    found = parse_head(os.pread(file, _BEGIN, 0))
+    found = parse_head(system.chosen.read_head(file, _BEGIN))
     while isinstance(found, int):
         if found > size:
             raise RecordError(DiskReason.TRUNCATED)
         if found > _MOST:
             raise RecordError(DiskReason.NO_HEADER)
-        found = parse_head(os.pread(file, found, 0))
-    if (found.what, found.start, address_of(found, namespace)) != named:
+        found = parse_head(system.chosen.read_head(file, found))
+    if (found.what, found.start, address_of(found, namespace), found.version) != named:
         raise RecordError(DiskReason.MISNAMED)
     if (found.what is What.RANGE) != bool(len(found.tokens)):
         raise RecordError(DiskReason.NO_HEADER)
@@ -70,7 +71,7 @@ class Wanted(NamedTuple):
 
 def read_said(file: int, namespace: str, named: Named, size: int) -> Said:
     """The same as `read_head`, of which only that is kept which a tree needs. Raises RecordError and OSError."""
-    begin = os.pread(file, _BEGIN, 0)
+    begin = system.chosen.read_head(file, _BEGIN)
     plain = _plain(begin, namespace, named)
     if plain is not None:
         return plain
@@ -85,12 +86,13 @@ def _plain(begin: bytes, namespace: str, named: Named) -> Said | None:
     found = _PLAIN.match(begin, 8) if named.what is What.RANGE and data_at <= len(begin) else None
     if found is None or found.end() > data_at or not begin[8:data_at].isascii():
         return None
-    parent, start, n_tokens, hollow = bytes.fromhex(found[1].decode()), int(found[2]), int(found[3]), not int(found[4])
+    version, start, n_tokens, n_tensors = int(found[1]), int(found[3]), int(found[4]), int(found[5])
+    parent, hollow = bytes.fromhex(found[2].decode()), n_tensors == 0
     end = data_at + 4 * n_tokens
-    if not n_tokens or end > len(begin) or start != named.start:
+    if not n_tokens or end > len(begin) or (start, version) != (named.start, named.version):
         return None
     tokens = np.frombuffer(begin[data_at:end], "<i4")
-    if address_from(namespace, What.RANGE, parent, start, tokens, hollow=hollow) != named.address:
+    if address_from(namespace, What.RANGE, parent, start, tokens, hollow=hollow, version=version) != named.address:
         return None
     return Said(parent, tokens, hollow)
 
@@ -140,9 +142,7 @@ def _begin(opens: Callable[[str], int], one: Wanted) -> int | OSError:
         file = opens(file_name(*one.named))
     except OSError as error:
         return error
-    if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):  # a pipe, say
-            os.posix_fadvise(file, 0, _BEGIN, os.POSIX_FADV_WILLNEED)
+    system.chosen.expect_head(file, _BEGIN)
     return file
 
 

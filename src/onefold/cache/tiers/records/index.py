@@ -100,7 +100,8 @@ class Index:
         if start != named.start or known != stamp or is_range != (first < stop) or (hollow and not is_range):
             return None
         tokens = self._tokens[first:stop]
-        if address_from(self._namespace, named.what, parent, start, tokens, hollow=hollow) != named.address:
+        said = address_from(self._namespace, named.what, parent, start, tokens, hollow=hollow, version=named.version)
+        if said != named.address:
             return None
         self.spared += 1
         return Said(parent, tokens, hollow)

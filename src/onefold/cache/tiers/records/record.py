@@ -4,6 +4,8 @@
   tokens. So a record's name says what it must hold, and two paths never meet by accident.
 - The header is a function of what the record holds and of one checksum, over the header itself (without it) and all
   that follows. A reader makes the header again from what it says, and compares: every byte is checked.
+- Records of formats 1 and 2 are read; new ones are of format 2. There the tensors of a large record begin at a multiple
+  of `PAGE`, so that they can be read in whole blocks of the disk.
 - What the bytes mean is not known here: they are tensors with a name, a type and a shape.
 
 No MLX in this file, and no file is touched.
@@ -29,7 +31,17 @@ from onefold.cache.memory.tokens import Tokens
 from onefold.cache.tiers.records.reasons import DiskReason
 from onefold.errors import RecordError
 
-VERSION = 1
+VERSION = 2
+"""The format of new records."""
+VERSIONS = (1, 2)
+"""The formats that are read."""
+NAMESPACE_FORMAT = 1
+"""Is part of every namespace's name. It does not change with the records' format, so both lie in one namespace."""
+PAGE = 16 << 10
+"""From format 2 on, the tensors of a large record begin at a multiple of this."""
+PAGED_FROM = 256 << 10
+"""Bytes of tensors from which on a record is large."""
+_ALIGNMENT = 64
 ADDRESS_BYTES = 20
 SUFFIX = ".safetensors"
 HEAD_MOST = 1 << 24
@@ -51,7 +63,12 @@ class What(enum.Enum):
 _KINDS = {what.value: what for what in What}
 _ENDINGS = {what: f".{what.value}{SUFFIX}" for what in What}
 _PERSONS = {What.RANGE: b"onefold range", What.POINT: b"onefold point"}
-_VERSION_BYTES = struct.pack("<I", VERSION)
+_VERSION_BYTES = {version: struct.pack("<I", version) for version in VERSIONS}
+_MARKS = {1: "", 2: ".2"}
+"""What a name has before its ending. A process that knows format 1 alone takes a name of format 2 for no record, and
+leaves the file alone."""
+_NUMBERS = {mark.removeprefix("."): version for version, mark in _MARKS.items()}
+_FORMATS = {str(version): version for version in VERSIONS}
 
 
 class Tensor(NamedTuple):
@@ -97,14 +114,18 @@ class Content:
     tensors: tuple[Tensor, ...]
     state: str = ""
     """For a point: a description of the state that the tensors are, as JSON."""
+    version: int = VERSION
 
     @functools.cached_property
     def address(self) -> bytes:
-        return _address(self.namespace, self.what, self.parent, self.start, self.tokens, len(self.tensors))
+        hollow = self.what is What.RANGE and not self.tensors
+        return address_from(
+            self.namespace, self.what, self.parent, self.start, self.tokens, hollow=hollow, version=self.version
+        )
 
     @property
     def name(self) -> str:
-        return file_name(self.what, self.start, self.address)
+        return file_name(self.what, self.start, self.address, self.version)
 
     @property
     def end(self) -> int:
@@ -136,7 +157,7 @@ class Content:
     def _header(self) -> bytes:
         described: dict[str, object] = {
             "__metadata__": {
-                "onefold": str(VERSION),
+                "onefold": str(self.version),
                 "what": self.what.value,
                 "namespace": self.namespace,
                 "parent": self.parent.hex(),
@@ -152,8 +173,16 @@ class Content:
             offsets = [at, at := at + tensor.nbytes]
             described[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
         text = json.dumps(described, separators=(",", ":"), allow_nan=False).encode()
-        text += b" " * (-(8 + len(text)) % 64)
+        text += b" " * self._padding(8 + len(text))
         return struct.pack("<Q", len(text)) + text
+
+    def _padding(self, n_bytes: int) -> int:
+        """Returns how many spaces follow so many bytes of header: up to `_ALIGNMENT`, or so many that the first tensor
+        of a large record begins at a multiple of `PAGE`."""
+        tokens = self.tokens.nbytes
+        if self.version == 1 or self.payload_bytes - tokens < PAGED_FROM:
+            return -n_bytes % _ALIGNMENT
+        return -(n_bytes + tokens) % PAGE
 
 
 class Head(NamedTuple):
@@ -173,6 +202,7 @@ class Head(NamedTuple):
     """All of it, as it is."""
     rest: str
     """The last part of the header: the tensors."""
+    version: int
 
     @property
     def hollow(self) -> bool:
@@ -181,26 +211,25 @@ class Head(NamedTuple):
 
 
 def address_of(head: Head, namespace: str) -> bytes:
-    return _address(namespace, head.what, head.parent, head.start, head.tokens, head.n_tensors)
+    return address_from(
+        namespace, head.what, head.parent, head.start, head.tokens, hollow=head.hollow, version=head.version
+    )
 
 
-def _address(namespace: str, what: What, parent: bytes, start: int, tokens: Tokens, n_tensors: int) -> bytes:
-    hollow = what is What.RANGE and n_tensors == 0
-    return address_from(namespace, what, parent, start, tokens, hollow=hollow)
-
-
-def address_from(namespace: str, what: What, parent: bytes, start: int, tokens: Tokens, *, hollow: bool) -> bytes:
+def address_from(
+    namespace: str, what: What, parent: bytes, start: int, tokens: Tokens, *, hollow: bool, version: int
+) -> bytes:
     """A range without KV has another than one of the same tokens that has it: both may be there."""
     hashed = b"%b%b\0%c%b%b%b" % (
-        _VERSION_BYTES, namespace.encode(), len(parent), parent, start.to_bytes(8, "little", signed=True),
+        _VERSION_BYTES[version], namespace.encode(), len(parent), parent, start.to_bytes(8, "little", signed=True),
         tokens.astype("<i4", copy=False).tobytes(),
     )  # fmt: skip
     person = b"onefold hollow" if hollow else _PERSONS[what]
     return hashlib.blake2b(hashed, digest_size=ADDRESS_BYTES, person=person).digest()
 
 
-def file_name(what: What, start: int, at: bytes) -> str:
-    return f"{start:08d}-{at.hex()}{_ENDINGS[what]}"
+def file_name(what: What, start: int, at: bytes, version: int = VERSION) -> str:
+    return f"{start:08d}-{at.hex()}{_MARKS[version]}{_ENDINGS[what]}"
 
 
 class Named(NamedTuple):
@@ -209,18 +238,19 @@ class Named(NamedTuple):
     what: What
     start: int
     address: bytes
+    version: int = VERSION
 
 
 def parse_name(name: str) -> Named | None:
-    """None if it is not the name of a record."""
+    """None if it is not the name of a record, or of one whose format is not known here."""
     found = _NAME.fullmatch(name)
     if found is None or (start := int(found[1])) > FURTHEST:
         return None
-    return Named(_KINDS[found[3]], start, bytes.fromhex(found[2]))
+    return Named(_KINDS[found[4]], start, bytes.fromhex(found[2]), _NUMBERS[found[3] or ""])
 
 
 _NAME = re.compile(
-    rf"([0-9]{{8}}|[1-9][0-9]{{8,9}})-([0-9a-f]{{{2 * ADDRESS_BYTES}}})\.(range|point)" + re.escape(SUFFIX)
+    rf"([0-9]{{8}}|[1-9][0-9]{{8,9}})-([0-9a-f]{{{2 * ADDRESS_BYTES}}})(?:\.(2))?\.(range|point)" + re.escape(SUFFIX)
 )
 _CHECKSUM = b'"checksum":"'
 _DECODER = json.JSONDecoder()
@@ -242,7 +272,7 @@ def parse_head(begin: bytes) -> Head | int:
         if not text.startswith(_OPENING):
             raise RecordError(DiskReason.NO_HEADER)
         fields, end = _DECODER.raw_decode(text, len(_OPENING))
-        if fields["onefold"] != str(VERSION):
+        if (version := _FORMATS.get(fields["onefold"])) is None:
             raise RecordError(OTHER_FORMAT)
         what, parent = _KINDS[fields["what"]], bytes.fromhex(fields["parent"])
         start, n_tokens, n_tensors = int(fields["start"]), int(fields["tokens"]), int(fields["tensors"])
@@ -254,13 +284,15 @@ def parse_head(begin: bytes) -> Head | int:
     if len(begin) < data_at + 4 * n_tokens:
         return data_at + 4 * n_tokens
     tokens = np.frombuffer(begin, "<i4", n_tokens, data_at).astype(np.int32)
-    return Head(what, parent, start, tokens, found, data_at, n_tensors, state, begin[:data_at], text[end:])
+    return Head(what, parent, start, tokens, found, data_at, n_tensors, state, begin[:data_at], text[end:], version)
 
 
 def content_of(head: Head, namespace: str, named: Named) -> Content:
     """What a file says that it holds, if that agrees with its name; its checksum is still to be compared."""
-    content = Content(head.what, namespace, head.parent, head.start, head.tokens, _tensors(head), head.state)
-    if (content.what, content.start, content.address) != named:
+    content = Content(
+        head.what, namespace, head.parent, head.start, head.tokens, _tensors(head), head.state, head.version
+    )
+    if (content.what, content.start, content.address, content.version) != named:
         raise RecordError(DiskReason.MISNAMED)
     if content.header(head.checksum) != head.header:
         raise RecordError(DiskReason.NO_HEADER)

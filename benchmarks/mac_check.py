@@ -78,7 +78,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "read",
         ("M5",),
-        "one large read into a staging buffer is at least as fast as scattered reads, with and without F_NOCACHE",
+        "past the file cache (F_NOCACHE), large reads into a staging buffer are at least as fast as scattered ones",
         _late(_SYSTEM, "read"),
     ),
     Check("flush", ("M6",), "F_BARRIERFSYNC takes less time than F_FULLFSYNC", _late(_SYSTEM, "flush")),
@@ -88,10 +88,9 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "pressure",
         ("M9",),
-        "the level of memory pressure can be read, and is 1 (normal) on a machine that is not short of memory",
+        "the level of memory pressure can be read, and is normal on a machine that is not short of memory",
         _late(_SYSTEM, "pressure"),
         minutes=1,
-        only_on="darwin",
     ),
     Check(
         "demo",
@@ -167,8 +166,6 @@ def _ended(*_: Any) -> NoReturn:
 
 def run_one(check: Check, given: Given, script: str, folder: Path) -> Outcome:
     """Runs a check in a process of its own and returns its outcome. Raises nothing but KeyboardInterrupt."""
-    if check.only_on and sys.platform != check.only_on:
-        return unfinished(check, SKIPPED, f"needs {check.only_on}, this is {sys.platform}")
     result, errors = folder / f"{check.name}.json", folder / f"{check.name}.txt"
     command = [sys.executable, "-X", "faulthandler", script, "--child", check.name, "--result", str(result)]
     command += (["--quick"] if given.quick else []) + (["--model", given.model] if given.model else [])

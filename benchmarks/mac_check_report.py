@@ -57,8 +57,6 @@ class Check:
     run: Callable[[Given, Say], Found]
     minutes: float = 10.0
     """After so long its process is ended."""
-    only_on: str = ""
-    """The value of sys.platform that it needs; empty: any."""
 
 
 @dataclass

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import re
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,6 @@ from mac_check_report import Found, Given, Say, Skipped, fenced, sysctl, table
 ROOT = Path(__file__).resolve().parents[1]
 QUICK_TESTS = ("tests/test_metal.py", "tests/test_device_failures.py", "tests/test_structure.py")
 FINDERS = (".DS_Store", "._x", ".localized")
-_FLUSH = re.compile(r"flush|sync", re.IGNORECASE)
 LEVELS = {"1": "normal", "2": "warning", "4": "critical"}
 
 
@@ -119,41 +115,32 @@ def _first_line(text: str | None) -> str:
 # -- the disk --------------------------------------------------------------------------------------------
 
 
-def _measured(say: Say) -> dict[str, str]:
-    """Returns the figures of benchmarks/disk_io.py by name, its nested ones as "outer, inner"."""
-    try:
-        disk_io: Any = importlib.import_module("disk_io")
-    except ModuleNotFoundError as error:
-        if error.name != "disk_io":
-            raise
-        raise Skipped("benchmarks/disk_io.py, which measures it, is not there") from error
-    with tempfile.TemporaryDirectory() as folder:
-        say("reading and flushing files in a temporary folder")
-        return dict(_flat("", disk_io.main(Path(folder))))
-
-
-def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _flat(f"{name}, {key}" if name else str(key), inner)
-    else:
-        yield name, f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def _figures(say: Say, *, flushes: bool) -> Found:
-    found = {name: value for name, value in _measured(say).items() if bool(_FLUSH.search(name)) is flushes}
-    told = "; ".join(f"{name}: {value}" for name, value in found.items()) or "no figures"
-    return Found(told, table(("", ""), found.items()), (), "figures to read, which no rule judges yet")
-
-
 def read(given: Given, say: Say) -> Found:
     """How fast records are read."""
-    return _figures(say, flushes=False)
+    return _disk(given, say, "read scattered, F_NOCACHE", "read staged, F_NOCACHE", "GB/s", more_is_better=True)
 
 
 def flush(given: Given, say: Say) -> Found:
     """How long a flush takes."""
-    return _figures(say, flushes=True)
+    return _disk(given, say, "F_FULLFSYNC", "F_BARRIERFSYNC", "ms", more_is_better=False)
+
+
+def _disk(given: Given, say: Say, former: str, ours: str, unit: str, *, more_is_better: bool) -> Found:
+    """Measures reads or flushes, and compares the one that Onefold uses on macOS with the one that it does not."""
+    import disk_io
+
+    kind = disk_io.READS if more_is_better else disk_io.FLUSHES
+    with tempfile.TemporaryDirectory() as folder:
+        say("reading and flushing files in a temporary folder")
+        measured = disk_io.main(folder, 32 if given.quick else disk_io.MEGABYTES)
+    found = {name: f"{value:.3g} {unit}" for name, value in measured.items() if name in kind}
+    told = "; ".join(f"{name}: {value}" for name, value in found.items()) or "no figures"
+    faults, not_judged = [], ""
+    if former not in measured or ours not in measured:
+        not_judged = "only macOS, on its own file system, has both commands"
+    elif (measured[ours] < measured[former]) is more_is_better:
+        faults.append(f"{ours}: {found[ours]}, and {former}: {found[former]}")
+    return Found(told, table(("", ""), found.items()), faults, not_judged)
 
 
 def ds_store(given: Given, say: Say) -> Found:
@@ -189,17 +176,20 @@ def ds_store(given: Given, say: Say) -> Found:
 
 
 def pressure(given: Given, say: Say) -> Found:
-    """The level of memory pressure, a few times."""
-    levels = []
+    """The level of memory pressure, as the automatic budget reads it."""
+    from onefold import machine
+
+    gauge = machine.gauge()
+    if gauge is None:
+        raise Skipped(f"{sys.platform} says nothing of its memory")
+    readings = []
     for _ in range(3):
-        levels.append(sysctl("kern.memorystatus_vm_pressure_level"))
+        readings.append(gauge())
         time.sleep(0.5)
-    faults = [f"the kernel says {level!r}" for level in sorted(set(levels)) if level not in LEVELS]
-    faults += [
-        f"the level is {level}: other programs need memory" for level in sorted(set(levels)) if level in ("2", "4")
-    ]
+    faults = ["nothing can be read"] if machine.NOTHING_KNOWN in readings else []
+    faults += [f"memory is short: {r.why}" for r in readings[-1:] if r.level is not machine.Level.NORMAL]
     details = [
-        "To see what a server does under pressure: start one, then run `sudo memory_pressure -S -l warn` (and "
-        "`-l critical`) in another terminal, which simulates it, and watch `/metrics` and the log."
+        "To see what a server does under pressure: start one with `--budget auto`, then run `sudo memory_pressure -S "
+        "-l warn` (and `-l critical`) in another terminal, which simulates it, and watch its log and `/metrics`."
     ]
-    return Found(f"level {', '.join(levels)} ({LEVELS.get(levels[-1], 'unknown')})", details, faults)
+    return Found(f"level {readings[-1].level.name.lower()}: {readings[-1].why}", details, faults)

@@ -115,6 +115,12 @@ CHECKS: tuple[Check, ...] = (
         minutes=15,
     ),
     Check(
+        "fused",
+        ("M2",),
+        "attention stores scores only in those shapes for which Onefold reserves bytes",
+        _late(_ENGINE, "fused"),
+    ),
+    Check(
         "long-prompt",
         ("M2", "M3"),
         "a long prompt on heads of 256 meets no error of Metal, no chunk takes 2 s on a GPU, and the peak beyond the "

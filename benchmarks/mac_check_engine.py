@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 from gpu_serve import Asked, Numbers, Words, ms, settle
-from mac_check_report import Found, Given, Say, table
+from mac_check_report import Found, Given, Say, Skipped, table
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from shapes import llama_model
@@ -122,6 +122,19 @@ def decode(given: Given, say: Say) -> Found:
 
 
 # -- a long prompt ---------------------------------------------------------------------------------------
+
+
+def fused(given: Given, say: Say) -> Found:
+    """Whether scores are stored only where bytes are reserved for them."""
+    from fused import compare
+
+    if not device.on_gpu():
+        raise Skipped("on a CPU no attention is fused, and all scores are reserved")
+    rows, wrong = compare()
+    faults = [f"scores are stored and not reserved: {shape}" for shape in wrong]
+    idle = sum(measured == "fused" != reserved for _, measured, reserved in rows)
+    told = f"of {len(rows)} shapes {len(wrong)} store scores that are not reserved; {idle} are reserved and fused"
+    return Found(told, table(("shape", "measured", "reserved as"), rows), faults)
 
 
 def long_prompt(given: Given, say: Say) -> Found:

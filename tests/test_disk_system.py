@@ -21,6 +21,7 @@ from test_disk import HYBRID
 from test_disk_versions import large
 from test_tiers import SPACE, put
 
+from onefold.cache.memory import device
 from onefold.cache.tiers.disk import syncing
 from onefold.cache.tiers.records import heads, system
 from onefold.cache.tiers.records.catalog import Catalog
@@ -246,6 +247,7 @@ def test_conversations_are_restored(
         settled(cache)
 
 
+@pytest.mark.skipif(device.on_cuda(), reason="macOS has no CUDA, whose restores have host buffers of their own")
 def test_the_staging_buffers_count_while_they_are_used(
     tmp_path: Path, calls: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from onefold.cache.memory.segment import Store
 from onefold.cache.memory.shapes import ArraySpec, LayerSpec
 from onefold.cache.model import metal
 from onefold.cache.model.anatomy import Anatomy
+from onefold.cache.model.fused import is_fused
 from onefold.cache.model.survey import survey
 from onefold.engine import engine
 from onefold.errors import BudgetError
@@ -104,10 +105,15 @@ def test_scores_are_reserved_where_metal_stores_them(on_metal: None) -> None:
     assert wide.scratch_bytes(1, 65536, joins=False) == narrow.scratch_bytes(1, 65536, joins=False)
 
 
-def test_other_gpus_are_counted_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("head_dim, stored", [(64, False), (128, False), (192, True), (256, True)])
+def test_scores_are_reserved_where_cuda_stores_them(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, stored: bool
+) -> None:
+    """As measured: `benchmarks/fused.py`."""
     monkeypatch.setattr(device, "on_gpu", lambda: True)
-    wide = anatomy_of("llama", head_dim=256, heads=16)
-    assert wide.scratch_bytes(2048, 65536, joins=False) < GIB
+    scratch = anatomy_of("llama", head_dim=head_dim, heads=16).scratch_bytes(2048, 65536, joins=False)
+    assert (scratch > 16 * 2048 * 65536 * 4) == stored and (scratch < GIB) != stored
+    assert is_fused(2048, 192, 128) is False
 
 
 def test_chunks_shorten_as_the_context_grows() -> None:

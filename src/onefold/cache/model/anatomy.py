@@ -15,7 +15,7 @@ from typing import Any
 from onefold.cache.memory import device
 from onefold.cache.memory.shapes import ArraySpec, LayerSpec
 from onefold.cache.memory.track import Track
-from onefold.cache.model import metal
+from onefold.cache.model.fused import FEW_QUERIES, is_fused
 from onefold.cache.model.kinds.base import ForwardListener
 from onefold.cache.model.kinds.composite import CompositeLayer
 from onefold.cache.model.kinds.leaf import Leaf, Making
@@ -123,7 +123,7 @@ class Anatomy:
         per_token = self.widest * self.itemsize * 8
         scores = 3 * self.heads * n_tokens * total_tokens * 4
         if self._is_fused(n_tokens):
-            few = min(n_tokens, 16)
+            few = min(n_tokens, FEW_QUERIES)
             scores = (3 * self.heads * few * 4 + 2 * n_tokens) * total_tokens
         joined = max((leaf.token_bytes for leaf in self.leaves), default=0) * total_tokens if joins else 0
         evaluated = n_tokens if self.logit_tokens is None else min(n_tokens, self.logit_tokens)
@@ -133,12 +133,10 @@ class Anatomy:
     def _is_fused(self, n_tokens: int) -> bool:
         """Whether no layer's attention stores the scores of a forward of so many tokens whole. Models outside the seam
         may do so themselves."""
-        if not device.on_gpu() or self.contiguous:
+        if self.contiguous:
             return False
-        if not device.on_metal():
-            return True
         shapes = {(k.dim, v.dim, k.heads) for k, v in (leaf.plain for leaf in self.leaves if leaf.plain is not None)}
-        return all(metal.fuses(n_tokens, k, v, -(-self.heads // heads)) for k, v, heads in shapes)
+        return device.on_gpu() and all(is_fused(n_tokens, k, v, -(-self.heads // heads)) for k, v, heads in shapes)
 
     def point_bytes(self, offset: int, n_tokens: int) -> int:
         """Returns the most bytes that windows and recurrent states occupy after a forward of `n_tokens` at `offset`."""

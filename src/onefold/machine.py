@@ -57,6 +57,14 @@ def limit_bytes(root: Path = Path("/")) -> int | None:
     return min((limit for limit, _ in _groups(root)), default=None)
 
 
+def give_back_free_memory() -> None:
+    """Returns to the machine what this process's allocator keeps of freed memory. glibc keeps much of it, in pieces
+    between others that are in use; other allocators return it by themselves."""
+    libc = ctypes.CDLL(None)
+    if sys.platform == "linux" and hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 def gauge() -> Callable[[], Reading] | None:
     """Returns the function that reads this machine's memory; None if nothing can be known of it."""
     if sys.platform == "darwin":
@@ -106,7 +114,8 @@ def linux(root: Path = Path("/")) -> Reading:
     level, why, spare = Level.NORMAL, "", min(room - min(total // WARN_SHARE, WARN_MOST) for room, total, _ in rooms)
     for room, total, of in sorted(rooms, key=lambda r: r[0] / r[1], reverse=True):
         if (reached := _level_of(max(0, room), total)) >= level:
-            level, why = reached, f"{show_size(max(0, room))} {of}{show_size(total)} are available"
+            least = show_size(min(total // WARN_SHARE, WARN_MOST))
+            level, why = reached, f"{show_size(max(0, room))} {of}{show_size(total)} are available; short below {least}"
     some, full = _stalled(root)
     if full >= CRITICAL_STALLED:
         level, why = Level.CRITICAL, f"{why}, and programs waited for memory in {full:.0f} % of the last 10 s"

@@ -24,7 +24,7 @@ from onefold.cache.inventory import Inventory
 from onefold.cache.memory import device
 from onefold.cache.parts import Parts
 from onefold.errors import BudgetError
-from onefold.machine import Level, Reading
+from onefold.machine import Level, Reading, give_back_free_memory
 from onefold.sizes import show_size
 
 log = logging.getLogger("onefold")
@@ -62,6 +62,7 @@ class Budget:
         self._short_at: float | None = None
         """When memory was last short; None if it was not since the budget is whole."""
         self._calm_seconds = CALM_SECONDS
+        self._has_told_wait = False
 
     @property
     def follows(self) -> bool:
@@ -136,7 +137,7 @@ class Budget:
         with state.lock:
             state.pool.set_share(min(POOL_WHILE_SHORT, device.pool_bytes(self._ledger.budget_bytes)))
         state.lock.run(state.reclaiming.releasing_room())
-        mx.clear_cache()
+        _release()
         freed = before - self._ledger.held_bytes - mx.get_cache_memory()
         if self._steps == 0:
             self._say(reading, f"{show_size(max(0, freed))} of MLX's pool and of unused room are given back")
@@ -145,7 +146,7 @@ class Budget:
         """Evict a quarter of the stored KV; half of it if memory is critical."""
         before = self._inventory.stored_bytes
         self._inventory.shrink(before // 2 if reading.level is Level.CRITICAL else before * 3 // 4)
-        mx.clear_cache()
+        _release()
         if freed := before - self._inventory.stored_bytes:
             self._say(reading, f"{show_size(freed)} of stored KV are evicted")
 
@@ -160,13 +161,15 @@ class Budget:
         growth = self.whole_bytes // STEP_SHARE
         target = min(before * 3 // 4 if critical else before * 7 // 8, used + growth)
         least = max(self.whole_bytes // LEAST_SHARE, min(self.whole_bytes, self._least_bytes()))
-        target = min(self.whole_bytes, max(least, target, lasting + (0 if critical else growth)))
+        target = max(least, target, lasting + (0 if critical else growth))
+        target = min(target, before if critical else self.whole_bytes)
         if target == before:
             return
         try:
             self._set(target)
         except BudgetError:  # a request took room meanwhile; the next step tries again
             return
+        _release()
         what = "lowered" if target < before else "raised for running requests"
         self._say(reading, f"the budget is {what} from {show_size(before)} to {show_size(target)}")
 
@@ -175,16 +178,21 @@ class Budget:
             return
         if self._steps:
             self._steps = 0
-            log.info("memory is no longer short: %s; the budget rises again", reading.why)
+            log.info("memory is no longer short: %s", reading.why)
         before = self._ledger.budget_bytes
         step = min(self.whole_bytes // STEP_SHARE, self.whole_bytes - before)
         if reading.spare_bytes is not None and reading.spare_bytes < 2 * step:
+            if not self._has_told_wait:
+                self._has_told_wait = True
+                more = show_size(2 * step - reading.spare_bytes)
+                log.info("the budget stays at %s until %s more are available", show_size(before), more)
             return
-        self._next_step = now + RAISE_SECONDS
+        self._next_step, self._has_told_wait = now + RAISE_SECONDS, False
         self._set(before + step)
+        if step:
+            log.info("the budget rises from %s to %s", show_size(before), show_size(before + step))
         if before + step == self.whole_bytes:
             self._short_at = None
-            log.info("the budget is %s again", show_size(self.whole_bytes))
 
     def _say(self, reading: Reading, done: str) -> None:
         level = "critically short" if reading.level is Level.CRITICAL else "short"
@@ -215,3 +223,9 @@ class Budget:
     def _pool_bytes(self, n_bytes: int) -> int:
         share = device.pool_bytes(n_bytes)
         return min(share, POOL_WHILE_SHORT) if self._steps else share
+
+
+def _release() -> None:
+    """Return freed memory to the machine: what MLX's pool keeps, and what the allocator below it does."""
+    mx.clear_cache()
+    give_back_free_memory()

@@ -252,7 +252,7 @@ def _chosen(parser: argparse.ArgumentParser, checks: Sequence[Check], only: str,
 
 def main(arguments: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS, script: str = __file__) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="the file to write; mac-check-DATE.md here if not given")
+    parser.add_argument("--out", type=Path, help="the file to write; mac-check-DATE-TIME.md here if not given")
     parser.add_argument("--only", default="", metavar="NAME,NAME", help="run these checks")
     parser.add_argument("--skip", default="", metavar="NAME,NAME", help="leave these checks out")
     parser.add_argument("--model", help="a folder or an id; the demo model and random weights if not given")
@@ -264,7 +264,7 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[Check] = CHECK
     if options.child:
         return play(next(check for check in checks if check.name == options.child), given, options.result)
     chosen = _chosen(parser, checks, options.only, options.skip)
-    out = options.out or Path(f"mac-check-{time.strftime('%Y-%m-%d')}.md")
+    out = options.out or Path(f"mac-check-{time.strftime('%Y-%m-%d-%H%M')}.md")
     told = {"--quick": options.quick, "--only": options.only, "--skip": options.skip, "--model": options.model}
     shown = "".join(f" {name}" if value is True else f" {name} {value}" for name, value in told.items() if value)
     outcomes = run_all(chosen, given, script, out, shown)

@@ -97,6 +97,7 @@ def unfinished(check: Check, verdict: str, why: str, details: Iterable[str] = ()
 
 # -- the machine -----------------------------------------------------------------------------------------
 
+ROOT = Path(__file__).resolve().parents[1]
 SYSCTLS = ("hw.model", "hw.memsize", "iogpu.wired_limit_mb", "kern.memorystatus_vm_pressure_level")
 DISTRIBUTIONS = ("mlx", "mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-lm", "numpy", "transformers")
 
@@ -125,7 +126,7 @@ def machine() -> dict[str, str]:
         "memory": f"{memory / 2**30:.1f} GiB",
         "system": _system(),
         "Python": f"{platform.python_version()} ({platform.python_implementation()})",
-        "onefold": __version__,
+        "onefold": f"{__version__} {said('git', '-C', str(ROOT), 'describe', '--always', '--dirty')}".strip(),
     }
     facts |= {name: version for name in DISTRIBUTIONS if (version := backend.version_of(name))}
     facts |= {name: value for name in SYSCTLS if (value := sysctl(name))}
@@ -193,7 +194,8 @@ def rendered(facts: dict[str, str], outcomes: Sequence[Outcome], options: str, w
     """Returns the report as Markdown, scrubbed."""
     counts = [f"{n} {verdict}" for verdict in (AS_EXPECTED, NOT_AS_EXPECTED, FAILED, SKIPPED)
               if (n := sum(o.verdict == verdict for o in outcomes))]  # fmt: skip
-    lines = ["# Onefold: mac-check", "", f"{when}, `make mac-check`{options}. {', '.join(counts) or 'No checks'}.", ""]
+    command = f'`make mac-check ARGS="{options.strip()}"`' if options.strip() else "`make mac-check`"
+    lines = ["# Onefold: mac-check", "", f"{when}, {command}. {', '.join(counts) or 'No checks'}.", ""]
     lines += ["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in facts.items()), ""]
     lines += ["## Summary", "", "| check | points | verdict | found | s |", "|---|---|---|---|---:|"]
     for o in outcomes:

@@ -137,7 +137,7 @@ def _disk(given: Given, say: Say, former: str, ours: str, unit: str, *, more_is_
     told = "; ".join(f"{name}: {value}" for name, value in found.items()) or "no figures"
     faults, not_judged = [], ""
     if former not in measured or ours not in measured:
-        not_judged = "only macOS, on its own file system, has both commands"
+        not_judged = "only macOS has both ways to compare"
     elif (measured[ours] < measured[former]) is more_is_better:
         faults.append(f"{ours}: {found[ours]}, and {former}: {found[former]}")
     return Found(told, table(("", ""), found.items()), faults, not_judged)

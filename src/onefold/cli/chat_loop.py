@@ -41,7 +41,7 @@ class Chat:
         self._commands: dict[str, tuple[str, Callable[[str], None]]] = {
             "new": ("a new conversation; the system prompt stays", self._new),
             "undo": ("undo the last turn; the next one continues before it", self._undo),
-            "system": ("TEXT: set the system prompt; without TEXT, show it", self._system),
+            "system": ("set the system prompt to the text that follows; without one, show it", self._system),
             "stats": ("what the cache holds and has saved", self._stats),
             "help": ("this", self._help),
             "quit": ("leave, as Ctrl-D does", self._quit),

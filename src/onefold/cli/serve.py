@@ -388,7 +388,8 @@ def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
     ]
     if engine.context_length is not None:
         rows.append(("context", f"{engine.context_length:,} tokens, prompt and answer together"))
-    if (most := engine.cache.max_kv_size) is not None:
+    most = engine.cache.max_kv_size
+    if most is not None and (engine.context_length is None or most < engine.context_length):
         rows.append(("bound", f"{most:,} tokens a conversation, its first {engine.cache.keep:,} kept"))
     console = Console(highlight=False)
     for name, value in rows:

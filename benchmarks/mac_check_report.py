@@ -165,6 +165,7 @@ def scrubbed(text: str, *, home: str = "", user: str = "", hosts: Iterable[str] 
     for folder in sorted({temporary, os.path.realpath(temporary)} - {"/tmp", "/"}, key=len, reverse=True):
         text = text.replace(folder, "$TMPDIR")
     text = re.sub(r"(?<![\w.])/(?:Users|home)/(?!Shared\b)[^/\s\"'`:]+", "~", text)
+    text = re.sub(r"(?<![\w.])/Volumes/[^/\n\"'`:]+", "/Volumes/VOLUME", text)
     for host in hosts or _hosts():
         text = _without(text, host, "HOST")
     name = user or _user()
@@ -172,7 +173,8 @@ def scrubbed(text: str, *, home: str = "", user: str = "", hosts: Iterable[str] 
 
 
 def _without(text: str, word: str, instead: str) -> str:
-    return re.sub(rf"(?<![\w]){re.escape(word)}(?![\w])", instead, text) if word else text
+    """Without a word as a whole, in any case; `_` may follow or precede it."""
+    return re.sub(rf"(?<![^\W_]){re.escape(word)}(?![^\W_])", instead, text, flags=re.IGNORECASE) if word else text
 
 
 def _user() -> str:

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -22,7 +23,7 @@ from onefold import PrefixCache
 from onefold.cache import budget
 from onefold.cache.memory import device
 from onefold.engine.engine import Engine
-from onefold.errors import Busy, ConfigError
+from onefold.errors import BudgetError, Busy, ConfigError
 from onefold.machine import Level, Reading
 
 WHOLE = 200_000_000
@@ -200,6 +201,49 @@ def test_a_given_budget_never_changes(world: World, fake: FakeModel, level: Leve
             world.pass_by(each, 60)
             assert (each.stats().budget_bytes, len(each)) == (n_bytes, 100)
             assert not each.budget.follows
+
+
+def test_a_budget_that_is_refused_while_it_is_lowered_follows_on(
+    world: World, cache: PrefixCache, fake: FakeModel
+) -> None:
+    world.level = Level.CRITICAL
+    world.pass_by(cache, 10)
+    with cache.lease([5] * 300, reserve_tokens=300), pytest.raises(BudgetError):
+        cache.set_budget(1000)
+    world.level = Level.NORMAL
+    world.pass_by(cache, 300)
+    assert cache.budget.follows and cache.stats().budget_bytes == WHOLE
+
+
+def test_a_budget_that_is_given_during_a_look_is_the_last_word(
+    monkeypatch: pytest.MonkeyPatch, world: World, fake: FakeModel
+) -> None:
+    giving: list[threading.Thread] = []
+
+    def read() -> Reading:
+        if not giving:
+            giving.append(threading.Thread(target=cache.set_budget, args=(WHOLE // 2,)))
+            giving[0].start()
+            time.sleep(0.05)
+        return Reading(Level.CRITICAL, "as the test says")
+
+    monkeypatch.setattr(device, "gauge", lambda: read)
+    with PrefixCache(fake) as cache:
+        world.pass_by(cache, 1)
+        giving[0].join()
+        world.pass_by(cache, 60)
+        assert cache.stats().budget_bytes == WHOLE // 2 and not cache.budget.follows
+
+
+def test_an_elastic_budget_rises_though_more_is_live(world: World, fake: FakeModel) -> None:
+    with PrefixCache(fake, elastic=True) as cache:
+        lease = cache.lease([5] * 1000)
+        mx.eval(fake(mx.array(lease.rest)[None], cache=lease.layers))
+        world.level = Level.CRITICAL
+        world.pass_by(cache, 30)
+        world.level = Level.NORMAL
+        world.pass_by(cache, 300)
+        lease.commit([5] * 1000)
 
 
 def test_auto_is_the_default_and_can_be_written(world: World, fake: FakeModel) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ import pytest
 from asking import Pending, ask, cold, request
 
 import onefold
+from onefold.cache import budget
 from onefold.cache.memory import device
 from onefold.cache.model import metal, seam
 from onefold.engine import recovery
 from onefold.engine.engine import Engine
 from onefold.errors import DeviceError, EngineStopped
+from onefold.machine import Level, Reading
 
 FAILED = "[METAL] Command buffer execution failed: Internal Error (0000000e:Internal Error)"
 
@@ -225,3 +228,154 @@ def test_an_allocation_that_fails_concerns_its_lease_alone(loaded, monkeypatch):
 def test_what_can_be_done_about_an_error_of_metal_is_said(text, said):
     assert said in metal.hint(RuntimeError(text))
     assert metal.hint(RuntimeError("[matmul] shapes")) == ""
+
+
+# -- failures that are told to work that is for no request, or to a caller's own evaluation -----------
+
+
+class ToldOnce:
+    """A command fails; MLX reports it once, to the next caller that evaluates anything."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.armed, evaluate = False, mx.eval
+
+        def told(*arrays: Any) -> None:
+            if self.armed:
+                self.armed = False
+                raise RuntimeError(FAILED)
+            evaluate(*arrays)
+
+        monkeypatch.setattr(mx, "eval", told)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> ToldOnce:
+    return ToldOnce(monkeypatch)
+
+
+def stored(cache: onefold.PrefixCache, model: Any, tokens: list[int]) -> None:
+    with cache.lease(tokens) as lease:
+        device.evaluate(model(mx.array(lease.rest)[None], cache=lease.layers))
+        lease.commit(tokens)
+
+
+@pytest.mark.parametrize("work", ["compaction", "a checkpoint from disk", "another lease"])
+def test_what_an_open_lease_wrote_is_lost_though_others_are_told(loaded, told, tmp_path, work):
+    model, tokens = loaded[0], words(120, seed=1)
+    with onefold.PrefixCache(model, "256MB", disk=tmp_path, disk_mode="through") as cache:
+        stored(cache, model, words(200, seed=2))
+        assert cache.flush()
+        if work == "a checkpoint from disk":
+            cache.clear(disk=False)
+        lease = cache.lease(tokens)
+        device.evaluate(model(mx.array(tokens)[None], cache=lease.layers))
+        before, told.armed = device.failures(), True
+        if work == "compaction":
+            cache.state.lock.run(cache.state.reclaiming.releasing_room())
+        elif work == "another lease":
+            with pytest.raises(DeviceError), cache.lease(words(50, seed=3)) as other:
+                other.commit(words(50, seed=3)[: other.offset])
+        else:
+            with cache.lease([*words(200, seed=2), 1]):
+                pass
+        assert not told.armed and device.failures() > before
+        with pytest.raises(DeviceError):
+            lease.commit(tokens)
+        assert cache.inventory.matched(tokens) == 0
+        cache.check()
+
+
+def test_a_callers_own_evaluation_may_be_told(loaded):
+    model, tokens = loaded[0], words(120, seed=1)
+    with onefold.PrefixCache(model, "64MB") as cache:
+        with pytest.raises(RuntimeError, match="METAL"), cache.lease(tokens) as lease:
+            device.evaluate(model(mx.array(tokens)[None], cache=lease.layers))
+            raise RuntimeError(FAILED)
+        assert cache.inventory.matched(tokens) == 0
+        with pytest.raises(ZeroDivisionError), cache.lease(tokens) as lease:
+            device.evaluate(model(mx.array(tokens)[None], cache=lease.layers))
+            raise ZeroDivisionError
+        assert cache.inventory.matched(tokens) == len(tokens), "a fault of the caller's own spoils nothing"
+
+
+def test_generating_may_be_told(loaded, monkeypatch):
+    model, tokenizer = loaded
+    tokens, prefill = words(120, seed=1), [0]
+    evaluate = mx.eval
+
+    def told(*arrays: Any) -> None:
+        if sys._getframe(2).f_globals["__name__"] == "onefold.generation":
+            prefill[0] += 1
+            raise RuntimeError(FAILED)
+        evaluate(*arrays)
+
+    monkeypatch.setattr(mx, "eval", told)
+    with onefold.PrefixCache(model, "64MB") as cache:
+        with pytest.raises(RuntimeError, match="METAL"):
+            onefold.generate(model, tokenizer, prompt=tokens, cache=cache, max_tokens=4)
+        assert prefill[0] and cache.inventory.matched(tokens) == 0
+
+
+def test_a_copy_of_stored_kv_that_may_have_failed_is_dropped(loaded, monkeypatch):
+    """The failure of a compaction's last copy would be told to the next command: so one is encoded."""
+    model, tokens = loaded[0], words(120, seed=1)
+    with onefold.PrefixCache(model, "64MB") as cache:
+        stored(cache, model, tokens)
+
+        def failing() -> None:
+            device.note_failure(error := RuntimeError(FAILED))
+            raise error
+
+        monkeypatch.setattr(device, "require_clean", failing)
+        cache.state.lock.run(cache.state.reclaiming.releasing_room())
+        assert cache.inventory.matched(tokens) == 0
+        cache.check()
+
+
+def test_an_engine_fails_its_requests_when_other_work_is_told(engine, loaded, monkeypatch):
+    running = Pending(engine, request(words(60, seed=1), 5000))
+    running.wait_for_text(2)
+    device.note_failure(RuntimeError(FAILED))
+    assert isinstance(running.wait().error, DeviceError)
+    assert ask(engine, words(60, seed=1), 6).hit.cached == 0 and engine.alive
+
+
+def test_memory_that_is_short_does_not_end_the_engine(loaded, monkeypatch):
+    """Neither a reading that fails nor a compaction that gets no memory."""
+    readings = iter([Reading(Level.WARN, "as the test says"), OSError("no such file")])
+
+    def gauge() -> Reading:
+        found = next(readings)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    monkeypatch.setattr(device, "gauge", lambda: gauge)
+    monkeypatch.setattr(budget, "LOOK_SECONDS", 0.01)
+    with Engine(*loaded) as made:
+        deadline = time.monotonic() + 20
+        while made.cache.budget.follows and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not made.cache.budget.follows and made.alive
+        assert ask(made, words(60), 4).tokens == cold(loaded[0], words(60), 4)
+
+
+@pytest.mark.parametrize("error, alone", [
+    (RuntimeError("[metal::malloc] Unable to allocate 123 bytes."), True),
+    (RuntimeError("[metal::malloc] Resource limit (499000) exceeded."), True),
+    (RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory"), True),
+    (RuntimeError("There is no Stream(gpu, 0) in current thread."), True),
+    (RecursionError("maximum recursion depth exceeded"), True),
+    (MemoryError(), True),
+    (ValueError("shapes"), True),
+    (RuntimeError("cudaMallocAsync(&data, size, stream) failed: an illegal memory access was encountered"), False),
+    (RuntimeError(FAILED), False),
+    (DeviceError(f"the device could not compute the layers' state: {FAILED}"), False),
+    (RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory (00000008:"
+                  "kIOGPUCommandBufferCallbackErrorOutOfMemory)"), False),
+])  # fmt: skip
+def test_which_errors_concern_one_request_alone(error: Exception, alone: bool) -> None:
+    before = device.failures()
+    assert device.names_its_cause(error) == alone
+    device.note_failure(error)
+    assert device.failures() - before == (not alone)

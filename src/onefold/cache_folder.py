@@ -19,17 +19,22 @@ def cache_folder() -> Path:
     """Returns ONEFOLD_CACHE_DIR, or the system's cache folder of this user. Raises ConfigError if the user has no home
     folder."""
     try:
-        return _cache_folder()
+        found = _cache_folder()
     except RuntimeError as error:
         raise ConfigError(
             "this user's home folder, and so the folder for caches, is not known: set HOME, or ONEFOLD_CACHE_DIR"
         ) from error
+    if not found.is_absolute():
+        raise ConfigError(f"{found} cannot be the folder for caches: set HOME, or ONEFOLD_CACHE_DIR, to a whole path")
+    return found
 
 
 def _cache_folder() -> Path:
     named = os.environ.get("ONEFOLD_CACHE_DIR")
     if named:
         return Path(named).expanduser()
+    if os.environ.get("HOME") == "":
+        raise RuntimeError("HOME is empty")
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "onefold"
     xdg = os.environ.get("XDG_CACHE_HOME", "")

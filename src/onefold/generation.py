@@ -26,6 +26,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from onefold.cache.memory import device
 from onefold.cache.memory.tokens import Tokens, as_tokens
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.request.lease import Lease
@@ -239,6 +240,8 @@ class _Kept:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            device.note_failure(error)
         said = (DeviceError,) if error is not None else ()  # the error that is being raised says so already
         with self._lease, contextlib.suppress(*said):
             self._lease.commit()
@@ -278,8 +281,8 @@ def _prefill(request: _Request, lease: Lease) -> Iterator[None]:
             tokens = mx.array(chunk)[None]
             for model, layers in _models(request, lease):
                 model(tokens, cache=layers)
-                mx.eval([layer.state for layer in layers])
-        mx.clear_cache()
+                device.evaluate([layer.state for layer in layers])
+        device.clear_pool()
         done += len(chunk)
         request.progress(done, total)
         yield
@@ -356,7 +359,7 @@ async def _driven(request: _Request) -> AsyncIterator[Response]:
 def _next(steps: Generator[Response | None, None, None]) -> Any:
     response = next(steps, _END)
     if isinstance(response, Response):
-        mx.eval(response.logprobs)  # lazy arrays cannot be evaluated on another thread
+        device.evaluate(response.logprobs)  # lazy arrays cannot be evaluated on another thread
     return response
 
 

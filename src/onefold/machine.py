@@ -107,7 +107,7 @@ def linux(root: Path = Path("/")) -> Reading:
     """Returns what Linux's figures mean. Reads normal where they cannot be read."""
     rooms = [(limit - used, limit, "of this control group's limit of ") for limit, used in _groups(root)]
     found = _fields(root / "proc/meminfo")
-    if "MemAvailable" in found and "MemTotal" in found:
+    if "MemAvailable" in found and found.get("MemTotal"):
         rooms.append((found["MemAvailable"] * 1024, found["MemTotal"] * 1024, "of "))
     if not rooms:
         return NOTHING_KNOWN
@@ -156,7 +156,7 @@ def _groups(root: Path) -> Iterator[tuple[int, int]]:
     for folders, most, now, total in layouts:
         for folder in folders:
             limit, used = _number(folder / most), _number(folder / now)
-            if limit is not None and limit < 1 << 60:  # version 1 writes about 2⁶³ for no limit
+            if limit is not None and 0 < limit < 1 << 60:  # version 1 writes about 2⁶³ for no limit
                 files = _fields(folder / "memory.stat")
                 kept = files.get(f"{total}inactive_file", 0) + files.get(f"{total}active_file", 0) // 2
                 yield limit, max(0, (used or 0) - kept)

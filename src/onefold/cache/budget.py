@@ -15,6 +15,7 @@ at most once a second, and acts on it.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from time import monotonic
 
@@ -35,6 +36,8 @@ ACT_SECONDS = 5.0
 CALM_SECONDS = 30.0
 """How long memory is not short before the budget rises."""
 CALM_MOST = 600.0
+CALM_FORGOTTEN = 3600.0
+"""After so long with the whole budget the first wait is `CALM_SECONDS` again."""
 RAISE_SECONDS = 5.0
 LEAST_SHARE = 4
 """The budget is never lowered below a quarter of the whole."""
@@ -63,6 +66,9 @@ class Budget:
         """When memory was last short; None if it was not since the budget is whole."""
         self._calm_seconds = CALM_SECONDS
         self._has_told_wait = False
+        self._whole_at = 0.0
+        """When the budget was last whole again."""
+        self._lock = threading.Lock()
 
     @property
     def follows(self) -> bool:
@@ -81,13 +87,11 @@ class Budget:
     def fix(self, n_bytes: int) -> None:
         """Change the budget for good: it follows the machine no longer. Raises BudgetError if that is not possible
         now."""
-        gauge, self._gauge, self._steps, self._short_at = self._gauge, None, 0, None
-        try:
+        with self._lock:  # no step of `look` may follow
             self._set(n_bytes)
-        except BudgetError:
-            self._gauge = gauge
-            raise
-        self.whole_bytes = n_bytes
+            self._gauge, self._steps, self._short_at = None, 0, None
+            self.whole_bytes = n_bytes
+            self._set(n_bytes)  # with the pool's whole share
 
     def raise_to_least(self) -> bool:
         """Raises an automatic budget to the least that serves a conversation, and returns whether it had to."""
@@ -106,10 +110,23 @@ class Budget:
     def look(self) -> None:
         """Read the memory's level if the last time was a second ago, and act on it. Does nothing to a budget that was
         given. Called between two steps."""
-        if self._gauge is None or (now := monotonic()) < self._next_look or self._parts.state.closing:
+        if self._gauge is None or monotonic() < self._next_look or not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._look(monotonic())
+        finally:
+            self._lock.release()
+
+    def _look(self, now: float) -> None:
+        if self._gauge is None or now < self._next_look or self._parts.state.closing:
             return
         self._next_look = now + LOOK_SECONDS
-        reading = self._gauge()
+        try:
+            reading = self._gauge()
+        except OSError as error:
+            log.warning("the machine's memory cannot be read, and the budget follows it no longer: %s", error)
+            self._gauge = None
+            return
         if reading.level is Level.NORMAL:
             self._relax(now, reading)
         elif reading.level is Level.CRITICAL or now >= self._next_step:
@@ -120,6 +137,8 @@ class Budget:
     def _press(self, now: float, reading: Reading) -> None:
         if self._steps == 0 and self._short_at is not None:  # the budget was rising
             self._calm_seconds = min(CALM_MOST, 2 * self._calm_seconds)
+        elif self._steps == 0 and now > self._whole_at + CALM_FORGOTTEN:
+            self._calm_seconds = CALM_SECONDS
         critical = reading.level is Level.CRITICAL
         if self._steps == 0 or critical:
             self._give_back(reading)
@@ -188,11 +207,14 @@ class Budget:
                 log.info("the budget stays at %s until %s more are available", show_size(before), more)
             return
         self._next_step, self._has_told_wait = now + RAISE_SECONDS, False
-        self._set(before + step)
+        try:
+            self._set(before + step)
+        except BudgetError:  # an elastic budget may be exceeded by what is live
+            return
         if step:
             log.info("the budget rises from %s to %s", show_size(before), show_size(before + step))
         if before + step == self.whole_bytes:
-            self._short_at = None
+            self._short_at, self._whole_at = None, now
 
     def _say(self, reading: Reading, done: str) -> None:
         level = "critically short" if reading.level is Level.CRITICAL else "short"
@@ -207,7 +229,7 @@ class Budget:
         if n_bytes > 0:
             state.reclaim(lambda: ledger.used_bytes - ledger.spare() + share + ledger.headroom() - n_bytes)
             if mx.get_cache_memory() > self._pool_bytes(n_bytes):
-                mx.clear_cache()  # without the lock, because it takes long if many buffers were freed
+                device.clear_pool()  # without the lock, because it takes long if many buffers were freed
         with state.lock:
             self._parts.refuse_closed()
             state.sweep()
@@ -227,5 +249,5 @@ class Budget:
 
 def _release() -> None:
     """Return freed memory to the machine: what MLX's pool keeps, and what the allocator below it does."""
-    mx.clear_cache()
+    device.clear_pool()
     give_back_free_memory()

@@ -7,9 +7,8 @@ import functools
 import time
 from collections.abc import Callable
 
-import mlx.core as mx
-
 from onefold.cache.clearing import Clearing
+from onefold.cache.memory import device
 from onefold.cache.model import seam, stock
 from onefold.cache.parts import Parts
 from onefold.cache.request import closing
@@ -50,7 +49,7 @@ class Ending:
                     *(functools.partial(seam.unwatch, cls) for cls in self._parts.watched),
                     stock.unhook_saving,
                     self._close_accounts,
-                    mx.clear_cache,
+                    device.clear_pool,
                 ]
                 self._state.closed = True
         if self._parts.tier is not None:

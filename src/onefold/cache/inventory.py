@@ -176,11 +176,6 @@ class Inventory:
         """Evict until at most `n_bytes` are stored, or nothing more can be evicted. Releases the lock in between."""
         self._state.reclaim(lambda: min(self.stored_bytes - n_bytes, self._state.reclaiming.reclaimable_bytes()))
 
-    def distrust(self, error: BaseException) -> None:
-        """Store nothing of what the leases that are open now have written: the device failed, and MLX may report that
-        to another request than the one whose work it spoilt."""
-        self._state.note_failure(error)
-
     def adopt(self, tokens: Any, layers: list[Any]) -> tuple[int, str]:
         """Store the KV of `tokens` from a list of mlx-lm's own caches. Returns how many of the tokens were stored, and
         the reason why not all. Buffers of the right capacity are moved, not copied."""

@@ -296,7 +296,7 @@ class Engine:
             finally:
                 ready.set()
             while self._take_in(self._scheduler):
-                self.cache.budget.look()
+                self._scheduler.look_at_memory()
                 self._scheduler.tick()
         except DeviceLost as error:
             log.critical("the engine ends: %s", error)
@@ -322,7 +322,7 @@ class Engine:
             try:
                 letter = self._mailbox.get(timeout=self.cache.budget.look_seconds)
             except queue.Empty:
-                self.cache.budget.look()
+                scheduler.look_at_memory()
                 continue
             if letter is None:
                 return False

@@ -98,6 +98,9 @@ class Jobs:
         """Moves a request that holds memory to the head of the queue. It continues later from what is stored."""
         self.counts["preemptions"] += 1
         self._leave(job)
+        if self.device_error is not None:  # its last token may be spoilt
+            self.fail(job, self.device_error)
+            return
         self.waiting.insert(0, job)
         self.memory_short = bool(self.live)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from onefold.cache.memory import device
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.request import chunking
 from onefold.engine.ageing import next_of, note_turn
@@ -101,7 +102,7 @@ class Prefill:
         chunk = chunking.next_chunk(lease.hold, job.position, chunk_tokens)
         if len(chunk):
             self._forward(job, chunk.tolist())
-            mx.eval([layer.state for layer in lease.layers])
+            device.evaluate([layer.state for layer in lease.layers])
             job.position += len(chunk)
             self._jobs.counts["prefilled_tokens"] += len(chunk)
 

@@ -38,6 +38,8 @@ class Recovery:
         self._jobs = jobs
         self._cache = cache
         self._most_tokens = most_tokens
+        self._failures = device.failures()
+        """Failures of the device that are dealt with."""
 
     def run(self, jobs: Iterable[Job], work: Callable[[], object], *, preempt: bool = True) -> bool:
         """Does some work for these requests, and returns whether it succeeded. If memory is short, a request is
@@ -62,18 +64,23 @@ class Recovery:
         what = "its requests fail" if alone else "every running request fails"
         self._jobs.faults.caught(f"the device failed during a forward; {what}{metal.hint(error)}", error)
         if not alone:
-            self._cache.inventory.distrust(error)
+            device.note_failure(error)
             jobs += [job for job in self._jobs.live if job not in jobs]
         for job in jobs:
             self._jobs.fail(job, DeviceError(f"the device failed: {error}"))
-        self._jobs.device_error = None
-        if not alone:
+        self._jobs.device_error, self._failures = None, device.failures()
+        if isinstance(error, RuntimeError | DeviceError):
             _require_recovery(error)
+            self._failures = device.failures()
 
     def look_for_failures(self) -> None:
-        """Fails every running request if the device failed, and that showed when a request left. Raises DeviceLost."""
-        if self._jobs.device_error is not None:
-            self._device_failed([], self._jobs.device_error)
+        """Fails every running request if the device failed meanwhile: that showed when a request left, or to work that
+        was not for a request. Raises DeviceLost."""
+        error = self._jobs.device_error
+        if error is None and self._failures != device.failures():
+            error = DeviceError(device.last_failure())
+        if error is not None:
+            self._device_failed([], error)
 
     def preempt_youngest(self) -> None:
         """Preempts the youngest of the requests that hold memory. A request that is alone has all memory there is,

@@ -19,6 +19,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from onefold.cache.memory import device
 from onefold.engine import stock
 from onefold.engine.request import Sampling
 from onefold.errors import PromptError
@@ -121,7 +122,7 @@ class Chosen:
 
     def wait(self) -> None:
         """Returns when the device has computed it."""
-        mx.eval(self.tokens)
+        device.evaluate(self.tokens)
 
     def read(self, seat: int) -> int:
         found = self._read

@@ -30,12 +30,18 @@ class Scheduler:
         self.most_tokens = cache.inventory.most_tokens()
         """The longest conversation that the budget has room for."""
         self.jobs = Jobs(limits.rows)
+        self._look = cache.budget.look
         self._share = Share(limits.prefill_share, limits.prefill_chunk)
         chooser = Chooser()
         self._recovery = recovery = Recovery(self.jobs, cache, self.most_tokens)
         self._admission = Admission(cache, self.jobs, recovery, limits, self.most_tokens)
         self._prefill = Prefill(model, cache, self.jobs, recovery, self._share, chooser)
         self._decode = Decode(cache, self.jobs, recovery, chooser)
+
+    def look_at_memory(self) -> None:
+        """Adapts the budget to the machine's memory, if it follows that. A failure of the device there is one of all
+        running requests. Raises DeviceLost."""
+        self._recovery.run([], self._look, preempt=False)
 
     def tick(self) -> None:
         """Runs one turn: admits requests, reads some records from disk, runs one chunk of prefill and one decode

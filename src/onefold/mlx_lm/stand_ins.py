@@ -21,6 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from onefold.cache.memory import device
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.request import adopting
 from onefold.cache.request.batch import Batch
@@ -188,7 +189,8 @@ class StandIn:
                 outs.append(None)
                 continue
             out = run(inputs[i : i + 1, :real], row.lease.layers[span])
-            mx.eval([layer.live_arrays() for layer in row.lease.layers[span]])  # one row's activations at a time
+            # one row's activations at a time
+            device.evaluate([layer.live_arrays() for layer in row.lease.layers[span]])
             outs.append(mx.pad(out, [(0, 0), (0, n - real), (0, 0)]))
         known = next(out for out in outs if out is not None)
         return mx.concatenate([mx.zeros_like(known) if out is None else out for out in outs], axis=0)

@@ -29,10 +29,11 @@ class Address(NamedTuple):
 def bind(host: str, port: int) -> list[socket.socket]:
     """Binds every address of this host that the system has, all at one port, and does not listen yet: clients that
     connect before the server is ready are refused. Raises OSError if there is none, or if one is in use."""
-    found = [
-        Address(family, protocol, at)
-        for family, _, protocol, _, at in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    ]
+    try:
+        known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # a part of the name is empty or too long
+        raise OSError(errno.EINVAL, f"{host!r} is not a name of a host") from error
+    found = [Address(family, protocol, at) for family, _, protocol, _, at in known]
     found = list(dict.fromkeys(found))
     if port and any(is_answered(address) for address in found):
         raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))

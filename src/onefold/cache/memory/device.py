@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from onefold.cache.memory.ledger import Ledger, Purpose
+from onefold.errors import DeviceError
 from onefold.machine import Reading, total_bytes
 from onefold.machine import gauge as machine_gauge
 from onefold.sizes import show_size
 
 METAL_PAGE = 16 << 10
+_OF_ONE = (
+    "unable to allocate",
+    "out of memory",
+    "[malloc]",
+    "::malloc]",
+    "maximum allowed buffer size",
+    "cannot allocate",
+    "in current thread",
+)
+"""Messages of MLX about one allocation, or about arrays that only another thread can compute."""
 POOL_SHARE = 16
 POOL_MOST = 1 << 30
 POOL_LEAST_ON_METAL = 256 << 20
@@ -79,19 +93,67 @@ def buffer_limit() -> int | None:
     return int(limit) if limit else None
 
 
+_failed: list[str] = []
+"""Failures of the device that may have spoilt the work of every request that was running, in the order they came."""
+_pool_lock = threading.Lock()
+"""Held by calls of MLX that wait for its CPU streams with Python's own lock held, and by loads that need that lock."""
+
+
+def failures() -> int:
+    """Returns how many commands of the device have failed, as far as that is known. What was being computed when the
+    number rose cannot be trusted, in any cache of this process."""
+    return len(_failed)
+
+
+def last_failure() -> str:
+    """Returns the message of the last failure; empty if there was none."""
+    return _failed[-1] if _failed else ""
+
+
+def note_failure(error: BaseException) -> None:
+    """Count a failure, unless the error concerns the work alone whose evaluation raised it."""
+    if isinstance(error, RuntimeError | DeviceError) and not names_its_cause(error):
+        _failed.append(str(error))
+
+
+def evaluate(*arrays: Any) -> None:
+    """Compute arrays, and wait for them. A failure of the device is counted before it is raised: MLX reports it once,
+    to any caller."""
+    try:
+        mx.eval(*arrays)
+    except RuntimeError as error:
+        note_failure(error)
+        raise
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """For loads from Python files: meanwhile no thread waits for them inside MLX with Python's own lock held."""
+    with _pool_lock:
+        yield
+
+
+def clear_pool() -> None:
+    """Free all buffers that MLX keeps for reuse."""
+    with _pool_lock:
+        mx.clear_cache()
+
+
 def require_clean() -> None:
     """Wait for the device. Raises RuntimeError if a command failed of which no caller has been told yet: MLX reports a
     failed command of a GPU once, to the thread that encodes the next one, whatever that is for. So this encodes one."""
     mx.synchronize()
-    if on_gpu():
-        mx.eval(mx.zeros((1,)) + 1)
+    evaluate([mx.zeros((1,)) + 1] if on_gpu() else [])
 
 
 def names_its_cause(error: BaseException) -> bool:
-    """Whether a RuntimeError of MLX concerns only the arrays whose evaluation raised it: memory could not be allocated
-    for them, or only another thread can compute them. Any other may be due to a command of somebody else."""
+    """Whether an error of MLX concerns only the arrays whose evaluation raised it: memory could not be allocated for
+    them, or only another thread can compute them. Any other RuntimeError may be due to a command of another request;
+    one of a derived class is not MLX's."""
+    if type(error) not in (RuntimeError, DeviceError):
+        return not isinstance(error, DeviceError)
     text = str(error).lower()
-    return isinstance(error, MemoryError) or "alloc" in text or "out of memory" in text or "in current thread" in text
+    return any(sign in text for sign in _OF_ONE)
 
 
 def weight_bytes(*models: nn.Module | None) -> int:
@@ -140,7 +202,8 @@ class Pool:
         self._ledger = ledger
         self._share = share_bytes
         self._account = ledger.open(Purpose.POOL, share_bytes)
-        self._before = mx.set_cache_limit(share_bytes)
+        with _pool_lock:
+            self._before = mx.set_cache_limit(share_bytes)
         if not ledger.elastic:  # an elastic ledger does not count it
             ledger.spare = lambda: self.bytes
             ledger.give_way = self.give_way
@@ -172,10 +235,12 @@ class Pool:
         """Restore the process's former limit. May be called again."""
         if not self._account.closed:
             self._account.close()
-            mx.set_cache_limit(self._before)
+            with _pool_lock:
+                mx.set_cache_limit(self._before)
 
     def _set(self, n_bytes: int) -> None:
         self._account.resize(n_bytes)
-        mx.set_cache_limit(n_bytes)
-        if mx.get_cache_memory() > n_bytes:
-            mx.clear_cache()
+        with _pool_lock:
+            mx.set_cache_limit(n_bytes)
+            if mx.get_cache_memory() > n_bytes:
+                mx.clear_cache()

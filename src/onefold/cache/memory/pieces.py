@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from onefold.cache.memory import device
 from onefold.cache.memory.arrays import join
 from onefold.cache.memory.segment import Slab, Store
 from onefold.cache.memory.shapes import View
@@ -73,5 +74,5 @@ class Pieces:
             for j, room in enumerate(self.store.zeros(index, capacity - (stop - start))):
                 parts[j].append(room)
         new = [join(p) for p in parts]
-        mx.eval(new)
+        device.evaluate(new)
         return new

@@ -44,6 +44,8 @@ class Placement:
         except DeviceError as error:
             self._nodes.lose(slab, error)
             return False
+        except (RuntimeError, MemoryError):  # before anything was replaced
+            return False
         except KeyboardInterrupt:
             self._nodes.lose(slab, DeviceError("its copy was interrupted"))
             raise

@@ -23,6 +23,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from onefold.cache.memory import device
 from onefold.cache.memory.arrays import join, own_bytes
 from onefold.cache.memory.copying import Copying
 from onefold.cache.memory.ledger import Ledger, Purpose
@@ -319,7 +320,7 @@ class Slab:
         self.store.note(self)
 
     def evaluate(self) -> None:
-        mx.eval([a for layer in self.layers if layer for a in layer])
+        device.evaluate([a for layer in self.layers if layer for a in layer])
 
     def rewrite(self, ranges: list[tuple[int, int]], capacity: int) -> None:
         """`rewriting_to` in one go."""
@@ -359,14 +360,14 @@ class Slab:
             for index, layer in enumerate(self.layers):
                 if layer is None:
                     continue
-                n = len(layer)
-                for first, stop in [(0, n)] if by_layer else [(j, j + 1) for j in range(n)]:
+                for first, stop in [(0, len(layer))] if by_layer else [(j, j + 1) for j in range(len(layer))]:
                     new = self._rewritten(index, layer, range(first, stop), ranges, capacity)
-                    mx.eval(new)
+                    device.evaluate(new)
                     layer[first:stop] = new
                     del new
                     done += 1
                     yield 0.0
+            device.require_clean()  # or a copy that failed would be stored
         except (BudgetError, MemoryError, RuntimeError, KeyboardInterrupt) as error:
             if capacity > self.capacity:
                 self._shrink_back()
@@ -391,7 +392,7 @@ class Slab:
             for j, array in enumerate(layer or ()):
                 if layer is not None and array.shape[2] != self.capacity:
                     layer[j] = own_bytes(array[..., : self.capacity, :])
-                    mx.eval(layer[j])
+                    device.evaluate(layer[j])
         self.account.resize(self.capacity * self.store.token_bytes)
 
 

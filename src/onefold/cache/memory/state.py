@@ -158,8 +158,6 @@ class CacheState:
         """Fractions of the budget: reclaiming begins above the second, and ends at the first."""
         self.buffer_limit = device.buffer_limit()
         """Buffers that the device has at most; None if there is no limit."""
-        self.device_failures = 0
-        """Failures of the device that may have spoilt the work of every request that was running."""
         self.uncached_reason = ""
         """Why nothing is cached; empty if KV is cached."""
         self.closing = False
@@ -176,11 +174,6 @@ class CacheState:
     def buffers(self) -> int:
         """The buffers of the device that slabs and checkpoints occupy."""
         return len(self.store.slabs) * self.store.slab_arrays + self.nodes.points.arrays
-
-    def note_failure(self, error: BaseException) -> None:
-        """Distrust what every open lease has written, unless the error concerns one of them alone."""
-        if not device.names_its_cause(error):
-            self.device_failures += 1
 
     # -- leases that were dropped ----------------------------------------------------------------
 

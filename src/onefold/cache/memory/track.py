@@ -17,6 +17,7 @@ from collections.abc import Iterable
 
 import mlx.core as mx
 
+from onefold.cache.memory import device
 from onefold.cache.memory.copying import Copying
 from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.lock import Work
@@ -287,6 +288,7 @@ class Track(Pieces):
                     yield 0.0
                     if self.pieces is not pieces:
                         raise LeaseClosed("this lease was closed while its buffers were being copied: open another")
+                device.require_clean()  # or a copy that failed would be stored
                 for slab in consume:
                     slab.account.resize(0)
                 fresh.account.resize(capacity * store.token_bytes, force=True)

@@ -163,7 +163,7 @@ def _attend_joined(q: mx.array, row: list[View], scale: float, mask: Any, sinks:
     k, v = (_side_by_side(row, j) for j in (0, 1))
     out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
     if not _starts_a_buffer(row):
-        mx.eval(out)  # else the device would run ahead and hold several layers' copies
+        device.evaluate(out)  # else the device would run ahead and hold several layers' copies
     return out
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from onefold.cache.memory import device
 from onefold.cache.memory.arrays import own_name
 from onefold.cache.memory.segment import STEP
 from onefold.cache.model import stock
@@ -56,7 +57,7 @@ def fill(hold: Hold, layers: list[Any], upto: int) -> None:
     for layer, cache in zip(own, given, strict=True):
         if not layer.sliceable:
             layer.take_over(cache, upto)
-            mx.eval(layer.live_arrays())
+            device.evaluate(layer.live_arrays())
         layer.offset = upto
     for watcher in hold.watchers:
         watcher.reached = upto
@@ -81,7 +82,7 @@ def _fill_track(hold: Hold, layers: list[tuple[Any, list[mx.array]]], upto: int)
         track.ensure(start, upto - start)
         for layer, arrays in layers:
             track.write(layer.index, start, tuple(a[..., start:upto, :] for a in arrays))
-            mx.eval(track.pieces[-1].slab.arrays(layer.index))
+            device.evaluate(track.pieces[-1].slab.arrays(layer.index))
 
 
 def to_quantized(layer: Any, group_size: int = 64, bits: int = 4) -> Any:
@@ -93,7 +94,7 @@ def to_quantized(layer: Any, group_size: int = 64, bits: int = 4) -> Any:
     packed = stock.QuantizedKVCache(group_size=group_size, bits=bits)
     if keys:
         packed.update_and_fetch(mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2))
-        mx.eval(packed.keys, packed.values)
+        device.evaluate(packed.keys, packed.values)
     return packed
 
 

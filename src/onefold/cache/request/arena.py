@@ -10,8 +10,7 @@
 
 from __future__ import annotations
 
-import mlx.core as mx
-
+from onefold.cache.memory import device
 from onefold.cache.memory.pieces import Piece
 from onefold.cache.memory.segment import STEP, Slab, Store
 from onefold.cache.memory.track import Track
@@ -84,7 +83,7 @@ class Arena:
             source, target = old.arrays(index), slab.arrays(index)
             for j, array in enumerate(source):
                 target[j][..., lo : lo + n, :] = array[..., last.lo : last.hi, :]
-            mx.eval(target)
+            device.evaluate(target)
         for span in list(old.spans):
             span.move(slab, lo + span.lo - last.lo)
         old.leave(track)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import logging
 import math
 
-import mlx.core as mx
-
 from onefold.cache.memory import device
 from onefold.cache.memory.checkpoints import Checkpoint
 from onefold.cache.memory.ledger import Purpose
@@ -78,14 +76,14 @@ def evaluate(hold: Hold) -> None:
     failed since the lease was opened, closes the lease, drops the buffers that it was writing, and raises
     DeviceError."""
     try:
-        mx.eval([a for leaf in hold.leaves for a in leaf.live_arrays()])
+        device.evaluate([a for leaf in hold.leaves for a in leaf.live_arrays()])
         device.require_clean()
     except RuntimeError as error:
-        hold.state.note_failure(error)
+        device.note_failure(error)
         with hold.state.lock:
             lose(hold, error)
         raise DeviceError(f"the device could not compute the layers' state: {error}") from error
-    if hold.failures_before != hold.state.device_failures:
+    if hold.failures_before != device.failures():
         failed = DeviceError("the device failed while this lease was open, and may have spoilt what it wrote")
         with hold.state.lock:
             lose(hold, failed)

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import time
 
-import mlx.core as mx
-
+from onefold.cache.memory import device
 from onefold.cache.memory.checkpoints import wanted
 from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.lock import Work
@@ -102,7 +101,8 @@ def _time_prefill(hold: Hold, tier: Tier, watcher: Watcher, n_tokens: int) -> No
     """Report to the tier how long the chunk before this forward took, if it was a chunk."""
     n, began = hold.chunk
     if n >= LEAST_CHUNK:
-        mx.eval([leaf.live_arrays() for leaf in watcher.leaves])  # computed already, unless the caller never waits
+        # computed already, unless the caller never waits
+        device.evaluate([leaf.live_arrays() for leaf in watcher.leaves])
         tier.prefilled(n, time.perf_counter() - began)
     hold.chunk = (n_tokens, time.perf_counter())
 
@@ -124,7 +124,7 @@ def _rotate(hold: Hold, watcher: Watcher) -> None:
     for leaf in watcher.leaves:
         if leaf.sliceable:
             leaf.rotate()
-            mx.eval(leaf.live_arrays())
+            device.evaluate(leaf.live_arrays())
             if give_up:
                 for piece in hold.track.pieces:
                     piece.slab.layers[leaf.index] = None

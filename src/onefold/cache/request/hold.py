@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import mlx.nn as nn
 
+from onefold.cache.memory import device
 from onefold.cache.memory.checkpoints import Checkpoint
 from onefold.cache.memory.ledger import Account, Purpose
 from onefold.cache.memory.payloads import Node
@@ -71,7 +72,7 @@ class Hold:
         """How many of the cached tokens were read from disk for this request."""
         self.reason = Reason.NONE
         """Why `cached` is less than possible; empty for a full hit."""
-        self.failures_before = state.device_failures
+        self.failures_before = device.failures()
         """Failures of the device before the lease was opened."""
         self.closed = False
         self.track = Track(state.store, contiguous=state.model.contiguous)

@@ -27,6 +27,7 @@ from typing import Any
 
 import mlx.nn as nn
 
+from onefold.cache.memory import device
 from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tokens import Tokens, as_tokens_or_none
@@ -237,6 +238,7 @@ class Lease:
         if error is None:
             self.cancel()
             return
+        device.note_failure(error)  # the caller's own evaluation may have been told
         with contextlib.suppress(DeviceError):  # `error` is raised already
             self.cancel()
 

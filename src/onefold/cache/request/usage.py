@@ -14,8 +14,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 
-import mlx.core as mx
-
+from onefold.cache.memory import device
 from onefold.cache.request import closing
 from onefold.cache.request.hold import Hold
 from onefold.cache.request.turn import Turn
@@ -44,7 +43,7 @@ class Usage:
         if thread is None or thread is threading.current_thread():
             return
         try:
-            mx.eval([leaf.live_arrays() for leaf in self.hold.leaves])
+            device.evaluate([leaf.live_arrays() for leaf in self.hold.leaves])
         except RuntimeError as error:
             if thread.is_alive():
                 raise WrongThread(

@@ -19,6 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from onefold.cache.memory import device
 from onefold.cache.memory.arrays import own_name
 from onefold.cache.memory.ledger import Account, Purpose
 from onefold.cache.memory.state import Holder
@@ -206,7 +207,7 @@ class ForwardWatcher:
         return self._written()
 
     def lost(self, error: RuntimeError) -> None:
-        self.hold.state.note_failure(error)
+        device.note_failure(error)
         self.lease.usage.lose(error)
 
     def left(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from onefold.cache.memory import device
 from onefold.cache.memory.arrays import own_bytes, own_name
 from onefold.cache.model.exporting import Exportable
 from onefold.cache.model.step_plan import StepPlan
@@ -198,7 +199,7 @@ class Ranged(Watched):
             for a, b in zip(parent.arrays, child.arrays, strict=True)
             if a is not None and b is not None
         ]
-        mx.eval(arrays)
+        device.evaluate(arrays)
         merged = Snapshot(list(arrays), parent.start, child.end)
         close_all(parent, child)
         return merged
@@ -212,7 +213,7 @@ class Ranged(Watched):
         arrays = [a for a in snapshot.arrays if a is not None]
         upper: list[mx.array | None] = [own_bytes(a[..., :k, :]) for a in arrays]
         lower: list[mx.array | None] = [own_bytes(a[..., k:, :]) for a in arrays]
-        mx.eval(upper, lower)
+        device.evaluate(upper, lower)
         start, end = snapshot.start, snapshot.end
         snapshot.close()
         return Snapshot(upper, start, at), Snapshot(lower, at, end)

@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from onefold.cache.memory import device
 from onefold.cache.memory.arrays import own_bytes
 from onefold.cache.model import exporting, stock
 from onefold.cache.model.kinds.base import ForwardListener, NoListener, Snapshot, Window
@@ -37,7 +38,7 @@ class ChunkedLayer(Window, stock.ChunkedKVCache):  # type: ignore[misc, valid-ty
         valid = self.offset - self.start_position
         keep = min(valid, self.chunk_size)
         arrays: list[mx.array | None] = [own_bytes(a[..., valid - keep : valid, :]) for a in (self.keys, self.values)]
-        mx.eval(arrays)
+        device.evaluate(arrays)
         return Snapshot(arrays, max(0, from_offset), self.offset, (self.chunk_size, self.offset - keep))
 
     def can_restore(self, snapshot: Snapshot | None, target: int) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from onefold.cache.memory import device
 from onefold.cache.memory.arrays import own_bytes
 from onefold.cache.memory.shapes import ArraySpec
 from onefold.cache.memory.track import Track
@@ -171,7 +172,7 @@ class SegmentedLayer(Ranged):
         joined: list[mx.array | None] = [
             mx.concatenate(list(x), axis=2) if len(x) > 1 else own_bytes(x[0]) for x in zip(*parts, strict=True)
         ]
-        mx.eval(joined)
+        device.evaluate(joined)
         return Snapshot(joined, start, self.offset)
 
     def can_restore(self, snapshot: Snapshot | None, target: int) -> bool:

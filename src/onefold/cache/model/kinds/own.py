@@ -17,6 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from onefold.cache.memory import device
 from onefold.cache.memory.arrays import own_bytes, own_name
 from onefold.cache.model import stock
 from onefold.cache.model.kinds.base import ForwardListener, NoListener, Point, Snapshot
@@ -33,7 +34,7 @@ class OwnSnapshot(Snapshot):
 
     def __init__(self, attributes: dict[str, Any], start: int, end: int) -> None:
         arrays = {n: own_bytes(v) for n, v in attributes.items() if isinstance(v, mx.array)}
-        mx.eval(arrays)
+        device.evaluate(arrays)
         self.names = list(arrays)
         self.others = {n: v for n, v in attributes.items() if n not in arrays}
         super().__init__(list(arrays.values()), start, end)
@@ -127,7 +128,7 @@ class OwnLayer(Point):
         """Returns a copy of the model's own class."""
         copied = self.model_class.__new__(self.model_class)
         vars(copied).update(OwnSnapshot(self._attributes(), 0, self.offset).attributes())
-        mx.eval([v for v in vars(copied).values() if isinstance(v, mx.array)])
+        device.evaluate([v for v in vars(copied).values() if isinstance(v, mx.array)])
         return copied
 
     def take_over(self, cache: Any, upto: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from onefold.cache.memory import device
 from onefold.cache.memory.shapes import View
 from onefold.cache.model.attention import Handle
 from onefold.cache.model.kinds.base import Snapshot
@@ -125,7 +126,7 @@ class PackedRing:
             return None
         halves = held.arrays[:_PARTS], held.arrays[_PARTS:]
         plain: list[mx.array | None] = [self.codec.decode(*half) for half in halves]
-        mx.eval(plain)
+        device.evaluate(plain)
         return Snapshot(plain, held.start, held.end, held.extra)
 
     @property

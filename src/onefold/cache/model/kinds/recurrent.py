@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from onefold.cache.memory import device
 from onefold.cache.memory.arrays import own_bytes
 from onefold.cache.model import exporting, stock
 from onefold.cache.model.kinds.base import ForwardListener, NoListener, Point, Snapshot
@@ -61,13 +62,13 @@ class RecurrentLayer(Point, stock.ArraysCache):  # type: ignore[misc, valid-type
     def snapshot(self, from_offset: int = 0) -> Snapshot | None:
         if self.empty() or self.offset <= from_offset:
             return None
-        mx.eval([a for a in self.cache if a is not None])
+        device.evaluate([a for a in self.cache if a is not None])
         return Snapshot(list(self.cache), max(0, from_offset), self.offset)
 
     def copied_states(self) -> list[mx.array | None]:
         """Returns the states, each copied to its own buffer."""
         copies = [None if a is None else own_bytes(a) for a in self.cache]
-        mx.eval([a for a in copies if a is not None])
+        device.evaluate([a for a in copies if a is not None])
         return copies
 
     def can_restore(self, snapshot: Snapshot | None, target: int) -> bool:

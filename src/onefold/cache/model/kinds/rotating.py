@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from onefold.cache.memory import device
 from onefold.cache.memory.arrays import own_bytes
 from onefold.cache.model import exporting, stock
 from onefold.cache.model.kinds.base import ForwardListener, NoListener, Snapshot, Window
@@ -37,7 +38,7 @@ class RotatingLayer(Window, stock.RotatingKVCache):  # type: ignore[misc, valid-
         if self.keys is None or self.offset <= max(0, from_offset):
             return None
         arrays: list[mx.array | None] = [self._canonical(a) for a in (self.keys, self.values)]
-        mx.eval(arrays)
+        device.evaluate(arrays)
         return Snapshot(arrays, max(0, from_offset), self.offset, (self.keep, self.max_size))
 
     def plain_snapshot(self) -> Snapshot | None:

@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from onefold.cache.memory import device
 from onefold.cache.memory.arrays import Bytes, as_bytes, bytes_of, in_order
 from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.shapes import LayerSpec
@@ -102,7 +103,7 @@ def copy_in(slab: Slab, lo: int, hi: int, data: Bytes) -> None:
         n = heads * (hi - lo) * dim * array.dtype.size
         array[..., lo:hi, :] = mx.view(whole[at : at + n], array.dtype).reshape(1, heads, hi - lo, dim)
         at += n
-    mx.eval(arrays)
+    device.evaluate(arrays)
     mx.synchronize()  # else the memory of one record may be freed later than that of the next is allocated
 
 
@@ -110,8 +111,9 @@ def array_in(tensor: Tensor, fill: Callable[[Bytes], None], *, direct: bool) -> 
     """An array of its own, and its bytes, which `fill` is given to be written; unless `direct` they are there twice."""
     dtype = _TYPES[tensor.dtype]
     if direct and tensor.nbytes:
-        array = uninitialised(tensor.shape, dtype)
-        mx.eval(array)
+        with device.loading():
+            array = uninitialised(tensor.shape, dtype)
+            device.evaluate(array)
         data = bytes_of(array)
         fill(data)
         return array, data
@@ -119,7 +121,7 @@ def array_in(tensor: Tensor, fill: Callable[[Bytes], None], *, direct: bool) -> 
     fill(data)
     flat = mx.array(data.view(np.bool_)) if dtype == mx.bool_ else mx.view(mx.array(data), dtype)
     array = flat.reshape(tensor.shape)
-    mx.eval(array)
+    device.evaluate(array)
     return array, data
 
 

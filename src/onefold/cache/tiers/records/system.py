@@ -184,10 +184,12 @@ class Darwin:
             self._calls.control(held, F_RDADVISE, struct.pack("=qi4x", 0, n_bytes))
 
     def expect_all(self, held: int) -> None:
-        self._calls.control(held, F_NOCACHE, 1)
+        with contextlib.suppress(OSError):  # it is advice
+            self._calls.control(held, F_NOCACHE, 1)
 
     def expect_writes(self, held: int) -> None:
-        self._calls.control(held, F_NOCACHE, 1)
+        with contextlib.suppress(OSError):
+            self._calls.control(held, F_NOCACHE, 1)
 
     def forget(self, held: int) -> None:
         """Nothing to do: F_NOCACHE kept it out."""

@@ -241,7 +241,7 @@ class _Kept:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            device.note_failure(error)
+            device.note_raised(error)
         said = (DeviceError,) if error is not None else ()  # the error that is being raised says so already
         with self._lease, contextlib.suppress(*said):
             self._lease.commit()

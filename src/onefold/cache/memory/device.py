@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +29,8 @@ _OF_ONE = (
     "in current thread",
 )
 """Messages of MLX about one allocation, or about arrays that only another thread can compute."""
+_OF_COMMANDS = re.compile(r"\[metal|command buffer|cuda|cudnn|cublas|\bcu[a-z]\w+\(", re.IGNORECASE)
+"""Messages of MLX about commands that failed, on Metal and on CUDA."""
 POOL_SHARE = 16
 POOL_MOST = 1 << 30
 POOL_LEAST_ON_METAL = 256 << 20
@@ -114,6 +117,13 @@ def note_failure(error: BaseException) -> None:
     """Count a failure, unless the error concerns the work alone whose evaluation raised it."""
     if isinstance(error, RuntimeError | DeviceError) and not names_its_cause(error):
         _failed.append(str(error))
+
+
+def note_raised(error: BaseException) -> None:
+    """Count a failure that a caller's own code raised. Such code may raise a RuntimeError for any reason: so it counts
+    only if MLX says that a command failed."""
+    if _OF_COMMANDS.search(str(error)):
+        note_failure(error)
 
 
 def evaluate(*arrays: Any) -> None:

@@ -238,7 +238,7 @@ class Lease:
         if error is None:
             self.cancel()
             return
-        device.note_failure(error)  # the caller's own evaluation may have been told
+        device.note_raised(error)  # the caller's own evaluation may have been told
         with contextlib.suppress(DeviceError):  # `error` is raised already
             self.cancel()
 

@@ -161,7 +161,8 @@ def long_prompt(given: Given, say: Say) -> Found:
                     say(f"{sum(n for n, _ in chunks)} tokens, this chunk took {chunks[-1][1] * 1e3:.0f} ms")
             lease.commit()
         stats = cache.stats()
-    peak, longest = mx.get_peak_memory() - weights, max(chunks, key=lambda pair: pair[1])
+    # the first chunk makes kernels, which is no time of the GPU's
+    peak, longest = mx.get_peak_memory() - weights, max(chunks[1:] or chunks, key=lambda pair: pair[1])
     faults = []
     if device.on_gpu() and longest[1] >= CHUNK_SECONDS:
         faults.append(f"a chunk of {longest[0]} tokens took {longest[1]:.1f} s")
@@ -171,7 +172,8 @@ def long_prompt(given: Given, say: Say) -> Found:
             faults.append(f"the peak beyond the weights is {_mb(peak)}, more than the {name}, {_mb(limit)}")
     rows = [
         ("tokens, chunks", f"{n_tokens}, {len(chunks)} of {min(chunks)[0]} to {max(chunks)[0]}"),
-        ("longest chunk", f"{longest[0]} tokens, {longest[1] * 1e3:.0f} ms"),
+        ("first chunk, with kernels that are made then", f"{chunks[0][0]} tokens, {chunks[0][1] * 1e3:.0f} ms"),
+        ("longest of the others", f"{longest[0]} tokens, {longest[1] * 1e3:.0f} ms"),
         ("tokens/s", f"{sum(n for n, _ in chunks) / sum(s for _, s in chunks):.0f}"),
         ("peak beyond the weights", _mb(peak)),
         ("ledger's peak, without MLX's pool", _mb(reserved)),

@@ -403,3 +403,19 @@ def test_nothing_outgrows_its_job(path: Path) -> None:
             given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
             parameters = [a for a in given if a.arg not in ("self", "cls")]
             assert len(parameters) <= MOST_PARAMETERS, f"{node.name} has {len(parameters)} parameters"
+
+
+WAITS = {"cache/memory/device.py": 1, "cache/prefix_cache.py": 1, "engine/engine.py": 1}
+"""Calls of `mx.eval` that need not count a failure: in the function that does, and of weights."""
+EVALUATING = [f for f in TREES if f.split("/")[0] in ("cache", "engine", "mlx_lm", "generation.py")]
+
+
+@pytest.mark.parametrize("file", EVALUATING)
+def test_failures_of_the_device_are_counted_where_arrays_are_evaluated(file: str) -> None:
+    """`device.evaluate` does that. A call of `mx.eval` would be told, and nobody would know."""
+    found = [
+        node.lineno
+        for node in ast.walk(TREES[file])
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func) == "mx.eval"
+    ]
+    assert len(found) <= WAITS.get(file, 0), f"mx.eval in {file}, lines {found}"

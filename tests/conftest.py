@@ -5,7 +5,7 @@ Also the model folders of tests that serve.
 
 import gc
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: more threads would wait for each other
@@ -23,6 +23,7 @@ from programs import pytest_configure, pytest_runtest_setup, pytest_terminal_sum
 
 from onefold import faults
 from onefold.cache.model import stock
+from onefold.cache.tiers.records.folder import Folder
 from onefold.errors import IntegrityError
 
 faults.NOT_CAUGHT = (AssertionError, IntegrityError)  # a bug must not pass as a cache miss
@@ -55,6 +56,14 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Folder]:
+    """An empty folder of the disk tier, open for writing."""
+    made = Folder.make(tmp_path / "cache")
+    yield made
+    made.unlock()
 
 
 @pytest.fixture(scope="session")

@@ -37,13 +37,6 @@ def everything(path: Path) -> dict[str, Any]:
     return {str(p.relative_to(path)): (p.read_bytes(), p.stat().st_mtime_ns) for p in found if p.is_file()}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Any:
-    made = Folder.make(tmp_path / "cache")
-    yield made
-    made.unlock()
-
-
 # -- a namespace's folder is a link ----------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from disk_caches import files, opened, small_records, turn
@@ -40,13 +39,6 @@ def large(n: int = 65, n_bytes: int = PAGED_FROM, *, version: int = 2, layers: i
     """A range whose tensors have so many bytes."""
     kv = [Tensor(f"kv.{i}.0", "U8", (1, 1, n_bytes // layers)) for i in range(layers)]
     return Content(What.RANGE, SPACE, b"", 0, tokens(n), tuple(kv), version=version)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Any:
-    made = Folder.make(tmp_path / "cache")
-    yield made
-    made.unlock()
 
 
 def begins_at(path: Path) -> int:

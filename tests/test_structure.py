@@ -412,7 +412,7 @@ EVALUATING = [f for f in TREES if f.split("/")[0] in ("cache", "engine", "mlx_lm
 
 @pytest.mark.parametrize("file", EVALUATING)
 def test_failures_of_the_device_are_counted_where_arrays_are_evaluated(file: str) -> None:
-    """`device.evaluate` does that. A call of `mx.eval` would be told, and nobody would know."""
+    """`device.evaluate` does that. A plain call of `mx.eval` would raise the failure once, and leave it uncounted."""
     found = [
         node.lineno
         for node in ast.walk(TREES[file])

@@ -73,13 +73,6 @@ def raising(code: int) -> Callable[..., Any]:
     return fails
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Any:
-    made = Folder.make(tmp_path / "cache")
-    yield made
-    made.unlock()
-
-
 # -- records ---------------------------------------------------------------------------------------
 
 

@@ -58,7 +58,7 @@ class Flusher:
         syncing = self._writer.syncing
         failures, wanted = syncing.failures, syncing.ask()
         self._lock.notify_all()
-        while syncing.is_owed and syncing.covered < wanted:
+        while syncing.is_pending and syncing.covered < wanted:
             if not self._writer.alive or self._given_up or time.monotonic() > until or syncing.failures > failures:
                 return False
             self._lock.wait(LOOK_AGAIN)

@@ -18,7 +18,6 @@ from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.state import CacheState
 from onefold.cache.tiers.disk.linking import Links
 from onefold.cache.tiers.disk.pace import Pace
-from onefold.cache.tiers.records import system
 from onefold.cache.tiers.records.entry import Record
 from onefold.cache.tiers.records.files import read_all
 from onefold.cache.tiers.records.heads import read_content
@@ -64,16 +63,6 @@ def fill(file: int, places: list[np.ndarray], at: int) -> None:  # type: ignore[
 def open_buffers(state: CacheState, n_bytes: int) -> Account:
     """Reserve memory for bytes that cannot be read straight into their place. Raises BudgetError."""
     return state.ledger.open(Purpose.DISK, n_bytes, "records on their way from the disk")
-
-
-def staged_bytes(record_bytes: int) -> int:
-    """Returns how many bytes a record of this size passes through on its way from the file; 0 but on macOS."""
-    return system.chosen.staged_bytes(record_bytes)
-
-
-def free_stages() -> None:
-    """Free the memory that was kept for the next record."""
-    system.chosen.free_stages()
 
 
 def no_room(error: Exception, n_bytes: int) -> BudgetError:

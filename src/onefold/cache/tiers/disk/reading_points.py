@@ -13,15 +13,8 @@ from onefold.cache.memory.ledger import Account, Purpose
 from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.state import CacheState
 from onefold.cache.tiers.disk import host
-from onefold.cache.tiers.disk.reading import (
-    Reading,
-    fill,
-    free_stages,
-    no_room,
-    open_buffers,
-    read_header,
-    staged_bytes,
-)
+from onefold.cache.tiers.disk.reading import Reading, fill, no_room, open_buffers, read_header
+from onefold.cache.tiers.records import system
 from onefold.cache.tiers.records.entry import Record
 from onefold.cache.tiers.records.reasons import DiskReason
 from onefold.cache.tiers.records.record import Content
@@ -52,7 +45,7 @@ def read_point(
         kept = False
         try:
             largest = max((t.nbytes for t in content.tensors), default=0)
-            n_bytes = staged_bytes(largest) + (0 if direct else largest)
+            n_bytes = system.chosen.staged_bytes(largest) + (0 if direct else largest)
             with contextlib.closing(open_buffers(state, n_bytes)):
                 with state.lock.released():
                     found = _revive(state, file, content, data_at, checksum, account, direct=direct)
@@ -62,7 +55,7 @@ def read_point(
         except (MemoryError, RuntimeError) as error:
             raise no_room(error, size) from error
         finally:
-            free_stages()
+            system.chosen.free_stages()
             if not kept:
                 account.close()
     return True

@@ -27,15 +27,8 @@ from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
 from onefold.cache.tiers.disk import host
 from onefold.cache.tiers.disk.plan import Plan
-from onefold.cache.tiers.disk.reading import (
-    Reading,
-    fill,
-    free_stages,
-    no_room,
-    open_buffers,
-    read_header,
-    staged_bytes,
-)
+from onefold.cache.tiers.disk.reading import Reading, fill, no_room, open_buffers, read_header
+from onefold.cache.tiers.records import system
 from onefold.cache.tiers.records.entry import Record
 from onefold.cache.tiers.records.reasons import DiskReason
 from onefold.cache.tiers.records.record import Content, Tensor
@@ -77,7 +70,7 @@ class RangeReader:
         if not records:
             return
         largest = max(r.size for r in records)
-        n_bytes = AHEAD * staged_bytes(largest)  # so many threads read
+        n_bytes = AHEAD * system.chosen.staged_bytes(largest)  # so many threads read
         if not self.direct:
             n_bytes += (AHEAD + 1 + host.TWICE_MORE) * largest
         if n_bytes:
@@ -133,7 +126,7 @@ class RangeReader:
     def release(self) -> None:
         """Release the memory for bytes that were not read straight into their place."""
         if self._buffers is not None:
-            free_stages()
+            system.chosen.free_stages()
             self._buffers.close()
 
     def _load(self, record: Record) -> Loaded:

@@ -1,7 +1,7 @@
 """When the device's own cache is emptied (macOS): at a flush, and some seconds after a record was written.
 
 A record that has its name is complete. On macOS a power loss can still take the latest ones: they are safe after a full
-flush of the device, which takes so long that it is done for many records at once. On other systems nothing is owed.
+flush of the device, which takes so long that it is done for many records at once. Other systems need none.
 
 `run` is called by the thread that writes, or after that has ended. No MLX in this file.
 """
@@ -27,7 +27,7 @@ class Syncing:
     def __init__(self, catalog: Catalog, clock: Callable[[], float] = time.monotonic) -> None:
         self._catalog = catalog
         self.clock = clock
-        self._owed_since: float | None = None
+        self._pending_since: float | None = None
         self.covered = self.failures = 0
         """Full flushes are counted as they begin: the last that succeeded; and how many failed."""
         self._begun = self._wanted = 0
@@ -35,34 +35,34 @@ class Syncing:
         """Why full flushes failed that are tried again."""
 
     @property
-    def is_owed(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether a power loss could take records that have their names."""
         return bool(self._catalog.folder.unflushed) and not self._catalog.failed
 
     @property
     def is_due(self) -> bool:
         """Whether it was asked for, or the first of these records was written some seconds ago."""
-        if not self.is_owed:
-            self._owed_since = None
+        if not self.is_pending:
+            self._pending_since = None
             return False
-        if self._owed_since is None:
-            self._owed_since = self.clock()
-        return self._begun < self._wanted or self.clock() - self._owed_since >= EVERY_SECONDS
+        if self._pending_since is None:
+            self._pending_since = self.clock()
+        return self._begun < self._wanted or self.clock() - self._pending_since >= EVERY_SECONDS
 
     def ask(self) -> int:
-        """Have a full flush begin soon. Returns its number, 0 if none is owed: when `covered` is as large, all that was
-        written before is durable. Called with the cache's lock held."""
-        if not self.is_owed:
+        """Have a full flush begin soon. Returns its number, 0 if none is needed. When `covered` is as large, all that
+        was written before is durable. Called with the cache's lock held."""
+        if not self.is_pending:
             return 0
         self._wanted = self._begun + 1
         return self._wanted
 
     def run(self) -> None:
-        """Empty the device's cache, if that is owed. A failure switches the disk off, as one of a write does, unless it
-        is passing: then it is tried again later."""
+        """Empty the device's cache, if records are pending. A failure switches the disk off, as one of a write does,
+        unless it is passing: then it is tried again later."""
         if not self._catalog.folder.unflushed:
             return
-        self._owed_since = None
+        self._pending_since = None
         self._begun += 1
         try:
             self._catalog.folder.unflushed.flush()

@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator
 
 from onefold.cache.tiers.records import system
+from onefold.cache.tiers.records.faults import ignoring
 
 _NOFOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -116,14 +117,9 @@ def _plain(name: str) -> str:
     return name
 
 
-@contextlib.contextmanager
-def absent_is_empty() -> Iterator[None]:
+def absent_is_empty() -> contextlib.AbstractContextManager[None]:
     """Suppresses the errors that say that a directory does not exist."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in ABSENT:
-            raise
+    return ignoring(ABSENT)
 
 
 @contextlib.contextmanager

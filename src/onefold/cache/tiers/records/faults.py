@@ -5,7 +5,9 @@ No MLX in this file.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+from collections.abc import Iterator
 
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
 PASSING = (errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.ENOMEM)
@@ -14,6 +16,16 @@ MISPLACED = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.E
 """Errors of a write that concern one file only: something else has its name."""
 LOGGED_MOST = 10
 """Records, rejected or unreadable, that a warning names; all are counted."""
+
+
+@contextlib.contextmanager
+def ignoring(codes: tuple[int, ...]) -> Iterator[None]:
+    """Suppresses OSErrors with these codes."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in codes:
+            raise
 
 
 def is_passing(error: Exception) -> bool:

@@ -24,6 +24,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+from onefold.cache.tiers.records.faults import ignoring
+
 BLOCK = 16 << 10
 """Reads on macOS begin at a multiple of this in the file, and have a multiple of this as their length."""
 STAGE_BYTES = 4 << 20
@@ -82,7 +84,7 @@ class System(Protocol):
         ...
 
     def flush_file(self, held: int) -> None:
-        """After this a file may be renamed: whoever finds it under its new name finds all of it."""
+        """After this a file may be renamed: a file that has its new name is complete."""
         ...
 
     def flush_directory(self, held: int) -> None:
@@ -162,7 +164,7 @@ class Posix:
         os.fsync(held)
 
     def flush_directory(self, held: int) -> None:
-        with _unflushed_allowed():
+        with ignoring(_UNFLUSHED):
             os.fsync(held)
 
     def push_directory(self, held: int) -> None:
@@ -250,11 +252,11 @@ class Darwin:
         """Nothing to do: `flush_device` makes it durable."""
 
     def push_directory(self, held: int) -> None:
-        with _unflushed_allowed():
+        with ignoring(_UNFLUSHED):
             self._calls.fsync(held)
 
     def flush_device(self, held: int) -> None:
-        with _unflushed_allowed():
+        with ignoring(_UNFLUSHED):
             if not self._accepts(held, F_FULLFSYNC):
                 self._calls.fsync(held)
 
@@ -267,16 +269,6 @@ class Darwin:
                 raise
             return False
         return True
-
-
-@contextlib.contextmanager
-def _unflushed_allowed() -> Iterator[None]:
-    """Suppresses the errors of a file system that cannot flush a directory."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _UNFLUSHED:
-            raise
 
 
 def _up(n_bytes: int) -> int:

@@ -61,7 +61,7 @@ class Budget:
         self._next_look = 0.0
         self._next_step = 0.0
         self._steps = 0
-        """Steps that were taken since memory became short; 0 if it is not."""
+        """Steps that were begun since memory became short; 0 if it is not."""
         self._short_at: float | None = None
         """When memory was last short; None if it was not since the budget is whole."""
         self._calm_seconds = CALM_SECONDS
@@ -91,7 +91,7 @@ class Budget:
             self._set(n_bytes)
             self._gauge, self._steps, self._short_at = None, 0, None
             self.whole_bytes = n_bytes
-            self._set(n_bytes)  # with the pool's whole share
+            self._share_pool()
 
     def raise_to_least(self) -> bool:
         """Raises an automatic budget to the least that serves a conversation, and returns whether it had to."""
@@ -140,25 +140,24 @@ class Budget:
         elif self._steps == 0 and now > self._whole_at + CALM_FORGOTTEN:
             self._calm_seconds = CALM_SECONDS
         critical = reading.level is Level.CRITICAL
-        if self._steps == 0 or critical:
-            self._give_back(reading)
-        if self._steps == 1 or critical:
-            self._evict(reading)
-        if self._steps >= 2 or critical:
-            self._lower(reading)
         self._steps += 1
+        if self._steps == 1 or critical:
+            self._give_back(reading)
+        if self._steps == 2 or critical:
+            self._evict(reading)
+        if self._steps > 2 or critical:
+            self._lower(reading)
         self._short_at, self._next_step = now, now + ACT_SECONDS
 
     def _give_back(self, reading: Reading) -> None:
         """Give back MLX's pool, and the room of stored buffers that nothing was written to yet."""
         state = self._parts.state
         before = self._ledger.held_bytes + mx.get_cache_memory()
-        with state.lock:
-            state.pool.set_share(min(POOL_WHILE_SHORT, device.pool_bytes(self._ledger.budget_bytes)))
+        self._share_pool()
         state.lock.run(state.reclaiming.releasing_room())
         _release()
         freed = before - self._ledger.held_bytes - mx.get_cache_memory()
-        if self._steps == 0:
+        if self._steps == 1:
             self._say(reading, f"{show_size(max(0, freed))} of MLX's pool and of unused room are given back")
 
     def _evict(self, reading: Reading) -> None:
@@ -241,6 +240,11 @@ class Budget:
                 state.pool.set_share(self._pool_bytes(before))
                 raise
             state.pool.set_share(self._pool_bytes(n_bytes))
+
+    def _share_pool(self) -> None:
+        """Give MLX's pool its share of the budget, which is small while memory is short."""
+        with self._parts.state.lock:
+            self._parts.state.pool.set_share(self._pool_bytes(self._ledger.budget_bytes))
 
     def _pool_bytes(self, n_bytes: int) -> int:
         share = device.pool_bytes(n_bytes)

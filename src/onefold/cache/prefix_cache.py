@@ -107,7 +107,7 @@ class PrefixCache:
             undo.callback(self.close)
             if given is None:
                 self.budget = Budget(self.parts, self.inventory, device.gauge())
-                _announce(self.budget, device.weight_bytes(*models))
+                _announce(self.budget, models)
             else:
                 _refuse_tiny(self.parts, budget_bytes)
             self.kv_bits = form.bits
@@ -304,8 +304,6 @@ class PrefixCache:
         return self.state.closing
 
 
-
-
 def empty_twin(cache: PrefixCache) -> PrefixCache:
     """Returns an empty cache for the same models, with the same settings and budget and without a tier. Nothing that it
     does shows in the first one. Close it. Raises ConfigError if the first one is closed, or its model was deleted."""
@@ -333,17 +331,17 @@ def _assemble(cache: PrefixCache, parts: Parts) -> None:
     cache.budget = Budget(parts, cache.inventory, None)
 
 
-def _announce(budget: Budget, weights: int) -> None:
+def _announce(budget: Budget, models: list[nn.Module]) -> None:
     """Raise an automatic budget that the weights leave too little for, and log what it is and what it does."""
     if budget.raise_to_least():
         least = budget.whole_bytes
         log.warning(
             "the budget is %s, the least for a conversation, and memory may be swapped. %s",
             show_size(least),
-            device.way_out(weights, least),
+            device.way_out(device.weight_bytes(*models), least),
         )
-    follows = "is lowered while memory is short" if budget.follows else "does not change: the device does not say when"
-    log.info("the budget is %s, set automatically, and %s", show_size(budget.whole_bytes), follows)
+    follows = "is lowered while memory is short" if budget.follows else "does not change"
+    log.info("the automatic budget is %s, and %s", show_size(budget.whole_bytes), follows)
 
 
 def _refuse_tiny(parts: Parts, budget_bytes: int) -> None:

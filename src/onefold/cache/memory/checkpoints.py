@@ -27,7 +27,7 @@ GRID = 8192
 class Checkpoint:
     """One snapshot for each leaf; None where the leaf's state lies in the path's segments."""
 
-    __slots__ = ("_closing", "_holders", "account", "is_complete", "position", "snapshots")
+    __slots__ = ("_closing", "_holders", "account", "is_complete", "n_arrays", "position", "snapshots")
 
     def __init__(self, position: int, snapshots: list[Any], account: Account, *, is_complete: bool) -> None:
         self.position = position
@@ -35,6 +35,8 @@ class Checkpoint:
         self.account = account
         self.is_complete = is_complete
         """Every leaf has its snapshot here, and none needs the path's segments."""
+        self.n_arrays = len(self.array_ids())
+        """Its arrays: so many buffers of the device."""
         self._holders = 0
         self._closing = False
 
@@ -126,22 +128,20 @@ class Points:
         """The bytes of all checkpoints in the trees."""
         self.arrays = 0
         """The arrays of all of them: so many buffers of the device."""
-        self._bytes: dict[Node, int] = {}
-        self._arrays: dict[Node, int] = {}
+        self._held: dict[Node, tuple[int, int]] = {}
+        """The bytes and the arrays of each."""
         self._order: Ranking[Node] = Ranking()
 
     def changed(self, node: Node) -> None:
         checkpoint = node.checkpoint if node.parent is not None else None
-        there, known = checkpoint is not None, node in self._bytes
+        there, known = checkpoint is not None, node in self._held
         if not there and not known:
             return
-        self.bytes -= self._bytes.pop(node, 0)
-        self.arrays -= self._arrays.pop(node, 0)
+        n_bytes, n_arrays = self._held.pop(node, (0, 0))
+        self.bytes, self.arrays = self.bytes - n_bytes, self.arrays - n_arrays
         if checkpoint is not None:
-            self._arrays[node] = len(checkpoint.array_ids())
-            self.arrays += self._arrays[node]
-            self._bytes[node] = checkpoint.account.bytes
-            self.bytes += self._bytes[node]
+            self._held[node] = n_bytes, n_arrays = checkpoint.account.bytes, checkpoint.n_arrays
+            self.bytes, self.arrays = self.bytes + n_bytes, self.arrays + n_arrays
             self._order.place(node, _drop_rank(node))
         else:
             self._order.remove(node)
@@ -151,10 +151,10 @@ class Points:
     def branched(self, node: Node) -> None:
         """Rank the nearest checkpoint at or above this node again: whether a deeper one replaces it may have
         changed."""
-        at: Node | None = node if self._bytes else None
+        at: Node | None = node if self._held else None
         while at is not None and at.checkpoint is None:
             at = at.parent
-        if at is not None and at in self._bytes:
+        if at is not None and at in self._held:
             self._order.place(at, _drop_rank(at))
 
     def pop(self) -> Node | None:
@@ -172,10 +172,12 @@ class Points:
 
     def check(self, nodes: Iterable[Node]) -> list[str]:
         """Recounts from all nodes; returns a sentence for each difference."""
-        held = {n: n.checkpoint.account.bytes for n in nodes if n.checkpoint is not None}
+        held = {n: (c.account.bytes, len(c.array_ids())) for n in nodes if (c := n.checkpoint) is not None}
         found = []
-        if self._bytes != held or self.bytes != sum(self._bytes.values()):
+        if self._held != held or self.bytes != sum(n_bytes for n_bytes, _ in held.values()):
             found.append(f"the checkpoints are counted as {self.bytes} bytes, and have another size")
+        if self.arrays != sum(n_arrays for _, n_arrays in held.values()):
+            found.append(f"the checkpoints are counted as {self.arrays} arrays, and have another number")
         if self._order.keys() != {n: _drop_rank(n) for n in held}:
             found.append("the order in which checkpoints are dropped does not match the tree")
         return found

@@ -184,14 +184,15 @@ def default_budget(*models: nn.Module | None) -> int:
 def way_out(weights: int, budget_bytes: int) -> str:
     """Returns what a user can do whose weights leave less than `budget_bytes` of the device, as sentences."""
     total = memory_bytes()
-    found = f"The weights take {show_size(weights)} of the {show_size(total)} that this machine gives to programs"
+    taken = f"The weights take {show_size(weights)} of the {show_size(total)} that"
+    smaller = "Use a smaller model, or one"
     if not on_metal():
-        return f"{found}. Use a smaller model, or one with weights of fewer bits; a given budget is used as it is"
+        return f"{taken} this machine gives to programs. {smaller} with weights of fewer bits, or give a budget"
     wanted = -(-(weights + budget_bytes) * 5 // 4 // 1_000_000)
     return (
-        f"{found.replace('this machine gives to programs', 'macOS gives to the GPU')}. Use a smaller model, or one "
-        f"with weights of fewer bits; or raise the limit (until the next start): sudo sysctl "
-        f"iogpu.wired_limit_mb={wanted}; or give a budget, such as --budget {max(1, budget_bytes // 500_000_000)}GB"
+        f"{taken} macOS gives to the GPU. {smaller} with weights of fewer bits; or raise the limit (until the next "
+        f"start): sudo sysctl iogpu.wired_limit_mb={wanted}; or give a budget, such as --budget "
+        f"{max(1, budget_bytes // 500_000_000)}GB"
     )
 
 

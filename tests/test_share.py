@@ -22,8 +22,18 @@ STEP = 0.02
 class Device:
     """Streams beside one long prompt. A token costs more the further it is, and each chunk costs something."""
 
-    def __init__(self, share: float, *, noise: float = 0.0, token_seconds: float = 1e-4, seed: int = 0) -> None:
+    def __init__(
+        self,
+        share: float,
+        *,
+        noise: float = 0.0,
+        token_seconds: float = 1e-4,
+        chunk_seconds: float | None = None,
+        seed: int = 0,
+    ) -> None:
         self.share = Share(share, 2048)
+        self.chunk_seconds = 5 * token_seconds if chunk_seconds is None else chunk_seconds
+        self.chunks = 0
         self.chance, self.noise, self.token_seconds = random.Random(seed), noise, token_seconds
         self.gaps: list[float] = []
         self.prompt_seconds = 0.0
@@ -34,7 +44,8 @@ class Device:
             spent = 0.0
             if self.share.due:
                 n = min(self.share.chunk(position, streams=True), prompt_tokens - position)
-                spent = self.noisy((n + 5) * self.token_seconds * (1 + position / 5000))
+                spent = self.noisy(self.chunk_seconds + n * self.token_seconds * (1 + position / 5000))
+                self.chunks += 1
                 self.share.timed(position, n, spent)
                 position += n
             step = self.noisy(STEP)
@@ -66,6 +77,15 @@ def test_streams_at_half_are_not_held_up_for_long(token_seconds: float) -> None:
     assert statistics.median(device.gaps) <= 2 * STEP
     assert device.times(0.99) <= 4
     assert device.times(1) <= 8
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_chunks_are_long_enough_where_each_costs_more_than_a_step(noise: float) -> None:
+    """A GPU whose forwards take several steps' time to start: chunks of a few tokens cost as much as long ones."""
+    device = Device(0.5, noise=noise, token_seconds=2e-5, chunk_seconds=3 * STEP)
+    device.run(30_000)
+    assert device.chunks < 150
+    assert device.times(1) <= 12
 
 
 def test_a_chunk_that_took_too_long_is_made_up_for() -> None:

@@ -3,6 +3,8 @@
 - While streams run, prompts get `share` of the time. Streams earn time for prompts as they run, a chunk spends it, and
   the next one waits until there is enough again. So the share comes out whatever a single chunk took.
 - A chunk is worth a few decode steps: long enough to be efficient, short enough to be no more than a hitch.
+- A chunk costs something whatever its length: the weights are read once, and on a fast GPU most of it is the time to
+  start its kernels. A chunk that is so short that this is most of it is made longer.
 - While no stream runs, nothing is accounted, and a chunk is as long as it may be.
 
 Knows nothing of MLX, of requests or of memory.
@@ -11,6 +13,7 @@ Knows nothing of MLX, of requests or of memory.
 from __future__ import annotations
 
 import math
+from collections import deque
 
 CHUNK_STEPS = 2.4
 """Decode steps that a chunk may cost, if the share is not larger than that. At a share of a half fewer than half of the
@@ -18,6 +21,8 @@ tokens then wait for a chunk."""
 CATCH_UP = 1.5
 """Times what streams earn in one step, that a chunk takes at least: at most one chunk runs between two steps, so one
 that took no more than was earned could never make up for a step that was shorter than usual."""
+MOST_STEPS = 8.0
+"""Decode steps that a chunk may cost where most of it does not depend on its length."""
 LEAST_TOKENS = 8
 """The shortest chunk, however slow it is."""
 FIRST_TOKENS = 64
@@ -33,6 +38,8 @@ DEBT_MOST = 20.0
 """Chunks that a single stall, of the disk say, can cost the prompts after it."""
 WEIGHT = 0.2
 """The weight of the newest figure in a mean."""
+FIXED_OF, FIXED_RATIO = 8, 1.9
+"""How many of the latest chunks are compared, and the least ratio of their lengths."""
 WEIGHT_WARNING = 0.6
 """The weight of a figure that makes chunks shorter: a chunk that takes too long delays every stream, one that is too
 short costs little."""
@@ -58,12 +65,32 @@ class Speed:
         return self._rates[min(self._rates)] if self._rates else 0.0
 
 
+class FixedCost:
+    """What a chunk costs whatever its length, of late: what is left if two chunks of different length are compared."""
+
+    def __init__(self) -> None:
+        self._latest: deque[tuple[int, float]] = deque(maxlen=FIXED_OF)
+
+    def note(self, n_tokens: int, seconds: float) -> None:
+        self._latest.append((n_tokens, seconds))
+
+    @property
+    def seconds(self) -> float:
+        """Returns 0 if the latest chunks are too much alike to tell."""
+        short, long = (f(self._latest, default=(0, 0.0)) for f in (min, max))
+        if long[0] < FIXED_RATIO * short[0] or len(self._latest) < 2:
+            return 0.0
+        per_token = max(0.0, long[1] - short[1]) / (long[0] - short[0])
+        return max(0.0, short[1] - per_token * short[0])
+
+
 class Share:
     def __init__(self, share: float, most_tokens: int) -> None:
         """`most_tokens`: of any chunk."""
         self._earned_per_second = share / (1 - share)
         self._most_tokens = most_tokens
         self._speed = Speed()
+        self._fixed = FixedCost()
         self._step_seconds = 0.0
         self._credit_seconds = 0.0
 
@@ -98,19 +125,27 @@ class Share:
 
     def timed(self, position: int, n_tokens: int, seconds: float) -> None:
         """Notes that a chunk that began at `position` took so long."""
+        self._fixed.note(n_tokens, seconds)
         self._speed.note(position, n_tokens, seconds)
 
     def chunk(self, position: int, *, streams: bool) -> int:
         """Returns how many tokens of a prompt to compute at once, from `position` on."""
         rate = self._speed.at(position)
         if streams:
-            wanted = int(rate * self.chunk_seconds) if rate else FIRST_TOKENS
+            longest = max(self.chunk_seconds, min(2 * self._fixed.seconds, MOST_STEPS * self._step_seconds))
+            wanted = int(rate * longest) if rate else FIRST_TOKENS
             least = LEAST_TOKENS
         else:
             wanted = int(rate * ALONE_SECONDS) if rate else self._most_tokens
             least = LEAST_TOKENS_ALONE
-        step = 64 if wanted >= 512 else 8 if wanted >= 64 else 4
-        return min(self._most_tokens, max(least, wanted // step * step))
+        return min(self._most_tokens, max(least, _rounded(wanted)))
+
+
+def _rounded(n_tokens: int) -> int:
+    """Returns one of eight lengths between two powers of two, at most `n_tokens`: CUDA prepares attention for each
+    length that is new, which takes longer than a decode step."""
+    step = max(4, 1 << max(0, n_tokens.bit_length() - 4))
+    return n_tokens // step * step
 
 
 def _depth(position: int) -> int:

@@ -614,3 +614,17 @@ def test_every_keyword_of_an_engine_is_in_its_signature(loaded):
     assert keywords == vars(EngineConfig()) and keywords.keys() == EngineOptions.__annotations__.keys()
     with pytest.raises(TypeError, match="unexpected keyword argument 'buget'"):
         Engine(*loaded, buget="64MB")
+
+
+def test_an_engine_whose_thread_fails_at_its_start_says_so(loaded, monkeypatch):
+    model, tokenizer = loaded
+
+    def fail(*_: Any) -> None:
+        raise TypeError("no scheduler")
+
+    printed: list[str] = []
+    monkeypatch.setattr("onefold.engine.engine.Scheduler", fail)
+    monkeypatch.setattr(threading, "excepthook", lambda args: printed.append(str(args.exc_value)))
+    with pytest.raises(EngineStopped, match="could not start"):
+        Engine(model, tokenizer, budget="64MB")
+    assert printed == ["no scheduler"]

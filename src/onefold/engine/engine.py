@@ -125,7 +125,8 @@ class Engine:
             warming.warm(self.cache, limits, self.tokenizer, self.vocab, self.defaults, self.context_length)
 
     def _start(self, begin: Callable[[], None]) -> None:
-        """Starts the thread, and waits until `begin` has run on it. Raises the OnefoldError that `begin` raised."""
+        """Starts the thread, and waits until `begin` has run on it. Raises the OnefoldError that `begin` raised, and
+        EngineStopped if it failed otherwise; then Python has printed the error of the thread."""
         refused: list[OnefoldError] = []
         ready = threading.Event()
         self._thread = Worker(functools.partial(self._run, begin, refused, ready), "onefold-engine")
@@ -136,6 +137,9 @@ class Engine:
         if refused:
             self._thread.wait()
             raise refused[0]
+        if not hasattr(self, "_scheduler"):
+            self._thread.wait()
+            raise EngineStopped("the engine could not start: see the error of its thread")
 
     def _check_budget(self) -> None:
         if self.most_tokens < LEAST_TOKENS:

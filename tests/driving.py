@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,19 @@ def forward(model: nn.Module, layers: list[Any], tokens: list[int], start: int, 
         at = stop
     assert logits is not None
     return logits
+
+
+def words(n: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(1, 90), k=n)
+
+
+def fresh(model: nn.Module, tokens: list[int]) -> mx.array:
+    """The last position's logits on mlx-lm's own caches."""
+    return forward(model, make_prompt_cache(model), tokens, 0)
+
+
+def close(a: mx.array, b: mx.array) -> bool:
+    return mx.abs(a - b).max().item() <= 1e-4 * mx.abs(b).max().item()
 
 
 def greedy(model: nn.Module, layers: list[Any], logits: mx.array, n: int) -> tuple[list[int], list[mx.array]]:

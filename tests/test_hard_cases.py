@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import gc
-import random
 import threading
 
 import mlx.core as mx
 import pytest
-from driving import cold, forward, greedy, turn
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache, trim_prompt_cache
+from driving import close, cold, forward, fresh, greedy, turn, words
+from mlx_lm.models.cache import RotatingKVCache, trim_prompt_cache
 from tiny import tiny
 
 import onefold
 from onefold.cache.memory.ledger import Purpose
-
-
-def words(n: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(1, 90), k=n)
-
-
-def fresh(model, tokens: list[int]) -> mx.array:
-    return forward(model, make_prompt_cache(model), tokens, 0)
-
-
-def close(a: mx.array, b: mx.array) -> bool:
-    return mx.abs(a - b).max().item() <= 1e-4 * mx.abs(b).max().item()
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "mamba2", "lfm2", "jamba", "rwkv7"])

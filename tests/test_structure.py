@@ -25,6 +25,7 @@ WRITERS = {
         "cache/request/opening.py": {"cached", "checkpoint", "matched", "node", "reason", "unreserved"},
         "cache/request/forward.py": {"chunk", "rewound", "rotated_at", "unreserved"},
         "cache/request/watcher.py": {"given_up", "running", "unscheduled"},
+        "cache/request/stepping.py": {"running", "unscheduled"},
         "cache/request/usage.py": {"thread", "unscheduled"},
         "cache/request/lease.py": {"target"},
         "cache/request/closing.py": {"checkpoint", "closed", "node", "taken", "uncached"},

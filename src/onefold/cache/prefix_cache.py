@@ -181,14 +181,17 @@ class PrefixCache:
         )
 
     def batch(self, leases: list[Lease], *, pooled: bool | None = None) -> Batch:
-        """Returns a batch that decodes one token per row and step: see `Batch`. With `pooled` the rows' tails lie in
-        one slab, which needs fewer operations and more arithmetic; the default is True on a GPU, and False on a CPU."""
+        """Returns a batch that decodes one token per row and step: see `Batch`. With `pooled` the rows' newest tokens
+        lie in one slab, which needs fewer operations; the default is True on a GPU, and False on a CPU. On a GPU the
+        first call for a model tries and compiles the decode kernel, which takes some seconds."""
         self.parts.refuse_closed()
         pooled = device.on_gpu() if pooled is None else pooled
-        arena = Arena(self.state.store) if pooled else None
+        arena = Arena(self.state.store, self.state.placement) if pooled else None
         if self.model is None:
             raise ConfigError("the model of this cache was deleted: keep a reference to it while the cache is open")
-        return Batch(self.model, self.parts.models.anatomies[0], leases, arena, self.state)
+        anatomy = self.parts.models.anatomies[0]
+        anatomy.compile_kernels()
+        return Batch(self.model, anatomy, leases, arena, self.state)
 
     def pin(self, tokens: Any, *, namespace: Hashable = "") -> Pin:
         """Keep the cached prefix of `tokens` in memory until the pin is released. Raises ConfigError if no token of

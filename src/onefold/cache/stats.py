@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from onefold.cache.memory.state import CacheState
+from onefold.cache.model.kernels import current
 from onefold.cache.tiers.disk.tier import DiskStats
 
 
@@ -38,6 +39,13 @@ class Stats:
     reasons: dict[str, int]
     buffers: int = 0
     """The device's buffers that stored and live KV occupies. Metal has a limit for a process, about 499,000."""
+    decoded_bytes: int = 0
+    """KV that was written by decode steps of batches."""
+    moved_bytes: int = 0
+    """How much of it was copied from a batch's common slab to the rows' own: each token at most once."""
+    attention: dict[str, int] = field(default_factory=dict)
+    """Calls of attention on several pieces in this process: those that the decode kernel has computed ("kernel"), and
+    the others, by the reason why it has not. Empty where there is no kernel."""
     tokens_from_disk: int = 0
     """How many of the cached tokens were read from disk; the others were in memory."""
     disk: DiskStats = field(default_factory=DiskStats)
@@ -72,6 +80,9 @@ def count(state: CacheState, disk: DiskStats, disk_reasons: Counter[str]) -> Sta
         bytes=state.ledger.by_purpose(),
         reasons={str(reason): n for reason, n in (state.reasons + disk_reasons).items()},
         buffers=state.buffers,
+        decoded_bytes=t["batch_tokens"] * state.store.token_bytes,
+        moved_bytes=counts["tail_tokens_moved"] * state.store.token_bytes,
+        attention=current.calls(),
         tokens_from_disk=t["tokens_from_disk"],
         disk=disk,
     )

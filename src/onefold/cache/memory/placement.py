@@ -83,6 +83,51 @@ class Placement:
         self._move_out(behind, room=0)
         return True
 
+    def bring_home(self, track: Track, upto: int | None = None) -> bool:
+        """Copy the tokens that a track has in a batch's common slab behind its others, to its own slab, and leave the
+        common one; but not if all of them lie from `upto` on. Returns False, and changes nothing, if there is no room,
+        or another track reads what nodes own of them. The copy is not evaluated yet."""
+        pieces, k = track.pieces, len(track.pieces)
+        while k and pieces[k - 1].limit is not None:
+            k -= 1
+        tail = pieces[k:]
+        if not tail or (upto is not None and tail[0].pos >= upto):
+            return True
+        start, n = tail[0].pos, track.end - tail[0].pos
+        spans = [(s, p) for p in tail for s in p.slab.spans if p.lo <= s.lo and s.hi <= p.hi and s.lo < s.hi]
+        if spans and not self._can_follow(track, pieces[:k], tail, n):
+            return False
+        floor, frozen = track.floor, track.frozen
+        track.pieces, track.floor, track.frozen = pieces[:k], min(floor, start), min(frozen, start)
+        try:
+            if n:
+                track.ensure(start, n)
+        except BudgetError:
+            track.pieces = pieces
+            return False
+        finally:
+            track.floor, track.frozen = floor, frozen
+        for index in range(len(self._store.specs) if n else 0):
+            for p in tail:
+                if p.lo < p.hi:
+                    track.write(index, p.pos, tuple(a[..., p.lo : p.hi, :] for a in p.slab.arrays(index)), low=0)
+        home = track.pieces[-1] if track.pieces else None
+        for span, p in spans:
+            assert home is not None
+            span.move(home.slab, home.lo + p.pos + span.lo - p.lo - home.pos)
+        for slab in {p.slab for p in tail} - {p.slab for p in track.pieces}:
+            slab.leave(track)
+            slab.settle()
+        self._nodes.counts["tail_tokens_moved"] += n
+        return True
+
+    def _can_follow(self, track: Track, own: list[Piece], tail: list[Piece], n: int) -> bool:
+        """Whether tokens that nodes own can be moved to where the track's own slab has room: nobody else may read
+        them."""
+        if any(not p.slab.tracks <= p.slab.writers or p.slab.copies for p in tail):
+            return False
+        return bool(own) and track.writable(own[-1]) and own[-1].room >= n
+
     def evacuate(self, path: list[Node], track: Track) -> None:
         """Copy what the path's nodes own of a batch's common slab to another slab, because the row leaves the batch.
         Does nothing if there is no room."""

@@ -127,8 +127,9 @@ class Track(Pieces):
         """Whether its last slab can be made larger in place."""
         return bool(self.pieces) and self.pieces[-1].limit is None and self.writable(self.pieces[-1])
 
-    def write(self, index: int, start: int, new: Arrays) -> None:
-        """Write `new`, the arrays of some tokens from `start` on, for layer `index`; nothing below `floor`."""
+    def write(self, index: int, start: int, new: Arrays, *, low: int | None = None) -> None:
+        """Write `new`, the arrays of some tokens from `start` on, for layer `index`; nothing below `floor`, or below
+        `low` if that is given."""
         n = new[0].shape[2]
         last = self.pieces[-1]
         if start >= self.floor and start >= last.pos:  # nearly always
@@ -137,7 +138,7 @@ class Track(Pieces):
             for j, x in enumerate(new):
                 arrays[j][..., lo : lo + n, :] = x
             return
-        low = max(start, self.floor)
+        low = max(start, self.floor if low is None else low)
         for piece in self.pieces:
             a, b = max(low, piece.pos), min(start + n, piece.end)
             if a >= b:

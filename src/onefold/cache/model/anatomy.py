@@ -12,16 +12,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import mlx.core as mx
+
 from onefold.cache.memory import device
 from onefold.cache.memory.shapes import ArraySpec, LayerSpec
 from onefold.cache.memory.track import Track
 from onefold.cache.model.fused import FEW_QUERIES, is_fused
+from onefold.cache.model.kernels import current
+from onefold.cache.model.kernels.decode import BLANK, Shape, scratch_bytes
+from onefold.cache.model.kernels.work_table import MOST_QUERIES
 from onefold.cache.model.kinds.base import ForwardListener
 from onefold.cache.model.kinds.composite import CompositeLayer
 from onefold.cache.model.kinds.leaf import Leaf, Making
 from onefold.cache.model.kinds.plain import Bound, PlainCodec
 from onefold.cache.model.kinds.quantized import AffineCodec
 from onefold.cache.model.kinds.rotating import ring_entries
+from onefold.cache.model.step_plan import StepPlan
 from onefold.errors import ConfigError
 
 
@@ -110,10 +116,23 @@ class Anatomy:
     ) -> tuple[list[Any], list[Any]]:
         """Makes the layers of one request: nested as mlx-lm expects them, and as a flat list of those that hold
         state."""
-        given = Making(track, listener, first_index, self.bound, always_handles)
+        given = Making(track, listener, first_index, self.bound, always_handles, StepPlan())
         flat = {leaf.path: leaf.make(given) for leaf in self.leaves}
         made = [_nest(flat, (i,)) for i in range(self.n_layers)]
         return made, [flat[leaf.path] for leaf in self.leaves if leaf.used]
+
+    def compile_kernels(self) -> None:
+        """Compile the device's kernels for this model, unless that is done. A variant that is compiled in the middle of
+        a step delays it by a second or two."""
+        kernel = current.kernel()
+        if kernel is None or self.contiguous:
+            return
+        for leaf in self.sliceable:
+            if leaf.spec is None or leaf.plain is None:
+                continue
+            k, v = leaf.plain
+            blank = [mx.zeros((1, a.heads, BLANK, a.dim), a.dtype) for a in leaf.spec.arrays]
+            kernel.compile_all(Shape(k.dim, v.dim, k.dtype, leaf.codec.kernel_format), self.heads, k.heads, blank)
 
     # -- bytes ---------------------------------------------------------------------------
 
@@ -128,7 +147,27 @@ class Anatomy:
         joined = max((leaf.token_bytes for leaf in self.leaves), default=0) * total_tokens if joins else 0
         evaluated = n_tokens if self.logit_tokens is None else min(n_tokens, self.logit_tokens)
         logits = 3 * evaluated * self.vocab * max(4, self.itemsize)
-        return n_tokens * per_token + scores + joined + logits + (1 << 16)
+        few = self._kernel_bytes(1, n_tokens) if n_tokens <= MOST_QUERIES else 0
+        return n_tokens * per_token + scores + joined + logits + few + (1 << 16)
+
+    def step_bytes(self, rows: int, tokens: int, longest: int) -> int:
+        """Returns an upper estimate of the scratch of a decode step of so many rows, of `tokens` tokens together."""
+        most = max(self.scratch_bytes(1, longest, joins=self._joins), 1)
+        least = self.scratch_bytes(1, 1, joins=self._joins)
+        return rows * least + (most - least) * (-(-tokens // longest) + 1) + self._kernel_bytes(rows, 1)
+
+    def _kernel_bytes(self, rows: int, queries: int) -> int:
+        """Returns the most bytes of the decode kernel's partial results. The device may hold those of all layers at
+        once, because a step is scheduled whole."""
+        if self.contiguous or current.kernel() is None:
+            return 0
+        found = [leaf.plain for leaf in self.sliceable if leaf.plain is not None]
+        return sum(scratch_bytes(rows, queries, self.heads, k.heads, v.dim) for k, v in found)
+
+    @property
+    def _joins(self) -> bool:
+        """Whether a decode step may concatenate a layer's pieces."""
+        return self.contiguous or any(leaf.codec is not None and not leaf.codec.plain for leaf in self.leaves)
 
     def _is_fused(self, n_tokens: int) -> bool:
         """Whether no layer's attention stores the scores of a forward of so many tokens whole. Models outside the seam

@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
 
 from onefold.cache.memory import device
-from onefold.cache.memory.shapes import View
+from onefold.cache.memory.shapes import ArraySpec, View
 from onefold.cache.model import stock
+from onefold.cache.model.kernels import current
+from onefold.cache.model.kernels.decode import Format, Shape
 from onefold.cache.model.step_plan import Core, Ranges, ReadingPlan, Rows, StepPlan, lowest
 
 
@@ -30,6 +33,8 @@ class Codec(Protocol):
     """How a layer's arrays encode its keys and values, and how attention reads them without decoding."""
 
     plain: bool
+    kernel_format: Format | None
+    """How the decode kernel reads them; None if it cannot."""
 
     def scores(self, q: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array: ...
 
@@ -56,10 +61,39 @@ class Handle:
     """Counts the attention calls that read it, for the survey."""
     plan: StepPlan | None = None
     """The batch's, which its layers share."""
+    kernel_shape: Shape | None = None
+    """What the decode kernel is compiled for to read it; None if that is not known."""
 
     @property
     def ndim(self) -> int:
         return 4
+
+
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """The shapes of one layer's keys and values, for its handles."""
+
+    codec: Codec
+    heads: int
+    value_heads: int
+    shape: Shape
+
+    @classmethod
+    def of(cls, codec: Codec, specs: Sequence[ArraySpec]) -> Forms:
+        """`specs` are those of the layer's arrays."""
+        n = codec.n_keys()
+        k, v = specs[0], specs[n]
+        shape = Shape(codec.dim(k), codec.dim(v), specs[n - 1].dtype, codec.kernel_format)
+        return cls(codec, k.heads, v.heads, shape)
+
+    def handles(
+        self, rows: Rows | list[list[View]], longest: int, plan: StepPlan | None, consumed: list[int]
+    ) -> tuple[Handle, Handle]:
+        """Returns handles for the keys and the values of some rows, the longest of which has so many tokens."""
+        n, shape = len(rows), self.shape
+        k = (n, self.heads, longest, shape.key_dim), shape.dtype
+        v = (n, self.value_heads, longest, shape.value_dim), shape.dtype
+        return Handle(rows, self.codec, *k, consumed, plan, shape), Handle(rows, self.codec, *v, consumed, plan)
 
 
 def attention(
@@ -82,6 +116,9 @@ def attention(
             "pass both unchanged, without options"
         )
     keys.consumed[0] += 1
+    attended = _attend_in_kernel(queries, keys, scale, mask, sinks)
+    if attended is not None:
+        return attended
     rows, codec = keys.rows, keys.codec
     if len(rows) == 1:
         return _attend_row(queries, rows[0], codec, scale, mask, sinks)
@@ -93,6 +130,26 @@ def attention(
         own = mask[i : i + 1, ..., :total] if isinstance(mask, mx.array) and mask.ndim == 4 else mask
         parts.append(_attend_row(queries[i : i + 1], row, codec, scale, own, sinks))
     return mx.concatenate(parts, axis=0)
+
+
+def _attend_in_kernel(
+    q: mx.array, keys: Handle, scale: float, mask: Any, sinks: mx.array | None
+) -> mx.array | None:
+    """Returns the attention computed by the device's decode kernel; None, and counts the reason, if it cannot be."""
+    kernel = current.kernel()
+    if kernel is None:
+        return None
+    rows, plan, shape = keys.rows, keys.plan, keys.kernel_shape
+    if not isinstance(rows, Rows) or plan is None or shape is None:
+        kernel.counts["windows"] += 1
+        return None
+    reason = kernel.reason(q, shape, mask)
+    kernel.counts[reason] += 1
+    if reason:
+        return None
+    table, index = plan.table(kernel, rows.layout, q, keys.shape[1], shape), rows.index
+    arrays = [slab.layers[index] or slab.arrays(index) for slab in table.slabs]
+    return kernel.attend(q, arrays, table, shape, keys.shape[1], scale, sinks)
 
 
 # -- one row --------------------------------------------------------------------------------

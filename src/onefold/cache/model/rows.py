@@ -15,9 +15,9 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache.memory.shapes import ArraySpec, View
-from onefold.cache.model.attention import Handle
+from onefold.cache.model.attention import Codec, Forms, Handle
 from onefold.cache.model.kinds.plain import PlainCodec
-from onefold.cache.model.step_plan import OneSlab, Rows, StepPlan
+from onefold.cache.model.step_plan import Layout, OneSlab, Rows, StepPlan
 
 
 class RowsOf:
@@ -38,15 +38,23 @@ class AttentionRows(RowsOf):
 
     def __init__(self, layers: list[Any], plan: StepPlan) -> None:
         self.layers = layers
-        self._plan = plan
+        self.plan = plan
+        self._forms: Forms | None = None
         self._sliceable = all(layer.sliceable for layer in layers)
+
+    def watchers(self) -> list[Any]:
+        return super().watchers() if self.plan.watcher is None else [self.plan.watcher]
 
     @property
     def offset(self) -> mx.array:
-        return self._plan.offset([layer.offset for layer in self.layers])
+        plan = self.plan
+        return plan.positions if plan.is_prepared else plan.offset([layer.offset for layer in self.layers])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
-        layers, n, plan = self.layers, len(self.layers), self._plan
+        layers, n, plan = self.layers, len(self.layers), self.plan
+        if plan.is_prepared:
+            self._write_prepared(keys, values)
+            return self._handles(plan.layout, plan.longest)
         if not self._sliceable:
             for layer, k, v in zip(layers, mx.split(keys, n), mx.split(values, n), strict=True):
                 layer.update_and_fetch(k, v)
@@ -62,55 +70,62 @@ class AttentionRows(RowsOf):
             for layer, k, v in zip(layers, mx.split(keys, n), mx.split(values, n), strict=True):
                 layer.store(k, v)
             return self.keys_and_values()
-        arrays, where = found.slab.arrays(layers[0].index), found.where
-        for j, part in enumerate(layers[0].codec.encode(keys, values)):
-            new = part.transpose(2, 1, 0, 3)
-            if new.shape not in where:
-                where[new.shape] = mx.broadcast_to(found.spots[:, None], new.shape)
-            arrays[j] = mx.put_along_axis(arrays[j], where[new.shape], new, axis=2)
+        self._write(found, keys, values)
         for layer in layers:
             layer.offset += 1
         return self.keys_and_values()
 
+    def _write_prepared(self, keys: mx.array, values: mx.array) -> None:
+        """Write a token of each row to where the plan says. The layers move on after the forward."""
+        found = self.plan.one_slab
+        if found is not None:
+            self._write(found, keys, values)
+            return
+        n = len(self.layers)
+        for layer, k, v in zip(self.layers, mx.split(keys, n), mx.split(values, n), strict=True):
+            layer.track.write(layer.index, layer.offset, layer.codec.encode(k, v))
+
+    def _write(self, found: OneSlab, keys: mx.array, values: mx.array) -> None:
+        first, where = self.layers[0], found.where
+        arrays = found.slab.arrays(first.index)
+        for j, part in enumerate(first.codec.encode(keys, values)):
+            new = part.transpose(2, 1, 0, 3)
+            if new.shape not in where:
+                where[new.shape] = mx.broadcast_to(found.spots[:, None], new.shape)
+            arrays[j] = mx.put_along_axis(arrays[j], where[new.shape], new, axis=2)
+
     def _find_slab(self) -> OneSlab | None:
         """Returns the slab to which all rows append in this step; None if there are several."""
-        layers = self.layers
-        if any(not x.in_track or x.offset < x.track.floor or not x.track.pieces for x in layers):
+        if any(not x.in_track for x in self.layers):
             return None
-        lasts = [x.track.pieces[-1] for x in layers]
-        if any(p.slab is not lasts[0].slab or x.offset < p.pos for p, x in zip(lasts, layers, strict=True)):
-            return None
-        spots = [p.lo + x.offset - p.pos for p, x in zip(lasts, layers, strict=True)]
-        return OneSlab(lasts[0].slab, mx.array(spots), {})
+        return OneSlab.of([x.track for x in self.layers], [x.offset for x in self.layers])
 
     def keys_and_values(self) -> tuple[Handle, Handle]:
-        first, plan = self.layers[0], self._plan
+        plan = self.plan
         if all(x.in_track for x in self.layers):
             offsets = [x.offset for x in self.layers]
             if plan.laid_out != offsets:
                 plan.laid_out = offsets
                 plan.layout = [x.track.layout(x.offset) for x in self.layers]
-            rows: Any = Rows(plan.layout, first.index)
-            codec, arrays = first.codec, plan.layout[0][0][0].arrays(first.index)
-            longest = max(offsets)
-        else:
-            found, codec = [], PlainCodec()
-            for layer in self.layers:
-                k, v = layer.keys_and_values()
-                if isinstance(k, Handle):
-                    found.append(k.rows[0])
-                    codec = k.codec  # the same in all rows of a layer
-                else:
-                    found.append([View([k, v], 0, k.shape[2], id(layer))])
-            rows, arrays = found, found[0][0].arrays
-            longest = max(sum(v.hi - v.lo for v in row) for row in found)
-        dtype = arrays[codec.n_keys() - 1].dtype
+            return self._handles(plan.layout, max(offsets))
+        found: list[list[View]] = []
+        codec: Codec = PlainCodec()
+        for layer in self.layers:
+            k, v = layer.keys_and_values()
+            if isinstance(k, Handle):
+                found.append(k.rows[0])
+                codec = k.codec  # the same in all rows of a layer
+            else:
+                found.append([View([k, v], 0, k.shape[2], id(layer))])
+        longest = max(sum(v.hi - v.lo for v in row) for row in found)
+        specs = [ArraySpec(a.shape[1], a.shape[3], a.dtype) for a in found[0][0].arrays]
+        return Forms.of(codec, specs).handles(found, longest, self.plan, [0])
 
-        def handle(a: mx.array) -> Handle:
-            dim = codec.dim(ArraySpec(a.shape[1], a.shape[3], a.dtype))
-            return Handle(rows, codec, (len(rows), a.shape[1], longest, dim), dtype, [0], plan)
-
-        return handle(arrays[0]), handle(arrays[codec.n_keys()])
+    def _handles(self, layout: Layout, longest: int) -> tuple[Handle, Handle]:
+        first = self.layers[0]
+        if self._forms is None:
+            self._forms = Forms.of(first.codec, first.track.store.specs[first.index].arrays)
+        return self._forms.handles(Rows(layout, first.index), longest, self.plan, [0])
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
         masks = [layer.make_mask(N, return_array=return_array, window_size=window_size) for layer in self.layers]

@@ -85,10 +85,10 @@ def watch(model: nn.Module) -> type:
     """Wrap the `__call__` of the model's class. Returns the class, for `unwatch`. Counted like `install`.
 
     Each forward notifies the `watchers()` of the first layer that it was given: `begun`, then `ended` or `failed`, then
-    `left`. If the first member of the list has a `drive` method, it only represents layers, and runs the forward with
-    the real ones. So layers are reset after a forward that raised, before they are read again; what a forward wrote is
-    scheduled before its thread returns; and tokens are counted for models that do not count them (mamba, rwkv7,
-    jamba)."""
+    `left`. There is one for each row, or one with `n_rows` rows. If the first member of the list has a `drive` method,
+    it only represents layers, and runs the forward with the real ones. So layers are reset after a forward that raised,
+    before they are read again; what a forward wrote is scheduled before its thread returns; and tokens are counted for
+    models that do not count them (mamba, rwkv7, jamba)."""
     cls = type(model)
     if cls in _watched:
         original, watching, count = _watched[cls]
@@ -129,10 +129,11 @@ def _watching(cls: type, original: Callable[..., Any]) -> Callable[..., Any]:
                     "PrefixCache: lease.layers then has the draft's layers after the target's"
                 )
             return original(self, *args, **kwargs)
-        if inputs is not None and inputs.shape[0] > len(watchers):
+        n_rows = sum(getattr(watcher, "n_rows", 1) for watcher in watchers)
+        if inputs is not None and inputs.shape[0] > n_rows:
             raise LeaseError(
-                f"the input has {inputs.shape[0]} rows, the layers have {len(watchers)}: a lease is one row. Open one "
-                "lease per row and use cache.batch(leases)"
+                f"the input has {inputs.shape[0]} rows, the layers have {n_rows}: a lease is one row. Open one lease "
+                "per row and use cache.batch(leases)"
             )
         others = [a for a in (*args, *kwargs.values()) if a is not inputs and isinstance(a, mx.array)]
         n_tokens = next((a.shape[1] for a in (inputs, *others) if a is not None), 0)

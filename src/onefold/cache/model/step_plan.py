@@ -15,6 +15,12 @@ import numpy as np
 
 from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.shapes import View
+from onefold.cache.memory.track import Track
+from onefold.cache.model.kernels.decode import DecodeKernel, Shape
+from onefold.cache.model.kernels.work_table import WorkTable
+
+Layout = list[list[tuple[Slab, int, int]]]
+"""For each row its slabs, and the range of each."""
 
 
 class Rows:
@@ -108,21 +114,40 @@ class OneSlab:
     where: dict[tuple[int, ...], mx.array]
     """The indices, broadcast to the shape of a write, by that shape."""
 
+    @classmethod
+    def of(cls, tracks: list[Track], positions: list[int]) -> OneSlab | None:
+        """Returns the slab to which all tracks write these positions; None if there are several."""
+        lasts = [t.pieces[-1] if t.pieces else None for t in tracks]
+        spots, slab = [], None
+        for track, last, position in zip(tracks, lasts, positions, strict=True):
+            if last is None or position < track.floor or position < last.pos or slab not in (None, last.slab):
+                return None
+            slab = last.slab
+            spots.append(last.lo + position - last.pos)
+        return None if slab is None else cls(slab, mx.array(spots), {})
+
 
 class StepPlan:
     """Shared by the layers of one batch."""
 
     __slots__ = (
+        "_capacities",
         "_dtype",
+        "_forward",
         "_offset",
         "_offsets",
         "_planned",
         "_reading",
+        "_table",
         "admitted",
         "cores",
+        "is_prepared",
         "laid_out",
         "layout",
+        "longest",
         "one_slab",
+        "positions",
+        "watcher",
     )
 
     def __init__(self) -> None:
@@ -139,6 +164,24 @@ class StepPlan:
         self._planned: Any = None
         self._dtype: mx.Dtype | None = None
         self._reading: ReadingPlan | None = None
+        self._table: WorkTable | None = None
+        self._capacities: list[int] = []
+        self._forward: tuple[int | None, int] | None = None
+        self.watcher: Any = None
+        """Observes the batch's forwards for all rows; None if each row's watcher does."""
+        self.is_prepared = False
+        """The fields below and `layout` and `one_slab` are those of the step that is running."""
+        self.positions = self._offset
+        """The rows' positions before the step."""
+        self.longest = 0
+        """Tokens of the longest row after it."""
+
+    def prepare(self, starts: list[int], tracks: list[Track]) -> None:
+        """Lay out a step in which the rows, at `starts`, write one token each."""
+        self.one_slab = OneSlab.of(tracks, starts)
+        self.layout = [track.layout(start + 1) for track, start in zip(tracks, starts, strict=True)]
+        self.longest, self.positions = max(starts) + 1, mx.array(starts)
+        self.is_prepared = True
 
     def begin(self) -> None:
         """Reset what was computed for the last step's positions."""
@@ -149,6 +192,27 @@ class StepPlan:
         if self._offsets != offsets:
             self._offsets, self._offset = offsets, mx.array(offsets)
         return self._offset
+
+    def lay_out(self, track: Track, upto: int, forward: int | None) -> Layout:
+        """Returns the layout of a row alone: the list of the layer before if it is the same. It is the same in all
+        layers of one `forward`; None: of which it is not known."""
+        if forward is not None and (forward, upto) == self._forward:
+            return self.layout
+        self._forward = forward, upto
+        layout = [track.layout(upto)]
+        capacities = [slab.capacity for slab, _, _ in layout[0]]
+        if layout != self.layout or capacities != self._capacities:
+            self.layout, self._capacities = layout, capacities
+        return self.layout
+
+    def table(self, kernel: DecodeKernel, layout: Layout, q: mx.array, n_kv: int, shape: Shape) -> WorkTable:
+        """Returns the work table of the decode kernel for this layout and these queries, on keys of so many heads.
+        Layers of other shapes use the same if their variants have as many slabs."""
+        table, per_launch = self._table, kernel.buckets(shape)[-1]
+        same = table is not None and table.queries == q.shape[2] and table.slabs_per_launch == per_launch
+        if table is None or not same or not table.follow(layout):
+            table = self._table = kernel.table(layout, q.shape[2], n_kv, shape)
+        return table
 
     def reading(self, rows: Rows | list[list[View]], dtype: mx.Dtype) -> ReadingPlan:
         """Returns how to read the rows' pieces. Computed once per layout."""

@@ -21,6 +21,7 @@ from onefold.cache.model.step_plan import StepPlan
 from onefold.cache.request import forward, stock_caches
 from onefold.cache.request.arena import Arena
 from onefold.cache.request.lease import Lease
+from onefold.cache.request.stepping import Stepping
 from onefold.errors import LeaseError
 from onefold.sizes import show_count
 
@@ -37,6 +38,7 @@ class Batch:
         state: CacheState,
     ) -> None:
         self._model = weakref.ref(model)
+        self._anatomy = anatomy
         self.ragged = anatomy.ragged
         self._n_layers = anatomy.n_layers
         self.leases: list[Lease] = []
@@ -92,6 +94,9 @@ class Batch:
             own = [lease.layers[: self._n_layers] for lease in self.leases]
             self._plan = plan = StepPlan()
             self._layers = [same[0].rows(list(same), plan) for same in zip(*own, strict=True)]
+            if self.ragged and Stepping.serves(self._anatomy, [lease.hold for lease in self.leases]):
+                rows = [(lease.hold, lease.usage, lease.hold.watchers[0]) for lease in self.leases]
+                plan.watcher = Stepping(rows, plan, self._arena, self._anatomy, self._state)
         return self._layers
 
     def step(self, tokens: Any) -> mx.array:
@@ -106,7 +111,11 @@ class Batch:
             given, seated = show_count(tokens.shape[0], "token"), show_count(len(self.leases), "row")
             raise LeaseError(f"{given} for {seated}: give one token per row")
         if len(self.leases) == 1:
+            with self._state.lock:
+                self._state.placement.bring_home(self.leases[0].hold.track)
             return self.model(tokens, cache=self.leases[0].layers[: self._n_layers])[:, -1, :]
+        if self.ragged and self.layers and self._plan.watcher is not None:
+            return self.model(tokens, cache=self.layers)[:, -1, :]
         holds = [lease.hold for lease in self.leases]
         rows = [(hold, hold.watchers[0]) for hold in holds if hold.watchers]  # none where a model runs uncached
         with self._state.scratch.for_a_batch(sum(watcher.scratch_bytes(1) for _, watcher in rows)):

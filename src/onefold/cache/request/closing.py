@@ -36,6 +36,8 @@ def settle(hold: Hold, tokens: Tokens, *, close: bool) -> None:
     lock, and releases the lock in between while it trims buffers and makes room. Raises DeviceError if the state cannot
     be computed."""
     if not hold.state.uncached_reason and not hold.closed:
+        with hold.state.lock:
+            hold.state.placement.bring_home(hold.track, len(tokens))
         try:
             evaluate(hold)
         finally:

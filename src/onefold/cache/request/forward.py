@@ -16,7 +16,6 @@ from onefold.cache.memory.checkpoints import wanted
 from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.segment import LEAST_CHUNK
-from onefold.cache.memory.tier import Tier
 from onefold.cache.model.uncached import Uncached
 from onefold.cache.request import closing
 from onefold.cache.request.hold import Hold, Watcher
@@ -79,8 +78,7 @@ def _reserving_step(hold: Hold, watcher: Watcher, n_tokens: int) -> Work[None]:
     state.sweep()
     watcher.reached = start + n_tokens
     offsets = [leaf.offset for leaf in hold.leaves]
-    if state.tier is not None:
-        _time_prefill(hold, state.tier, watcher, n_tokens)
+    time_prefill(hold, watcher, n_tokens)
     yield from state.scratch.reserving(watcher.scratch_bytes(n_tokens) + 2 * hold.points.bytes)
     hold.refuse_closed()
     if not watcher.rotated and any(x.sliceable and x.outgrows(n_tokens) for x in watcher.leaves):
@@ -97,8 +95,11 @@ def _reserving_step(hold: Hold, watcher: Watcher, n_tokens: int) -> Work[None]:
     hold.count_points(kept + sum(hold.point_bytes(w, n_tokens) for w in hold.watchers))
 
 
-def _time_prefill(hold: Hold, tier: Tier, watcher: Watcher, n_tokens: int) -> None:
-    """Report to the tier how long the chunk before this forward took, if it was a chunk."""
+def time_prefill(hold: Hold, watcher: Watcher, n_tokens: int) -> None:
+    """Report to the tier, if there is one, how long the chunk before this forward took, if it was a chunk."""
+    tier = hold.state.tier
+    if tier is None:
+        return
     n, began = hold.chunk
     if n >= LEAST_CHUNK:
         # computed already, unless the caller never waits

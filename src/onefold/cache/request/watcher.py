@@ -17,15 +17,13 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from onefold.cache.memory import device
-from onefold.cache.memory.arrays import own_name
 from onefold.cache.memory.ledger import Account, Purpose
 from onefold.cache.memory.state import Holder
-from onefold.cache.memory.tokens import NAMED, Tokens, common_length
+from onefold.cache.memory.tokens import Tokens
 from onefold.cache.model.anatomy import Anatomy
-from onefold.cache.request import forward
+from onefold.cache.request import feeding, forward
 from onefold.cache.request.fed import Fed
 from onefold.cache.request.held_leaves import HeldLeaves
 from onefold.cache.request.hold import Hold
@@ -60,7 +58,8 @@ class ForwardWatcher:
         """Nested watched calls in progress: a model's `__call__` may call that of its base class."""
         self._inputs: tuple[mx.array | Tokens, int] | None = None
         self._start = 0
-        self._marks: Marks | None = None
+        self.unfinished: Marks | None = None
+        """Every leaf's state where a forward began that has not ended yet; None if there is none."""
 
     @property
     def lease(self) -> Owner:
@@ -95,7 +94,7 @@ class ForwardWatcher:
 
     def part(self) -> None:
         """Drop all references, because the lease is closed: nothing then waits for the cyclic collector."""
-        self._marks = self._inputs = None
+        self.unfinished = self._inputs = None
         self.rounds.forget()
         self.fed = Fed()
         self.held.forget()
@@ -123,7 +122,7 @@ class ForwardWatcher:
             another, self.hold.running = self.hold.running is not self, self
             if (self.anatomy.needs_checkpoints or self.anatomy.bound is not None) and self.verifies:
                 self.rounds.mark(self.position, self.leaves, again=another)  # a round begins after the other model's
-            self._marks = [leaf.mark() for leaf in self.leaves]
+            self.unfinished = [leaf.mark() for leaf in self.leaves]
             if not self._depth:
                 self.hold.unscheduled = threading.current_thread()
         layer.epoch = self.epoch
@@ -135,11 +134,11 @@ class ForwardWatcher:
             except BudgetError as error:
                 self.undo()
                 raise error.advised("end other leases, release pins, or raise the budget") from None
-            if self._marks is not None:  # mark layers that have just become rings again
-                kept = zip(self.leaves, self._marks, strict=True)
-                self._marks = [x.mark() if x.sliceable else m for x, m in kept]
+            if self.unfinished is not None:  # mark layers that have just become rings again
+                kept = zip(self.leaves, self.unfinished, strict=True)
+                self.unfinished = [x.mark() if x.sliceable else m for x, m in kept]
         if not self._depth and self._entered == len(self.leaves):
-            self._marks = None  # all layers were written: the forward is taken as complete
+            self.unfinished = None  # all layers were written: the forward is taken as complete
 
     @property
     def position(self) -> int:
@@ -169,17 +168,10 @@ class ForwardWatcher:
             return
         accepted = False
         try:
-            if n_layers < self.anatomy.n_layers:
-                raise LeaseError(
-                    f"this model has {self.anatomy.n_layers} layers with a cache, but was given {n_layers}: pass all "
-                    "of them. (mlx-lm's speculative_generate_step cuts prompt_cache at len(model.layers), which is "
-                    "wrong for a model whose layers share their KV.)"
-                )
+            feeding.require_model(self.anatomy, self._model, model, n_layers)
             self._start = self.position
             self._inputs = None
-            if self._model is not None and model is not self._model():  # its KV would be stored as the other's
-                raise LeaseError("the layers of this lease belong to another model: call the model of the cache")
-            self._inputs = _checked(usage.hold, self._start, self.reached, inputs, row, embedded)
+            self._inputs = feeding.recorded(usage.hold, self._start, self.reached, inputs, row, embedded)
             accepted = True
         finally:
             if accepted:
@@ -190,7 +182,7 @@ class ForwardWatcher:
     def ended(self, n_tokens: int, stepped: bool) -> list[mx.array]:
         if self._depth > 1:
             return []
-        self._marks = None  # complete; and no second reference to a state is kept
+        self.unfinished = None  # complete; and no second reference to a state is kept
         if self.anatomy.hides_offsets:
             for leaf in self.leaves:
                 leaf.passed(n_tokens)
@@ -230,10 +222,10 @@ class ForwardWatcher:
 
     def undo(self) -> None:
         """Reset the layers to where an unfinished forward began, if there is one."""
-        if self._marks is not None:
-            for leaf, mark in zip(self.leaves, self._marks, strict=True):
+        if self.unfinished is not None:
+            for leaf, mark in zip(self.leaves, self.unfinished, strict=True):
                 leaf.reset(mark)
-            self._marks = None
+            self.unfinished = None
             self.reached = self.position
         for leaf in self.leaves:
             leaf.epoch = self.epoch
@@ -287,34 +279,3 @@ def give_up(lease: Owner) -> None:
     if not hold.given_up and all(watcher.held.are_dropped for watcher in hold.watchers):
         hold.given_up = True
         hold.state.drop(lease)
-
-
-def _checked(
-    hold: Hold, start: int, reached: int, inputs: mx.array | None, row: int, embedded: bool
-) -> tuple[mx.array | Tokens, int] | None:
-    """Returns the tokens of a forward that begins at `start`, as they are recorded; None if they are not known. Raises
-    LeaseError for other tokens than those with which the lease was opened: their KV would be stored under the wrong
-    tokens."""
-    if embedded or inputs is None:
-        if inputs is not None and (hold.tokens >= NAMED).any():  # ids with which the caller names its embeddings
-            return _named(hold.tokens, start, np.array(inputs)[row]), 0
-        return None
-    end = min(len(hold.tokens), hold.rewound)
-    if not reached <= start < end:
-        return own_name(inputs), row  # the caller may write into its own array
-    fed = np.array(inputs)[row].astype(np.int32)
-    same = common_length(fed, hold.tokens[start:end])
-    if same < min(len(fed), end - start):
-        raise LeaseError(
-            f"token {int(fed[same])} was fed at position {start + same} of the layers, where the lease was opened with "
-            f"{int(hold.tokens[start + same])}: feed lease.rest, or after a rewind lease.tokens[{start}:]"
-        )
-    return fed, 0
-
-
-def _named(leased: Tokens, start: int, inputs: Any) -> Tokens:
-    """Returns the tokens of a forward on embeddings, with the caller's id wherever the lease was opened with one."""
-    found = inputs.astype(np.int32)
-    own = leased[start : start + len(found)]
-    found[: len(own)] = np.where(own >= NAMED, own, found[: len(own)])
-    return found

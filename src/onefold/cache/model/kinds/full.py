@@ -18,13 +18,15 @@ from onefold.cache.memory.arrays import own_bytes
 from onefold.cache.memory.shapes import ArraySpec
 from onefold.cache.memory.track import Track
 from onefold.cache.model import exporting, stock
-from onefold.cache.model.attention import Codec, Handle
+from onefold.cache.model.attention import Forms, Handle
+from onefold.cache.model.kernels import current
 from onefold.cache.model.kinds.base import ForwardListener, Ranged, Snapshot
 from onefold.cache.model.kinds.leaf import Leaf, Making, arrays_of, window
 from onefold.cache.model.kinds.packed_ring import PackedRing
 from onefold.cache.model.kinds.plain import Bound, PlainCodec
 from onefold.cache.model.kinds.rotating import RotatingLayer, steps_mask
 from onefold.cache.model.rows import AttentionRows
+from onefold.cache.model.step_plan import Rows, StepPlan
 
 
 def _buffer(side: int) -> property:
@@ -50,6 +52,22 @@ def _buffer(side: int) -> property:
     return property(read, write)
 
 
+def _in_kernel(layer: SegmentedLayer) -> bool:
+    """Whether the device's decode kernel computes a step of this layer, and is faster than MLX's own attention."""
+    kernel = current.kernel()
+    if kernel is None or not kernel.replaces_stock or layer.track.contiguous or layer.forms is None:
+        return False
+    return not kernel.shape_reason(layer.forms.shape)
+
+
+def _handles(layer: SegmentedLayer) -> tuple[Handle, Handle]:
+    """Returns handles for the keys and values of one sequence."""
+    forward = layer.epoch if layer.watchers() else None
+    layout = layer.plan.lay_out(layer.track, layer.offset, forward)
+    assert layer.forms is not None
+    return layer.forms.handles(Rows(layout, layer.index), layer.offset, layer.plan, layer.consumed)
+
+
 def _mask_ring(bound: Bound, offset: int) -> Any:
     """Returns a ring at `offset`, for its mask: models make the mask before the update that rotates the layer."""
     ring = stock.RotatingKVCache(bound.max_size, bound.keep)
@@ -72,7 +90,9 @@ class SegmentedLayer(Ranged):
         listener: ForwardListener | None = None,
         bound: Bound | None = None,
         always_handles: bool = False,
+        plan: StepPlan | None = None,
     ) -> None:
+        """`plan` is shared by the layers of a request."""
         self.track = track
         self.index = index
         self.codec = codec or PlainCodec()
@@ -86,13 +106,17 @@ class SegmentedLayer(Ranged):
         self.consumed = [0]
         self._listener = listener
         self._always_handles = always_handles
+        self.plan = StepPlan() if plan is None else plan
+        self.forms = Forms.of(self.codec, track.store.specs[index].arrays) if track.store.specs else None
 
     # -- what mlx-lm's models call ---------------------------------------------------------
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         self.admit(keys.shape[2])
         fetched = self.store(keys, values)
-        return self.keys_and_values() if fetched is None else fetched
+        if fetched is not None:
+            return fetched
+        return _handles(self) if keys.shape[2] == 1 and _in_kernel(self) else self.keys_and_values()
 
     def admit(self, n: int) -> None:
         """Make room for a write of `n` tokens. Raises BudgetError, before anything is written."""
@@ -124,16 +148,7 @@ class SegmentedLayer(Ranged):
         if self.codec.plain and not self._always_handles and pieces and pieces[0].lo == 0 and hi <= pieces[0].hi:
             k, v = pieces[0].slab.arrays(self.index)
             return k[..., :hi, :], v[..., :hi, :]
-        views = self.track.read(self.index, self.offset)
-        codec: Codec = self.codec
-        spec = self.track.store.specs[self.index].arrays
-        k_spec, v_spec = spec[0], spec[codec.n_keys()]
-        dtype = spec[codec.n_keys() - 1].dtype
-
-        def handle(s: ArraySpec) -> Handle:
-            return Handle([views], codec, (1, s.heads, self.offset, codec.dim(s)), dtype, self.consumed)
-
-        return handle(k_spec), handle(v_spec)
+        return _handles(self)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         if self.bound is not None and (self.ring is not None or self.offset + N > self.bound.max_size):
@@ -314,6 +329,7 @@ class FullLeaf(Leaf):
             listener=given.listener,
             bound=given.bound,
             always_handles=given.always_handles,
+            plan=given.plan,
         )
 
     def _index_in(self, given: Making) -> int:

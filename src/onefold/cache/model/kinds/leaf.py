@@ -14,6 +14,7 @@ from onefold.cache.memory.shapes import ArraySpec, LayerSpec
 from onefold.cache.memory.track import Track
 from onefold.cache.model.kinds.base import ForwardListener, Snapshot
 from onefold.cache.model.kinds.plain import Bound
+from onefold.cache.model.step_plan import StepPlan
 
 Forms = dict[str, list[tuple[mx.Dtype, tuple[int, ...]] | None]]
 
@@ -30,6 +31,8 @@ class Making(NamedTuple):
     bound: Bound | None = None
     always_handles: bool = False
     """Return handles even where a plain slice would do, to test whether the model takes them."""
+    plan: StepPlan | None = None
+    """Shared by the layers of one request and model."""
 
 
 class Leaf:

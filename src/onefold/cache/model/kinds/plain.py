@@ -7,6 +7,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from onefold.cache.memory.shapes import ArraySpec, LayerSpec
+from onefold.cache.model.kernels.decode import Format
 
 
 class Bound(NamedTuple):
@@ -19,6 +20,7 @@ class PlainCodec:
 
     plain = True
     kind = "full"
+    kernel_format: Format | None = Format("plain", 1)
 
     def spec(self, k: ArraySpec, v: ArraySpec) -> LayerSpec:
         return LayerSpec((k, v))

@@ -13,6 +13,7 @@ import mlx.core as mx
 from onefold.cache.memory.shapes import ArraySpec, LayerSpec
 from onefold.cache.memory.track import Track
 from onefold.cache.model import stock
+from onefold.cache.model.kernels.decode import Format
 from onefold.cache.model.kinds.base import ForwardListener
 from onefold.cache.model.kinds.full import FullLeaf, SegmentedLayer
 from onefold.cache.model.kinds.leaf import Making
@@ -26,6 +27,7 @@ class AffineCodec:
     def __init__(self, bits: int, group_size: int) -> None:
         self.bits = bits
         self.group_size = group_size
+        self.kernel_format: Format | None = Format("affine", 3, bits, group_size) if bits in (4, 8) else None
 
     def spec(self, k: ArraySpec, v: ArraySpec) -> LayerSpec:
         def parts(a: ArraySpec) -> tuple[ArraySpec, ...]:

@@ -1,0 +1,25 @@
+"""The child process of a trial: compares the device's decode kernel with plain operations, and prints the result."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from onefold.cache.model.kernels import comparison, current
+from onefold.cache.model.kernels.trial import Trial
+
+
+def main(arguments: list[str]) -> int:
+    """Prints why the kernel may not serve, or an empty reason, as one line of JSON."""
+    trial = Trial.parsed(json.loads(arguments[0]))
+    kernel = current.device_kernel()
+    if kernel is None:
+        found = "this device has no kernel"
+    else:
+        found = kernel.takes(trial.shape) or comparison.compare(kernel, *trial)
+    print(json.dumps({"found": found}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,106 @@
+"""Compares a device's decode kernel with plain operations, over the edge cases of work tables.
+
+Each case has rows of different length that share a prefix or not, in one slab or many, with one query or several, with
+sinks or without; pieces of one token and pieces that end at a chunk's edge. Runs in a process of its own (`trial`).
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from onefold.cache.model.kernels.decode import DecodeKernel, Shape
+from onefold.cache.model.kernels.work_table import CHUNK, MOST_QUERIES, Layout
+
+TOLERANCE = {mx.float32: 2e-2, mx.float16: 1e-2, mx.bfloat16: 3e-2}
+"""The largest difference, as a share of the largest value. GPUs round products of 32 bits to fewer."""
+LENGTHS = (1, 2, 7, 15, 16, 17, 64, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5)
+
+
+class Slab:
+    """A slab of one layer, with random content."""
+
+    def __init__(self, capacity: int, heads: int, shape: Shape) -> None:
+        self.capacity = capacity
+        self.plain = [
+            mx.random.normal((1, heads, capacity, dim)).astype(shape.dtype) for dim in (shape.key_dim, shape.value_dim)
+        ]
+        form = shape.format
+        self.arrays = list(self.plain)
+        if form is not None and form.name == "affine":
+            packed = [mx.quantize(a, group_size=form.group, bits=form.bits) for a in self.plain]
+            self.arrays = [part for parts in packed for part in parts]
+            self.plain = [mx.dequantize(*parts, group_size=form.group, bits=form.bits) for parts in packed]
+
+
+class Case(NamedTuple):
+    rows: int
+    slabs: int
+    """Of one row."""
+    shared: int
+    """Tokens of a prefix that all rows read."""
+    queries: int
+    has_sinks: bool
+
+
+def cases(buckets: tuple[int, ...]) -> list[Case]:
+    """Returns the cases for a kernel with variants for so many slabs each: every variant, and more than the largest."""
+    found = [Case(1, 1, 0, 1, False), Case(1, 3, 0, 2, True), Case(3, 1, 2 * CHUNK + 9, 1, False)]
+    found += [Case(2, 2, 40, MOST_QUERIES, True), Case(9, 1, CHUNK, 1, True), Case(33, 1, 100, 1, False)]
+    found += [Case(max(1, n // 2), 2, 0, 1, False) for n in buckets]
+    return [*found, Case(buckets[-1] + 1, 1, 20, 1, False)]
+
+
+def compare(kernel: DecodeKernel, shape: Shape, heads: int, n_kv: int, seed: int = 0) -> str:
+    """Returns why the kernel's results are wrong for a shape; empty if all cases agree. Raises RuntimeError if the
+    device cannot compile or run it."""
+    rng = random.Random(seed)
+    mx.random.seed(seed)
+    for case in cases(kernel.buckets(shape)):
+        slabs = [Slab(rng.choice(LENGTHS) + MOST_QUERIES + 3, n_kv, shape) for _ in range(case.rows * case.slabs)]
+        prefix = Slab(case.shared + 5, n_kv, shape) if case.shared else None
+        layout = [_row(rng, slabs[i :: case.rows], prefix, case) for i in range(case.rows)]
+        q = mx.random.normal((case.rows, case.queries, heads, shape.key_dim)).astype(shape.dtype).transpose(0, 2, 1, 3)
+        sinks = (2 * mx.random.normal((heads,))).astype(shape.dtype) if case.has_sinks else None
+        scale = shape.key_dim**-0.5
+        table = kernel.table(layout, case.queries, n_kv, shape)
+        out = kernel.attend(q, [slab.arrays for slab in table.slabs], table, shape, n_kv, scale, sinks)
+        wanted = attention(q, layout, scale, sinks)
+        largest = max(1.0, _largest(wanted))
+        difference = _largest(out.astype(mx.float32) - wanted) / largest
+        if not difference <= TOLERANCE[shape.dtype]:  # also NaN
+            return f"{case} differs by {difference:.2g}"
+    return ""
+
+
+def _largest(array: mx.array) -> float:
+    return float(mx.abs(array).max())
+
+
+def _row(rng: random.Random, slabs: list[Slab], prefix: Slab | None, case: Case) -> list[tuple[Any, int, int]]:
+    row: list[tuple[Any, int, int]] = []
+    if prefix is not None:
+        row.append((prefix, 3, 3 + case.shared))
+    for slab in slabs:
+        lo = rng.choice([0, 0, 1, 2])
+        most = slab.capacity - lo
+        row.append((slab, lo, lo + min(most, max(case.queries, rng.choice(LENGTHS)))))
+    return row
+
+
+def attention(q: mx.array, layout: Layout, scale: float, sinks: mx.array | None) -> mx.array:
+    """Returns the same attention, row by row, in 32 bits."""
+    outs = []
+    for i, row in enumerate(layout):
+        k, v = (mx.concatenate([s.plain[j][..., lo:hi, :] for s, lo, hi in row], axis=2) for j in (0, 1))
+        length, n, repeats = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+        k, v = (mx.repeat(a.astype(mx.float32), repeats, axis=1) for a in (k, v))
+        scores = (q[i : i + 1].astype(mx.float32) * scale) @ k.swapaxes(-1, -2)
+        scores = mx.where(mx.arange(n)[None] <= (n - length + mx.arange(length))[:, None], scores, -1e30)
+        if sinks is not None:
+            column = sinks.astype(mx.float32).reshape(1, -1, 1, 1)
+            scores = mx.concatenate([scores, mx.broadcast_to(column, (*scores.shape[:3], 1))], axis=-1)
+        outs.append(mx.softmax(scores, axis=-1)[..., :n] @ v)
+    return mx.concatenate(outs)

@@ -1,0 +1,226 @@
+"""The kernel seam: attention of a decode step over all pieces of all rows, as one kernel and one reduction.
+
+- `reason` says why a call cannot be taken; the composed path computes it then, with the same result.
+- Slabs are given to the kernel whole, so nothing is copied. They are always contiguous. A launch takes as many slabs as
+  a variant has arguments for; more slabs are several launches, and one reduction.
+- A device's `Maker` makes the kernel's variants for a shape (`Shape`). Each is compiled at its first use, which takes
+  a second or two: `compile_all` does it before a server serves.
+
+Knows nothing of leases, and nothing of how KV is stored but what a codec says.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import mlx.core as mx
+
+from onefold.cache.memory import device
+from onefold.cache.model.kernels.work_table import MOST_QUERIES, WorkTable, most_partials
+
+log = logging.getLogger("onefold")
+
+BUCKETS = (4, 12, 36, 120)
+"""Slabs of a variant, where the device has arguments for so many. The slots that a call does not use are given its
+first slab again."""
+
+
+class Format(NamedTuple):
+    """How a kernel decodes a tile of keys or values: the name of the functions that load it, and their parameters. A
+    codec has one, or None if no kernel can read what it stores."""
+
+    name: str
+    arrays: int
+    """Arrays of the keys, and as many of the values."""
+    bits: int = 16
+    group: int = 0
+
+
+class Shape(NamedTuple):
+    """What a variant is compiled for."""
+
+    key_dim: int
+    value_dim: int
+    dtype: mx.Dtype
+    format: Format | None
+
+
+class Partial(NamedTuple):
+    """The arguments of a launch."""
+
+    q: mx.array
+    numbers: mx.array
+    work: mx.array
+    lists: mx.array
+    scale: mx.array
+    arrays: list[list[mx.array]]
+    """Of each slab."""
+    blocks: tuple[int, int]
+    """Entries, each as often as it has tiles of queries; and heads of the keys."""
+    partials: int
+
+
+class Reduction(NamedTuple):
+    """The arguments of a reduction."""
+
+    numbers: mx.array
+    lists: mx.array
+    mixed: mx.array
+    sums: mx.array
+    sinks: mx.array | None
+    shape: tuple[int, int, int, int]
+    dtype: mx.Dtype
+
+
+class Launcher(Protocol):
+    """The kernels of one shape on one device, for up to `slabs` slabs."""
+
+    tile: int
+    """Queries that one block attends."""
+
+    def partial(self, given: Partial) -> tuple[mx.array, mx.array]:
+        """Returns, for each partial and query, the weighted values (not divided by their sum), and the largest score,
+        to the base 2, with the sum of the weights."""
+        ...
+
+    def reduce(self, given: Reduction) -> mx.array: ...
+
+
+Maker = Callable[[Shape, int], Launcher]
+Judge = Callable[[Shape, int, int], str]
+"""Returns why a shape may not serve, with heads of the queries and of the keys; empty if it may."""
+
+
+BLANK = 8
+"""Tokens of the slabs on which variants are compiled."""
+
+
+class _Blank:
+    """A slab on which variants are compiled."""
+
+    capacity = BLANK
+
+
+class DecodeKernel:
+    """The decode kernel of one device."""
+
+    def __init__(
+        self,
+        maker: Maker,
+        takes: Callable[[Shape], str],
+        most_arrays: int,
+        *,
+        judge: Judge | None = None,
+        replaces_stock: bool = False,
+    ) -> None:
+        """`takes` returns why a shape cannot be compiled; empty if it can. `most_arrays` of slabs go into one launch.
+        `judge` returns why a shape that was compiled may not serve. `replaces_stock`: it is faster than MLX's own
+        attention, also where a row is one slice of a buffer."""
+        self._maker, self.takes, self._most_arrays, self._judge = maker, takes, most_arrays, judge
+        self.replaces_stock = replaces_stock
+        self._launchers: dict[tuple[Shape, int], Launcher] = {}
+        self._reasons: dict[Shape, str] = {}
+        self._buckets: dict[Shape, tuple[int, ...]] = {}
+        self._scales: dict[float, mx.array] = {}
+        self._compiled: set[Shape] = set()
+        self.counts: Counter[str] = Counter()
+        """Calls that were taken (""), and those that were not, by reason."""
+
+    def buckets(self, shape: Shape) -> tuple[int, ...]:
+        """Returns for how many slabs each a shape has variants."""
+        if shape not in self._buckets:
+            assert shape.format is not None
+            most = self._most_arrays // (2 * shape.format.arrays)
+            self._buckets[shape] = tuple(sorted({min(n, most) for n in BUCKETS}))
+        return self._buckets[shape]
+
+    def table(self, layout: Any, queries: int, heads: int, shape: Shape) -> WorkTable:
+        """Returns the work table for rows of so many queries each, on keys of so many heads."""
+        return WorkTable(layout, queries, heads, self.buckets(shape)[-1])
+
+    def reason(self, queries: mx.array, shape: Shape, mask: Any) -> str:
+        """Returns why attention of these queries cannot be computed here; empty if it can."""
+        if queries.shape[2] > MOST_QUERIES:
+            return "many queries"
+        if mask is not None and not (isinstance(mask, str) and mask == "causal") and queries.shape[2] > 1:
+            return "a mask of the model's own"
+        if isinstance(mask, mx.array):
+            return "a mask of the model's own"
+        if queries.dtype != shape.dtype:
+            return "queries of another type than the keys"
+        return self.shape_reason(shape)
+
+    def shape_reason(self, shape: Shape) -> str:
+        """Returns why no layer of this shape can be computed here; empty if it can."""
+        if shape not in self._reasons:
+            reason = self.takes(shape)
+            if not reason and self._judge is not None:
+                return "not compared yet"  # `compile_all` does that
+            self._reasons[shape] = reason
+        return self._reasons[shape]
+
+    def attend(
+        self,
+        q: mx.array,
+        arrays: list[list[mx.array]],
+        table: WorkTable,
+        shape: Shape,
+        n_kv: int,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Returns the attention of `q`, [rows, heads, queries, dim], whose last query sees every key of its row, and
+        the others one key less each. `arrays` are those of this layer, of each of the table's slabs."""
+        rows, heads, length, _ = q.shape
+        if scale not in self._scales:
+            self._scales[scale] = mx.array([scale], mx.float32)
+        repeats = heads // n_kv
+        mixed, sums = [], []
+        for launch in table.launches():
+            launcher = self._launcher(shape, launch.stop - launch.first)
+            numbers = table.numbers(repeats, sinks is not None, launcher.tile)
+            blocks = (launch.entries * table.tiles(repeats, launcher.tile), n_kv)
+            own = arrays[launch.first : launch.stop]
+            given = Partial(q, numbers, launch.work, table.lists, self._scales[scale], own, blocks, launch.partials)
+            a, b = launcher.partial(given)
+            mixed.append(a)
+            sums.append(b)
+        all_mixed = mixed[0] if len(mixed) == 1 else mx.concatenate(mixed)
+        all_sums = sums[0] if len(sums) == 1 else mx.concatenate(sums)
+        out = (rows, heads, length, shape.value_dim)
+        return launcher.reduce(Reduction(numbers, table.lists, all_mixed, all_sums, sinks, out, q.dtype))
+
+    def compile_all(self, shape: Shape, heads: int, n_kv: int, blank: list[mx.array]) -> None:
+        """Try a shape, and compile every variant for it, unless that is done. `blank` are the arrays of a slab of
+        `BLANK` tokens. A shape that fails the trial, or that cannot be compiled, is not used; this is logged."""
+        if shape in self._compiled:
+            return
+        self._compiled.add(shape)
+        heads = n_kv * max(1, heads // n_kv)
+        if not self.takes(shape) and self._judge is not None:
+            self._reasons[shape] = "its trial failed" if self._judge(shape, heads, n_kv) else ""
+        if self.shape_reason(shape):
+            return
+        q = mx.zeros((1, heads, 1, shape.key_dim), shape.dtype)
+        try:
+            for n in self.buckets(shape):
+                table = self.table([[(_Blank(), 0, 1) for _ in range(n)]], 1, n_kv, shape)
+                device.evaluate(self.attend(q, [blank] * n, table, shape, n_kv, 1.0, None))
+        except RuntimeError as error:
+            log.warning("the decode kernel cannot be compiled, and MLX's own operations are used: %s", error)
+            self._reasons[shape] = "the kernel cannot be compiled"
+
+    def _launcher(self, shape: Shape, n_slabs: int) -> Launcher:
+        bucket = next(n for n in self.buckets(shape) if n >= n_slabs)
+        key = (shape, bucket)
+        if key not in self._launchers:
+            self._launchers[key] = self._maker(shape, bucket)
+        return self._launchers[key]
+
+
+def scratch_bytes(rows: int, queries: int, heads: int, n_kv: int, value_dim: int) -> int:
+    """Returns the most bytes of one layer's partial results, for rows of any length."""
+    return most_partials(rows, n_kv) * heads * queries * (value_dim + 2) * 4

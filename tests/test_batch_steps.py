@@ -1,0 +1,231 @@
+"""Decode steps of a batch: what is copied, what a failed step leaves, and what follows a batch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from driving import close, forward, fresh, words
+from kernel_reference import reference_kernel
+from tiny import tiny
+
+import onefold
+from onefold.cache.memory.ledger import Purpose
+from onefold.cache.memory.segment import STEP
+from onefold.cache.model.kernels import current
+from onefold.cache.request.arena import EARLY, ROWS_PER_MOVE
+
+
+def prefilled(cache: Any, model: Any, prompts: list[list[int]], reserve: int = 0) -> list[onefold.Lease]:
+    leases = [cache.lease(prompt, reserve_tokens=reserve) for prompt in prompts]
+    for lease, prompt in zip(leases, prompts, strict=True):
+        forward(model, lease.layers, prompt[:-1], lease.cached)
+    return leases
+
+
+def decode(batch: onefold.Batch, said: list[list[int]], n: int, reach: Any = None) -> None:
+    """Feeds the last token of each row, and appends the next ones to `said`."""
+    for _ in range(n):
+        logits = batch.step([row[-1] for row in said])
+        for row, token in zip(said, mx.argmax(logits, axis=-1).tolist(), strict=True):
+            row.append(token)
+        if reach is not None:
+            reach()
+
+
+@pytest.fixture(params=["composed", "kernel"])
+def attention(request, monkeypatch):
+    """The two ways in which attention of a step is computed."""
+    if request.param == "kernel":
+        kernel = reference_kernel()
+        monkeypatch.setattr(current, "kernel", lambda: kernel)
+    return request.param
+
+
+def test_every_token_is_copied_at_most_once_and_conversations_continue_in_one_piece():
+    model = tiny("llama")
+    with onefold.PrefixCache(model, "64MB") as cache:
+        said = [words(20 + 7 * i, seed=i) for i in range(3)]
+        leases = prefilled(cache, model, said, reserve=2 * STEP + 40)
+        decode(cache.batch(leases, pooled=True), said, 2 * STEP + 30)
+        for lease, row in zip(leases, said, strict=True):
+            lease.commit(row[:-1])
+        cache.check()
+        stats = cache.stats()
+        assert stats.decoded_bytes == 3 * (2 * STEP + 30) * stats.token_bytes
+        assert 0 < stats.moved_bytes <= stats.decoded_bytes
+        for row in said:
+            with cache.lease([*row, 5]) as lease:
+                assert lease.cached == len(row) - 1
+                assert lease.hold.track.whole and lease.hold.track.writable(lease.hold.track.pieces[0])
+                logits = forward(model, lease.layers, [*row, 5], lease.cached)
+                assert close(logits, fresh(model, [*row, 5]))
+
+
+def test_a_commit_copies_no_more_than_a_region():
+    model = tiny("llama")
+    with onefold.PrefixCache(model, "64MB") as cache:
+        said = [words(30, seed=1), words(40, seed=2)]
+        leases = prefilled(cache, model, said, reserve=STEP + 100)
+        decode(cache.batch(leases, pooled=True), said, STEP + 50)
+        before = cache.stats()
+        leases[0].commit(said[0][:-1])
+        assert 0 < cache.stats().moved_bytes - before.moved_bytes <= STEP * before.token_bytes
+        leases[1].cancel()  # generated tokens are not stored, and not copied
+        after = cache.stats()
+        assert after.moved_bytes - before.moved_bytes <= STEP * before.token_bytes
+
+
+def test_rows_that_joined_together_are_brought_home_a_few_at_a_time(monkeypatch):
+    model = tiny("llama")
+    with onefold.PrefixCache(model, "64MB") as cache:
+        n = ROWS_PER_MOVE + 2
+        said = [words(10, seed=i) for i in range(n)]
+        leases = prefilled(cache, model, said, reserve=2 * STEP)
+        batch = cache.batch(leases, pooled=True)
+        decode(batch, said, STEP - EARLY)
+        moved: list[int] = []
+
+        def note() -> None:
+            moved.append(cache.stats().moved_bytes // cache.stats().token_bytes)
+
+        decode(batch, said, EARLY + 2, note)
+        steps = [b - a for a, b in zip([0, *moved], moved, strict=False)]
+        assert max(steps) <= math.ceil(n / ROWS_PER_MOVE) * STEP
+        assert moved[-1] >= n * (STEP - EARLY)
+        for lease in leases:
+            lease.cancel()
+
+
+def test_batches_agree_with_single_runs_over_several_regions(attention):
+    model = tiny("llama")
+    with onefold.PrefixCache(model, "64MB") as cache:
+        prefix = words(70, seed=9)
+        with cache.lease(prefix) as lease:
+            forward(model, lease.layers, prefix, 0)
+            lease.commit(prefix)
+        said = [[*prefix, *words(5, seed=1)], [*prefix[:50], *words(30, seed=2)], words(300, seed=3)]
+        leases = prefilled(cache, model, said)
+        batch = cache.batch(leases, pooled=True)
+        decode(batch, said, STEP + 20)
+        batch.remove(leases.pop(1))
+        del said[1]
+        decode(batch, said, 10)
+        batch.remove(leases.pop())
+        said.pop()
+        decode(batch, said, 10)  # a row alone
+        leases[0].commit(said[0][:-1])
+        logits = fresh(model, said[0][:-1])
+        assert mx.argmax(logits, axis=-1).item() == said[0][-1]
+        answer, check = said[0][75:], said[0][:75]
+        for token in answer[:40]:
+            assert mx.argmax(fresh(model, check), axis=-1).item() == token
+            check.append(token)
+        cache.check()
+
+
+def test_a_step_that_raises_leaves_every_row_where_it_was(monkeypatch):
+    model = tiny("llama")
+    with onefold.PrefixCache(model, "64MB") as cache:
+        said = [words(20, seed=1), words(33, seed=2)]
+        leases = prefilled(cache, model, said)
+        batch = cache.batch(leases, pooled=True)
+        decode(batch, said, 3)
+        offsets = [lease.offset for lease in leases]
+        original = type(model.model.norm).__call__
+        calls: list[int] = []
+
+        def fail(self: Any, x: mx.array) -> mx.array:
+            calls.append(1)
+            if len(calls) > len(model.layers):  # in the middle of the model, after layers have written
+                raise ValueError("no")
+            return original(self, x)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(type(model.model.norm), "__call__", fail)
+            with pytest.raises(ValueError, match="no"):
+                batch.step([row[-1] for row in said])
+        assert [lease.offset for lease in leases] == offsets
+        decode(batch, said, 3)
+        for row, lease in zip(said, leases, strict=True):
+            assert mx.argmax(fresh(model, row[:-1]), axis=-1).item() == row[-1]
+            lease.commit(row[:-1])
+        cache.check()
+
+
+def test_a_refused_step_of_a_ragged_batch_leaves_no_row_ahead():
+    model = tiny("llama")
+    with onefold.PrefixCache(model, "24MB") as cache:
+        said = [words(STEP - 1, seed=1), words(STEP, seed=2)]
+        leases = prefilled(cache, model, said)
+        batch, ledger = cache.batch(leases, pooled=False), cache.state.ledger
+        decode(batch, said, 1)
+        offsets = [lease.offset for lease in leases]
+        left = ledger.free_bytes + ledger.spare() - ledger.headroom()
+        short = ledger.open(Purpose.LIVE, max(0, left - 3000))
+        with pytest.raises(onefold.BudgetError):
+            decode(batch, said, 40)
+        steps = {lease.offset - before for lease, before in zip(leases, offsets, strict=True)}
+        assert len(steps) == 1
+        short.close()
+        decode(batch, said, 2)
+        for row in said:
+            assert mx.argmax(fresh(model, row[:-1]), axis=-1).item() == row[-1]
+        cache.check()
+
+
+def test_a_batch_checks_what_its_rows_are_fed():
+    model, other = tiny("llama"), tiny("llama")
+    with onefold.PrefixCache(model, "64MB") as cache:
+        said = [words(20, seed=1), words(33, seed=2)]
+        leases = prefilled(cache, model, said)
+        batch = cache.batch(leases, pooled=True)
+        with pytest.raises(onefold.LeaseError, match="was fed at position 19"):
+            batch.step([(said[0][-1] + 1) % 100, said[1][-1]])
+        with pytest.raises(onefold.LeaseError, match="one token per row"):
+            model(mx.array([[1, 2], [3, 4]]), cache=batch.layers)
+        with pytest.raises(onefold.LeaseError, match="another model"):
+            other(mx.array([[1], [2]]), cache=batch.layers)
+        assert [lease.offset for lease in leases] == [19, 32]
+        decode(batch, said, 2)
+        leases[0].cancel()
+        with pytest.raises(onefold.LeaseClosed):
+            batch.step([1, 2])
+        batch.remove(leases[0])
+        decode(batch, said[1:], 2)
+
+
+def test_the_kernel_reads_a_row_alone_on_several_pieces(monkeypatch):
+    kernel = reference_kernel()
+    monkeypatch.setattr(current, "kernel", lambda: kernel)
+    model = tiny("llama")
+    with onefold.PrefixCache(model, "64MB") as cache:
+        prefix = words(40, seed=1)
+        with cache.lease(prefix) as lease:
+            forward(model, lease.layers, prefix, 0)
+            lease.commit(prefix)
+        with cache.lease([*prefix, 7]), cache.lease([*prefix, 8, 9, 10]) as lease:
+            told, before = [*prefix, 8, 9, 10], kernel.counts[""]
+            logits = model(mx.array([told[lease.cached :]]), cache=lease.layers)[:, -1]
+            assert kernel.counts[""] > before  # several queries, of which each sees one key less than the next
+            assert close(logits, fresh(model, told))
+            for n in range(4):
+                told.append(20 + n)
+                assert close(forward(model, lease.layers, told, lease.offset), fresh(model, told))
+
+
+def test_a_kernel_that_is_faster_than_mlx_s_own_attention_replaces_it(monkeypatch):
+    kernel = reference_kernel()
+    kernel.replaces_stock = True
+    monkeypatch.setattr(current, "kernel", lambda: kernel)
+    model = tiny("llama")
+    with onefold.PrefixCache(model, "64MB") as cache, cache.lease(words(300, seed=1)) as lease:
+        told, before = words(300, seed=1), kernel.counts[""]
+        mx.eval(model(mx.array([told]), cache=lease.layers))
+        assert kernel.counts[""] == before  # a prompt in one piece
+        for n in range(3):
+            told.append(n)
+            assert close(forward(model, lease.layers, told, lease.offset), fresh(model, told))
+        assert kernel.counts[""] - before == 3 * len(model.layers)

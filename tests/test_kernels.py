@@ -1,0 +1,321 @@
+"""The decode kernel: its work table, the path of a step through it, and on a GPU the kernel itself."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from kernel_reference import Reference, reference_kernel
+from metal_emulation import COMPILER, emulated_kernel
+
+from onefold.cache.memory import device
+from onefold.cache.model.kernels import comparison, current, trial
+from onefold.cache.model.kernels.decode import DecodeKernel, Format, Shape
+from onefold.cache.model.kernels.work_table import MOST_QUERIES, WorkTable
+
+PLAIN = Format("plain", 1)
+
+
+FLOAT = Shape(32, 32, mx.float32, PLAIN)
+
+
+def slab_of(capacity: int, heads: int = 1) -> comparison.Slab:
+    return comparison.Slab(capacity, heads, FLOAT)
+
+
+def random_layout(rng: random.Random, slabs: list[Any], rows: int, length: int) -> list[list[tuple[Any, int, int]]]:
+    """Rows that share a prefix or not, each with ranges of its own; the last `length` tokens of each are its own."""
+    prefix = _range(rng, rng.choice(slabs[rows:])) if rng.random() < 0.6 else None
+    layout = []
+    for i in range(rows):
+        row = []
+        if prefix is not None and rng.random() < 0.8:
+            slab, lo, hi = prefix
+            row.append((slab, lo, hi if rng.random() < 0.5 else rng.randrange(lo, hi) + 1))
+        for slab in rng.sample(slabs[rows:], rng.choice([0, 0, 1, 2])):
+            if all(slab is not other for other, _, _ in row):
+                row.append(_range(rng, slab))
+        lo = rng.randrange(slabs[i].capacity - length + 1)
+        row.append((slabs[i], lo, rng.randrange(lo + length, slabs[i].capacity + 1)))
+        layout.append(row)
+    return layout
+
+
+def _range(rng: random.Random, slab: Any) -> tuple[Any, int, int]:
+    lo = rng.randrange(slab.capacity)
+    return slab, lo, rng.randrange(lo, slab.capacity) + 1
+
+
+def compare(
+    kernel: DecodeKernel, seed: int, dims: tuple[int, int], dtype: Any, most: float, *, small: bool = False
+) -> None:
+    rng = random.Random(seed)
+    mx.random.seed(seed)
+    rows, heads = rng.choice([1, 2, 3] if small else [1, 2, 3, 8, 20]), rng.choice([1, 2] if small else [1, 2, 3, 8])
+    repeats, length = rng.choice([1, 2, 4, 5, 8, 16]), rng.choice([1, 1, 1, 2, 3, MOST_QUERIES])
+    capacities = [rng.choice([8, 20, 64] if small else [8, 64, 256, 1000, 2048]) for _ in range(rows + 3)]
+    shape = Shape(*dims, dtype, PLAIN)
+    slabs = [comparison.Slab(c, heads, shape) for c in capacities]
+    layout = random_layout(rng, slabs, rows, length)
+    q = mx.random.normal((rows, length, heads * repeats, dims[0])).astype(dtype).transpose(0, 2, 1, 3)
+    sinks = (3 * mx.random.normal((heads * repeats,))).astype(dtype) if rng.random() < 0.3 else None
+    scale = dims[0] ** -0.5
+    table = kernel.table(layout, length, heads, shape)
+    out = kernel.attend(q, [slab.arrays for slab in table.slabs], table, shape, heads, scale, sinks)
+    want = comparison.attention(q, layout, scale, sinks)
+    error = mx.abs(out.astype(mx.float32) - want).max().item()
+    assert error <= most * max(1.0, mx.abs(want).max().item()), f"seed {seed}: {error}"
+
+
+@pytest.mark.parametrize("most_slabs", [4, 12, 120])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_table_reads_every_token_of_every_row_once(seed, most_slabs):
+    with mx.stream(mx.cpu):  # in full 32 bits: products of a GPU may have fewer
+        compare(reference_kernel(most_slabs), 100 * most_slabs + seed, (32, 32), mx.float32, 1e-5)
+
+
+@pytest.mark.skipif(not device.on_gpu(), reason="needs a GPU")
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (256, 256), (96, 96), (192, 128)])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_the_kernel_computes_what_plain_operations_do(dims, dtype):
+    kernel = current.device_kernel()
+    assert kernel is not None
+    for seed in range(12):
+        compare(kernel, seed, dims, dtype, 2e-2)
+
+
+@pytest.mark.skipif(not device.on_gpu(), reason="needs a GPU")
+@pytest.mark.parametrize("form", [PLAIN, *(Format("affine", 3, *how) for how in ((8, 64), (4, 64), (4, 32)))])
+def test_a_trial_on_this_device_passes(form, tmp_path, monkeypatch):
+    monkeypatch.setenv("ONEFOLD_CACHE_DIR", str(tmp_path))
+    tried = trial.Trial(Shape(128, 128, mx.bfloat16, form), 32, 8)
+    assert trial.reason(tried) == ""
+    assert list(trial.kept().values()) == [tried]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("dims", [(32, 32), pytest.param((64, 96), marks=pytest.mark.slow)])
+def test_the_source_for_metal_computes_what_plain_operations_do(dims, tmp_path_factory):
+    kernel = emulated_kernel(tmp_path_factory.mktemp("metal"))
+    for seed in range(4):
+        with mx.stream(mx.cpu):
+            compare(kernel, seed, dims, mx.float32, 1e-4, small=True)
+
+
+def test_a_prefix_is_read_once_for_all_rows():
+    prefix, own = slab_of(1024), [slab_of(64) for _ in range(8)]
+    table = WorkTable([[(prefix, 0, 900), (s, 0, 1)] for s in own], 1, 8, 120)
+    (launch,) = table.launches()
+    entries = np.array(launch.work)
+    assert sum(hi - lo for _, lo, hi, *_ in entries.tolist()) == 900 + 8
+    assert table.readers == 8
+
+
+def test_rows_that_leave_a_prefix_at_different_places_read_what_they_share_once():
+    prefix, own = slab_of(1024), [slab_of(64) for _ in range(2)]
+    table = WorkTable([[(prefix, 0, 900), (own[0], 0, 10)], [(prefix, 0, 600), (own[1], 0, 10)]], 1, 8, 120)
+    (launch,) = table.launches()
+    assert sum(hi - lo for _, lo, hi, *_ in np.array(launch.work).tolist()) == 900 + 20
+
+
+def test_a_table_follows_the_rows_while_each_grows_by_one():
+    prefix, arena = slab_of(1024), slab_of(1024)
+
+    def layout(n: int) -> Any:
+        return [[(prefix, 0, 500), (arena, 256 * i, 256 * i + n + i)] for i in range(3)]
+
+    table = WorkTable(layout(1), 1, 8, 120)
+    for n in range(2, 50):
+        assert table.follow(layout(n))
+        fresh = WorkTable(layout(n), 1, 8, 120)
+        assert np.array_equal(np.array(table.launches()[0].work), np.array(fresh.launches()[0].work))
+    again = layout(50)
+    assert table.follow(again)
+    assert table.follow(again)  # for the next layer
+    assert not table.follow(layout(50))
+    assert not table.follow(layout(52))
+    assert not table.follow(layout(51)[:2])
+    arena.capacity *= 2  # it has grown: rows of the next heads lie elsewhere
+    assert not table.follow(layout(51))
+
+
+def test_a_row_that_fills_its_last_chunk_needs_another_table():
+    slab = slab_of(1024)
+    table = WorkTable([[(slab, 0, 256)]], 1, 8, 120)
+    assert not table.follow([[(slab, 0, 257)]])
+    assert len(WorkTable([[(slab, 0, 257)]], 1, 8, 120).launches()[0].work) == 2
+
+
+def test_very_long_rows_have_longer_chunks():
+    slab = slab_of(8)
+    slab.capacity = 1 << 20
+    table = WorkTable([[(slab, 0, 1 << 20)]], 1, 8, 120)
+    assert table.launches()[0].entries <= 128
+
+
+def test_more_slabs_than_a_launch_has_arguments_for_are_several_launches():
+    slabs = [slab_of(64) for _ in range(10)]
+    table = WorkTable([[(s, 0, 5) for s in slabs]], 1, 8, 4)
+    found = [(x.first, x.stop, x.entries, x.partials) for x in table.launches()]
+    assert found == [(0, 4, 4, 4), (4, 8, 4, 4), (8, 10, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("length", "mask", "dtype", "why"),
+    [
+        (9, "causal", mx.float32, "many queries"),
+        (2, mx.ones((2, 2)), mx.float32, "a mask of the model's own"),
+        (1, mx.ones((1, 2)), mx.float32, "a mask of the model's own"),
+        (1, None, mx.float16, "queries of another type than the keys"),
+        (1, None, mx.float32, ""),
+        (8, "causal", mx.float32, ""),
+    ],
+)
+def test_a_call_that_the_kernel_does_not_take_has_a_reason(length, mask, dtype, why):
+    q = mx.zeros((1, 4, length, 32), dtype)
+    assert reference_kernel().reason(q, FLOAT, mask) == why
+
+
+def test_every_variant_is_compiled_once():
+    made = []
+
+    def make(shape: Shape, slabs: int) -> Reference:
+        made.append(slabs)
+        return Reference(shape, slabs)
+
+    kernel = DecodeKernel(make, lambda shape: "", 240)
+    for _ in range(2):
+        kernel.compile_all(FLOAT, 4, 2, slab_of(8, 2).arrays)
+    assert made == list(kernel.buckets(FLOAT))
+    assert len(made) <= 8
+
+
+def test_a_shape_that_cannot_be_compiled_is_not_used(caplog):
+    def make(shape: Shape, slabs: int) -> Reference:
+        raise RuntimeError("no compiler")
+
+    kernel = DecodeKernel(make, lambda shape: "", 240)
+    kernel.compile_all(FLOAT, 4, 2, slab_of(8, 2).arrays)
+    assert "no compiler" in caplog.text
+    assert kernel.reason(mx.zeros((1, 4, 1, 32)), FLOAT, None) == "the kernel cannot be compiled"
+
+
+# -- the trial -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONEFOLD_CACHE_DIR", str(tmp_path / "caches"))
+    return tmp_path / "caches" / trial.FILE
+
+
+TRIED = trial.Trial(FLOAT, 4, 2)
+
+
+def child_that(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, code: str) -> None:
+    """Has trials run `code` in place of the comparison."""
+    (tmp_path / "stand_in_child.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(trial, "CHILD", "stand_in_child")
+
+
+def test_the_comparison_finds_a_kernel_that_is_wrong():
+    class Wrong(Reference):
+        def partial(self, given: Any) -> Any:
+            mixed, sums = super().partial(given)
+            return mixed * 1.2, sums
+
+    class Unnormal(Reference):
+        def reduce(self, given: Any) -> Any:
+            return super().reduce(given) * mx.array(float("nan"))
+
+    with mx.stream(mx.cpu):
+        assert comparison.compare(reference_kernel(4), FLOAT, 4, 2) == ""
+        for cls in (Wrong, Unnormal):
+            assert "differs by" in comparison.compare(DecodeKernel(cls, lambda shape: "", 8), FLOAT, 4, 2)
+
+
+def test_a_comparison_has_a_case_for_every_variant_and_for_several_launches():
+    for buckets in ((4, 12, 36, 120), (3,), (4, 11)):
+        most = [case.rows * case.slabs + bool(case.shared) for case in comparison.cases(buckets)]
+        for low, high in zip((0, *buckets), buckets, strict=False):
+            assert any(low < n <= high for n in most), (buckets, high)
+        assert max(most) > buckets[-1]
+
+
+def test_the_result_of_a_trial_is_kept(results, monkeypatch, tmp_path):
+    child_that(monkeypatch, tmp_path, 'print(\'{"found": ""}\')')
+    assert trial.reason(TRIED) == ""
+    assert trial.kept() == {next(iter(trial.kept())): TRIED}
+    child_that(monkeypatch, tmp_path, 'print(\'{"found": "it differs"}\')')
+    assert trial.reason(TRIED) == ""  # kept
+    assert trial.repeat(TRIED) == "it differs"
+    assert trial.reason(TRIED) == "it differs"
+    assert trial.reason(TRIED._replace(heads=8)) == "it differs"
+    assert len(trial.kept()) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("import time; time.sleep(60)", "did not end within 2 seconds"),
+        ("import os; os.abort()", "ended with exit code -6"),
+        ("raise SystemExit('no such device')", "exit code 1: no such device"),
+        ("print('nothing')", "exit code 0"),
+    ],
+)
+def test_a_kernel_that_hangs_or_ends_its_process_does_not_serve(results, monkeypatch, tmp_path, code, why):
+    child_that(monkeypatch, tmp_path, code)
+    assert why in trial.repeat(TRIED, seconds=2)
+    assert why in trial.reason(TRIED)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{not json", '{"x": 1, "y": {"trial": {}}}'])
+def test_a_file_of_results_that_is_damaged_counts_as_empty(results, monkeypatch, tmp_path, content):
+    child_that(monkeypatch, tmp_path, 'print(\'{"found": ""}\')')
+    results.parent.mkdir()
+    results.write_text(content)
+    assert trial.kept() == {}
+    assert trial.reason(TRIED) == ""
+    assert list(trial.kept().values()) == [TRIED]
+
+
+def test_a_trial_runs_where_its_result_cannot_be_kept(results, monkeypatch, tmp_path):
+    child_that(monkeypatch, tmp_path, 'print(\'{"found": ""}\')')
+    results.parent.write_text("a file")
+    assert trial.reason(TRIED) == ""
+    assert trial.kept() == {}
+
+
+def test_the_child_says_that_a_cpu_has_no_kernel(results):
+    if not device.on_gpu():
+        assert trial.reason(TRIED) == "this device has no kernel"
+
+
+def test_a_shape_serves_only_after_it_was_tried():
+    tried = []
+
+    def judge(shape: Shape, heads: int, n_kv: int) -> str:
+        tried.append((shape, heads, n_kv))
+        return "" if heads == 4 else "it differs"
+
+    kernel = DecodeKernel(Reference, lambda shape: "", 240, judge=judge)
+    other = FLOAT._replace(key_dim=64)
+    assert kernel.shape_reason(FLOAT) == "not compared yet"
+    kernel.compile_all(FLOAT, 5, 2, slab_of(8, 2).arrays)  # heads are a multiple of the keys'
+    kernel.compile_all(other, 8, 2, slab_of(8, 2).arrays)
+    kernel.compile_all(other, 8, 2, slab_of(8, 2).arrays)
+    assert tried == [(FLOAT, 4, 2), (other, 8, 2)]
+    assert kernel.shape_reason(FLOAT) == ""
+    assert kernel.shape_reason(other) == "its trial failed"
+
+
+@pytest.mark.parametrize(("value", "off"), [("off", True), ("0", True), ("OFF", True), ("", False), ("on", False)])
+def test_kernels_can_be_switched_off(monkeypatch, value, off):
+    monkeypatch.setenv("ONEFOLD_KERNELS", value)
+    monkeypatch.setattr(current, "device_kernel", reference_kernel)
+    assert (current.kernel() is None) == off

@@ -10,17 +10,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 import onefold
 from onefold import backend, blas, machine
 from onefold.cache.memory import device
+from onefold.cache.model.kernels import current, trial
+from onefold.cache.model.kernels.decode import Format, Shape
 from onefold.cache.tiers.records.folder import Folder
 from onefold.cli import doctor, doctor_device, doctor_install, main
 from onefold.cli.doctor_finding import FAULTS, Finding, guarded
 from onefold.engine import stock
 
-ON_DEVICE = ["device", "blas", "memory", "forward"]
+ON_DEVICE = ["device", "blas", "memory", "forward", "kernels"]
 KEYS = {"check", "state", "message", "remedy", "facts"}
 
 
@@ -77,7 +80,7 @@ def test_what_people_see(healthy: dict[str, Any], capsys: pytest.CaptureFixture[
     doctor.show(healthy)
     first, *checks, last = capsys.readouterr().out.splitlines()
     assert first == f"onefold {onefold.__version__}"
-    assert len([line for line in checks if line.startswith(("ok ", "warning "))]) == 6
+    assert len([line for line in checks if line.startswith(("ok ", "warning "))]) == 7
     assert last == "no problems" or healthy["warnings"]
 
 
@@ -371,3 +374,52 @@ def test_a_process_that_ends_early_is_a_problem_of_its_check(code: str, check: s
 def test_without_a_device_the_other_checks_are_not_run() -> None:
     found, skipped = doctor.on_device(child(BEGIN + FINE.replace('"ok"', '"problem"')))
     assert [f.state for f in found] == ["problem"] and skipped == ON_DEVICE[1:]
+
+
+# -- kernels --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A device with a kernel, and what its trials find."""
+    found: dict[str, Any] = {"kept": {}, "reasons": {}, "repeated": []}
+
+    def repeat(one: trial.Trial, seconds: float) -> str:
+        found["repeated"].append(one)
+        return found["reasons"].get(one.heads, "")
+
+    monkeypatch.setattr(current, "device_kernel", object)
+    monkeypatch.setattr(trial, "kept", lambda: found["kept"])
+    monkeypatch.setattr(trial, "repeat", repeat)
+    monkeypatch.delenv("ONEFOLD_KERNELS", raising=False)
+    return found
+
+
+def some_trial(heads: int) -> trial.Trial:
+    return trial.Trial(Shape(64, 64, mx.bfloat16, Format("plain", 1)), heads, 2)
+
+
+def test_the_kernel_is_tried_for_a_usual_shape_where_none_was_used(tried: dict[str, Any]) -> None:
+    found = doctor_device.kernels()
+    assert found.state == "ok" and "heads of 128 in float16, 32 on 8" in found.message
+    assert [one.heads for one in tried["repeated"]] == [32]
+
+
+def test_trials_are_repeated_for_the_shapes_that_were_used_last(tried: dict[str, Any]) -> None:
+    tried["kept"] = {str(n): some_trial(n) for n in (4, 6, 8, 10)}
+    assert doctor_device.kernels().state == "ok"
+    assert [one.heads for one in tried["repeated"]] == [8, 10]
+
+
+def test_a_kernel_that_differs_is_a_warning(tried: dict[str, Any]) -> None:
+    tried["kept"], tried["reasons"] = {"a": some_trial(4), "b": some_trial(6)}, {6: "a case differs by 0.3"}
+    found = doctor_device.kernels()
+    assert found.state == "warning" and "6 on 2: a case differs by 0.3" in found.message and found.remedy
+    assert found.facts["trials"] == {str(some_trial(4)): "", str(some_trial(6)): "a case differs by 0.3"}
+
+
+def test_a_kernel_that_is_switched_off_is_a_warning(tried: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEFOLD_KERNELS", "off")
+    found = doctor_device.kernels()
+    assert found.state == "warning" and "ONEFOLD_KERNELS switches it off" in found.message
+    assert found.remedy == "Unset ONEFOLD_KERNELS to use it"

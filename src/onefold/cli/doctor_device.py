@@ -35,6 +35,8 @@ TOKENS, KNOWN = 96, 64
 TOLERANCE = 1e-2
 """The largest difference, as a share of the largest logit: GPUs round products of 32 bits to fewer. Wrong KV differs by
 much more."""
+TRIALS, TRIAL_SECONDS = 2, 60.0
+"""Trials of the decode kernel that are repeated, and what each may take."""
 REPORT = "Report it, with the output of onefold doctor --json"
 
 
@@ -141,6 +143,31 @@ def forward() -> Finding:
     return Finding("forward", "ok", told, facts=facts)
 
 
+def kernels() -> Finding:
+    """Whether the decode kernel computes what MLX's own operations do: tries it again for the shapes that were tried on
+    this device before, or for a usual one. The results are kept."""
+    import mlx.core as mx
+
+    from onefold.cache.model.kernels import current, trial
+    from onefold.cache.model.kernels.decode import Format, Shape
+
+    if current.device_kernel() is None:
+        return Finding("kernels", "ok", "none for a CPU: MLX's own operations are used")
+    usual = trial.Trial(Shape(128, 128, mx.float16, Format("plain", 1)), 32, 8)
+    tried = list(trial.kept().values())[-TRIALS:] or [usual]
+    found = {str(one): trial.repeat(one, TRIAL_SECONDS) for one in tried}
+    facts: dict[str, Any] = {"trials": found, "switched_off": current.is_switched_off()}
+    failed = [f"{name}: {reason}" for name, reason in found.items() if reason]
+    if failed:
+        message = f"the decode kernel is not used, and batches are slower: {'; '.join(failed)}"
+        return Finding("kernels", "warning", message, REPORT, facts)
+    told = f"the decode kernel computes what MLX's own operations do, for {'; '.join(found)}"
+    if current.is_switched_off():
+        remedy = f"Unset {current.SWITCH} to use it"
+        return Finding("kernels", "warning", f"{told}, but {current.SWITCH} switches it off", remedy, facts)
+    return Finding("kernels", "ok", told, facts=facts)
+
+
 def reinstall() -> str:
     """Return the command that installs MLX and its backend again; of several backends it keeps one."""
     if len(found := backend.installed()) > 1:
@@ -155,6 +182,7 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "blas": check_blas,
     "memory": memory,
     "forward": forward,
+    "kernels": kernels,
 }
 
 

@@ -176,6 +176,31 @@ def test_a_refused_step_of_a_ragged_batch_leaves_no_row_ahead():
         cache.check()
 
 
+def test_rows_for_which_there_is_no_room_at_home_stay_in_the_arena():
+    """The own slab has room for a part of the tokens, and there are no bytes for the others."""
+    model = tiny("llama")
+    with onefold.PrefixCache(model, "64MB") as cache:
+        said = [words(150, seed=1), words(160, seed=2)]
+        leases = prefilled(cache, model, said)
+        batch, ledger = cache.batch(leases, pooled=True), cache.state.ledger
+        decode(batch, said, STEP - EARLY)
+        left = ledger.free_bytes + ledger.spare() - ledger.headroom()
+        short = ledger.open(Purpose.LIVE, left - 20_000)
+        decode(batch, said, EARLY // 2)
+        assert cache.stats().moved_bytes == 0
+        logits = batch.step([row[-1] for row in said])
+        for i, row in enumerate(said):
+            assert close(logits[i : i + 1], fresh(model, row))
+            row.append(7)
+        short.close()
+        decode(batch, said, EARLY)
+        assert cache.stats().moved_bytes > 0
+        for lease, row in zip(leases, said, strict=True):
+            assert mx.argmax(fresh(model, row[:-1]), axis=-1).item() == row[-1]
+            lease.commit(row[:-1])
+        cache.check()
+
+
 def test_a_batch_checks_what_its_rows_are_fed():
     model, other = tiny("llama"), tiny("llama")
     with onefold.PrefixCache(model, "64MB") as cache:

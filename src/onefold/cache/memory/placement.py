@@ -97,16 +97,14 @@ class Placement:
         spans = [(s, p) for p in tail for s in p.slab.spans if p.lo <= s.lo and s.hi <= p.hi and s.lo < s.hi]
         if spans and not self._can_follow(track, pieces[:k], tail, n):
             return False
-        floor, frozen = track.floor, track.frozen
-        track.pieces, track.floor, track.frozen = pieces[:k], min(floor, start), min(frozen, start)
+        track.pieces, covered = pieces[:k], n == 0
         try:
-            if n:
-                track.ensure(start, n)
-        except BudgetError:
-            track.pieces = pieces
-            return False
+            covered = covered or self._extend(track, start, n)
         finally:
-            track.floor, track.frozen = floor, frozen
+            if not covered:
+                track.pieces = pieces
+        if not covered:
+            return False
         for index in range(len(self._store.specs) if n else 0):
             for p in tail:
                 if p.lo < p.hi:
@@ -119,6 +117,23 @@ class Placement:
             slab.leave(track)
             slab.settle()
         self._nodes.counts["tail_tokens_moved"] += n
+        return True
+
+    def _extend(self, track: Track, start: int, n: int) -> bool:
+        """Have the track's pieces cover `n` more positions, from `start` on, also where the tree owns them. Returns
+        False, and leaves the pieces that it had as they were, if there is no room."""
+        last = track.pieces[-1] if track.pieces else None
+        floor, frozen, hi, covered = track.floor, track.frozen, 0 if last is None else last.hi, False
+        track.floor, track.frozen = min(floor, start), min(frozen, start)
+        try:
+            track.ensure(start, n)
+            covered = True
+        except BudgetError:
+            return False
+        finally:
+            track.floor, track.frozen = floor, frozen
+            if not covered and last is not None:
+                last.hi = hi  # a part of the positions may have been covered
         return True
 
     def _can_follow(self, track: Track, own: list[Piece], tail: list[Piece], n: int) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import threading
+import weakref
 from typing import Any
 
 import mlx.core as mx
@@ -254,3 +257,62 @@ def test_a_kernel_that_is_faster_than_mlx_s_own_attention_replaces_it(monkeypatc
             told.append(n)
             assert close(forward(model, lease.layers, told, lease.offset), fresh(model, told))
         assert kernel.counts[""] - before == 3 * len(model.layers)
+
+
+# -- threads and lifetimes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_another_thread_cannot_step_a_batch_in_the_middle_of_a_step(rows, monkeypatch):
+    model = tiny("llama")
+    with onefold.PrefixCache(model, "64MB") as cache:
+        said = [words(20, seed=1), words(33, seed=2)]
+        leases = prefilled(cache, model, said)
+        batch = cache.batch(leases, pooled=True)
+        decode(batch, said, 2)
+        for lease in leases[rows:]:
+            batch.remove(lease)
+        said = said[:rows]
+        original, errors, calls = type(model.model.norm).__call__, list[Exception](), list[int]()
+
+        def other() -> None:
+            try:
+                batch.step([7] * rows)
+            except onefold.OnefoldError as error:
+                errors.append(error)
+
+        def interrupted(self: Any, x: mx.array) -> mx.array:
+            calls.append(1)
+            if len(calls) == 2:
+                thread = threading.Thread(target=other)
+                thread.start()
+                thread.join()
+            return original(self, x)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(type(model.model.norm), "__call__", interrupted)
+            logits = batch.step([row[-1] for row in said])
+        assert [type(error) for error in errors] == [onefold.WrongThread]
+        for i, row in enumerate(said):
+            assert close(logits[i : i + 1], fresh(model, row))
+        cache.check()
+
+
+def test_a_dropped_batch_keeps_nothing_alive():
+    gc.collect()
+    gc.disable()
+    try:
+        model = tiny("llama")
+        cache = onefold.PrefixCache(model, "64MB")
+        said = [words(20, seed=1), words(33, seed=2)]
+        leases = prefilled(cache, model, said)
+        decode(cache.batch(leases, pooled=True), said, 2)
+        for lease in leases:
+            lease.commit()
+        state = weakref.ref(cache.state)
+        del lease, leases
+        cache.close()
+        del cache
+        assert state() is None
+    finally:
+        gc.enable()

@@ -6,6 +6,7 @@ The positions of the rows and the layout of their pieces are the same for every 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -139,6 +140,7 @@ class StepPlan:
         "_planned",
         "_reading",
         "_table",
+        "_watcher",
         "admitted",
         "cores",
         "is_prepared",
@@ -147,7 +149,6 @@ class StepPlan:
         "longest",
         "one_slab",
         "positions",
-        "watcher",
     )
 
     def __init__(self) -> None:
@@ -167,14 +168,23 @@ class StepPlan:
         self._table: WorkTable | None = None
         self._capacities: list[int] = []
         self._forward: tuple[int | None, int] | None = None
-        self.watcher: Any = None
-        """Observes the batch's forwards for all rows; None if each row's watcher does."""
+        self._watcher: Callable[[], Any] = lambda: None
         self.is_prepared = False
         """The fields below and `layout` and `one_slab` are those of the step that is running."""
         self.positions = self._offset
         """The rows' positions before the step."""
         self.longest = 0
         """Tokens of the longest row after it."""
+
+    @property
+    def watcher(self) -> Any:
+        """Observes the batch's forwards for all rows; None if each row's watcher does. The batch owns it: it refers to
+        the plan."""
+        return self._watcher()
+
+    @watcher.setter
+    def watcher(self, watcher: Any) -> None:
+        self._watcher = weakref.ref(watcher)
 
     def prepare(self, starts: list[int], tracks: list[Track]) -> None:
         """Lay out a step in which the rows, at `starts`, write one token each."""

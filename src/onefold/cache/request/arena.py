@@ -14,6 +14,7 @@ from onefold.cache.memory.pieces import Piece
 from onefold.cache.memory.placement import Placement
 from onefold.cache.memory.segment import STEP, Slab, Store
 from onefold.cache.memory.track import Track
+from onefold.cache.model import seam
 from onefold.errors import BudgetError
 
 EARLY = STEP // 4
@@ -49,6 +50,8 @@ class Arena:
             return
         for track in standing:
             self._placement.bring_home(track)
+        # now, or only this thread could compute the copies if the step is refused
+        seam.schedule([a for track in standing for a in track.written()])
         standing = [t for t in standing if self._room(t) == 0]
         try:
             regions = self._regions(len(standing), len(tracks))

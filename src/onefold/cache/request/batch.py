@@ -44,6 +44,7 @@ class Batch:
         self.leases: list[Lease] = []
         self._layers: list[Any] | None = None
         self._plan = StepPlan()
+        self._stepping: Stepping | None = None
         self._arena = arena
         self._state = state
         for lease in leases:
@@ -93,10 +94,11 @@ class Batch:
         if self._layers is None:
             own = [lease.layers[: self._n_layers] for lease in self.leases]
             self._plan = plan = StepPlan()
+            self._stepping = None
             self._layers = [same[0].rows(list(same), plan) for same in zip(*own, strict=True)]
             if self.ragged and Stepping.serves(self._anatomy, [lease.hold for lease in self.leases]):
                 rows = [(lease.hold, lease.usage, lease.hold.watchers[0]) for lease in self.leases]
-                plan.watcher = Stepping(rows, plan, self._arena, self._anatomy, self._state)
+                plan.watcher = self._stepping = Stepping(rows, plan, self._arena, self._anatomy, self._state)
         return self._layers
 
     def step(self, tokens: Any) -> mx.array:
@@ -111,7 +113,7 @@ class Batch:
             given, seated = show_count(tokens.shape[0], "token"), show_count(len(self.leases), "row")
             raise LeaseError(f"{given} for {seated}: give one token per row")
         if len(self.leases) == 1:
-            with self._state.lock:
+            with self.leases[0].usage.in_turn(), self._state.lock:
                 self._state.placement.bring_home(self.leases[0].hold.track)
             return self.model(tokens, cache=self.leases[0].layers[: self._n_layers])[:, -1, :]
         if self.ragged and self.layers and self._plan.watcher is not None:

@@ -58,11 +58,13 @@ class Stepping:
     # -- what `seam.watch` calls ---------------------------------------------------------------
 
     def begun(self, model: Any, inputs: mx.array | None, row: int, *, n_layers: int, embedded: bool) -> None:
+        self._rows[0][1].take_turn()  # raises for another thread, before it reads what this one has noted
         if self._depth:
             self._depth += 1
             return
         try:
-            for _, usage, _ in self._rows:
+            self._turns = 1
+            for _, usage, _ in self._rows[1:]:
                 usage.take_turn()
                 self._turns += 1
             if inputs is None or tuple(inputs.shape) != (self.n_rows, 1):
@@ -112,15 +114,17 @@ class Stepping:
 
     def left(self) -> None:
         self._depth -= 1
-        if not self._depth:
-            self._plan.is_prepared = False
-            self._fed = []
-            self._end_turns()
+        if self._depth:
+            self._rows[0][1].end_turn()
+            return
+        self._plan.is_prepared = False
+        self._fed = []
+        self._end_turns()
 
     def _end_turns(self) -> None:
-        for _, usage, _ in self._rows[: self._turns]:
+        held, self._turns = self._turns, 0
+        for _, usage, _ in reversed(self._rows[:held]):  # the first one last: another thread may begin then
             usage.end_turn()
-        self._turns = 0
 
     def _begin_row(self, hold: Hold, watcher: ForwardWatcher) -> int:
         """Begin a row's step. Returns its position. Raises LeaseError like a forward of its own."""

@@ -28,6 +28,8 @@ class Reference:
         work, lists = np.array(given.work).reshape(-1, COLUMNS), np.array(given.lists)
         mixed, sums = [None] * given.partials, [None] * given.partials
         for slab, lo, hi, capacity, member, members, behind, first in work.tolist():
+            if not members:
+                continue
             self.read_tokens += hi - lo
             k, v = given.arrays[slab]
             assert capacity == k.shape[2]
@@ -43,6 +45,8 @@ class Reference:
                 assert mixed[first + i] is None
                 mixed[first + i] = weights @ v
                 sums[first + i] = mx.concatenate([top, weights.sum(axis=-1, keepdims=True)], axis=-1)
+        blank = mx.full((heads, length, self.shape.value_dim), mx.nan), mx.full((heads, length, 2), mx.nan)
+        mixed, sums = ([y if x is None else x for x in found] for found, y in ((mixed, blank[0]), (sums, blank[1])))
         return mx.stack(mixed), mx.stack(sums)
 
     def reduce(self, given: Reduction) -> mx.array:
@@ -65,6 +69,56 @@ class Reference:
                 whole = whole + mx.power(2.0, sink - most)
             out.append((weights * mixed).sum(axis=0) / whole)
         return mx.stack(out).astype(given.dtype)
+
+
+class Traceable(Reference):
+    """The same without reading the table's content where rows have one query, so that a step on it can be compiled."""
+
+    def partial(self, given: Partial) -> tuple[mx.array, mx.array]:
+        if given.q.shape[2] > 1:
+            return super().partial(given)
+        heads, n_kv = given.q.shape[1], given.blocks[1]
+        slab, lo, hi, _, member, members, _, first = (given.work[:, i] for i in range(COLUMNS))
+        at = mx.arange(given.partials)[:, None]
+        belongs = (first <= at) & (at < first + members)  # [partials, entries]
+        entry = mx.argmax(belongs, axis=1)
+        row = given.lists[mx.where(belongs.any(axis=1), member[entry] + at[:, 0] - first[entry], 0)]
+        q = given.q[row, :, 0].astype(mx.float32)[:, :, None]
+        top = mx.full((given.partials, heads, 1, 1), -1e30)
+        total, mixed = mx.zeros_like(top), mx.zeros((given.partials, heads, 1, self.shape.value_dim))
+        for i, (k, v) in enumerate(given.arrays):
+            here = mx.arange(k.shape[2])
+            seen = (slab[entry] == i)[:, None] & (here >= lo[entry][:, None]) & (here < hi[entry][:, None])
+            seen = seen[:, None, None]
+            k, v = (mx.repeat(a.astype(mx.float32), heads // n_kv, axis=1) for a in (k, v))
+            scores = mx.where(seen, (q @ k.swapaxes(-1, -2)) * (given.scale * LOG2_E), -1e30)
+            most = scores.max(axis=-1, keepdims=True)
+            weights = mx.where(seen, mx.power(2.0, scores - most), 0)
+            chosen = seen.any(axis=-1, keepdims=True)
+            top = mx.where(chosen, most, top)
+            total = mx.where(chosen, weights.sum(axis=-1, keepdims=True), total)
+            mixed = mx.where(chosen, weights @ v, mixed)
+        return mixed, mx.concatenate([top, total], axis=-1)
+
+    def reduce(self, given: Reduction) -> mx.array:
+        if given.shape[2] > 1:
+            return super().reduce(given)
+        rows, n, numbers = given.shape[0], given.mixed.shape[0], given.numbers
+        edges = given.lists[numbers[4] + mx.arange(rows + 1)]
+        place = mx.minimum(numbers[5] + mx.arange(n), given.lists.shape[0] - 1)
+        partial = mx.minimum(given.lists[place], n - 1)
+        here = mx.arange(n)[None]
+        mine = ((edges[:-1, None] <= here) & (here < edges[1:, None]))[:, :, None, None, None]
+        top, total = (mx.where(mine, given.sums[partial][None, ..., i : i + 1], x) for i, x in ((0, -1e30), (1, 0)))
+        weights = mx.where(mine, mx.power(2.0, top - top.max(axis=1, keepdims=True)), 0)
+        mixed = mx.where(mine, given.mixed[partial][None], 0)
+        out = (weights * mixed).sum(axis=1) / (weights * total).sum(axis=1)
+        return out.astype(given.dtype)
+
+
+def traceable_kernel() -> DecodeKernel:
+    """A kernel whose steps are compiled, like that of CUDA."""
+    return DecodeKernel(Traceable, _takes, 240, replaces_stock=True, compiles_steps=True)
 
 
 def reference_kernel(most_slabs: int = 120) -> DecodeKernel:

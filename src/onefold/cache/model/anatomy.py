@@ -127,12 +127,22 @@ class Anatomy:
         kernel = current.kernel()
         if kernel is None or self.contiguous:
             return
-        for leaf in self.sliceable:
-            if leaf.spec is None or leaf.plain is None:
-                continue
-            k, v = leaf.plain
+        for leaf, shape in self._kernel_shapes():
             blank = [mx.zeros((1, a.heads, BLANK, a.dim), a.dtype) for a in leaf.spec.arrays]
-            kernel.compile_all(Shape(k.dim, v.dim, k.dtype, leaf.codec.kernel_format), self.heads, k.heads, blank)
+            kernel.compile_all(shape, self.heads, leaf.plain[0].heads, blank)
+
+    @property
+    def is_in_kernel(self) -> bool:
+        """Whether the device's kernel computes all attention of a decode step, and is faster than MLX's own."""
+        kernel, shapes = current.kernel(), {shape for _, shape in self._kernel_shapes()}
+        if kernel is None or not kernel.replaces_stock or self.contiguous or not shapes:
+            return False
+        return len(self.sliceable) == len(self.leaves) and not any(kernel.shape_reason(shape) for shape in shapes)
+
+    def _kernel_shapes(self) -> list[tuple[Any, Shape]]:
+        """Returns the layers that a kernel may read, with what it is compiled for."""
+        found = [(leaf, leaf.plain) for leaf in self.sliceable if leaf.spec is not None and leaf.plain is not None]
+        return [(x, Shape(k.dim, v.dim, k.dtype, x.codec.kernel_format)) for x, (k, v) in found]
 
     # -- bytes ---------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from onefold.cache.memory.shapes import ArraySpec, View
 from onefold.cache.model import stock
 from onefold.cache.model.kernels import current
 from onefold.cache.model.kernels.decode import Format, Shape
-from onefold.cache.model.step_plan import Core, Ranges, ReadingPlan, Rows, StepPlan, lowest
+from onefold.cache.model.step_plan import Core, NotTraceable, Ranges, ReadingPlan, Rows, StepPlan, lowest
 
 
 class Codec(Protocol):
@@ -55,7 +55,7 @@ class Handle:
 
     rows: Rows | list[list[View]]
     codec: Codec
-    shape: tuple[int, int, int, int]
+    dims: tuple[int, int, int, int]
     dtype: mx.Dtype
     consumed: list[int]
     """Counts the attention calls that read it, for the survey."""
@@ -63,6 +63,13 @@ class Handle:
     """The batch's, which its layers share."""
     kernel_shape: Shape | None = None
     """What the decode kernel is compiled for to read it; None if that is not known."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """The shape of the array that a model would have; for the model's code."""
+        if self.plan is not None:
+            self.plan.is_read_by_length = True
+        return self.dims
 
     @property
     def ndim(self) -> int:
@@ -119,6 +126,8 @@ def attention(
     attended = _attend_in_kernel(queries, keys, scale, mask, sinks)
     if attended is not None:
         return attended
+    if keys.plan is not None and keys.plan.is_traced:
+        raise NotTraceable("a layer's attention is not computed by the decode kernel")
     rows, codec = keys.rows, keys.codec
     if len(rows) == 1:
         return _attend_row(queries, rows[0], codec, scale, mask, sinks)
@@ -147,9 +156,10 @@ def _attend_in_kernel(
     kernel.counts[reason] += 1
     if reason:
         return None
-    table, index = plan.table(kernel, rows.layout, q, keys.shape[1], shape), rows.index
-    arrays = [slab.layers[index] or slab.arrays(index) for slab in table.slabs]
-    return kernel.attend(q, arrays, table, shape, keys.shape[1], scale, sinks)
+    n_kv = keys.dims[1]
+    table, index = plan.table(kernel, rows.layout, q, n_kv, shape), rows.index
+    arrays = [plan.arrays(slab, index) for slab in table.slabs]
+    return kernel.attend(q, arrays, table, shape, n_kv, scale, sinks)
 
 
 # -- one row --------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ class AttentionRows(RowsOf):
 
     def _write(self, found: OneSlab, keys: mx.array, values: mx.array) -> None:
         first, where = self.layers[0], found.where
-        arrays = found.slab.arrays(first.index)
+        arrays = self.plan.arrays(found.slab, first.index)
         for j, part in enumerate(first.codec.encode(keys, values)):
             new = part.transpose(2, 1, 0, 3)
             if new.shape not in where:

@@ -85,10 +85,10 @@ def watch(model: nn.Module) -> type:
     """Wrap the `__call__` of the model's class. Returns the class, for `unwatch`. Counted like `install`.
 
     Each forward notifies the `watchers()` of the first layer that it was given: `begun`, then `ended` or `failed`, then
-    `left`. There is one for each row, or one with `n_rows` rows. If the first member of the list has a `drive` method,
-    it only represents layers, and runs the forward with the real ones. So layers are reset after a forward that raised,
-    before they are read again; what a forward wrote is scheduled before its thread returns; and tokens are counted for
-    models that do not count them (mamba, rwkv7, jamba)."""
+    `left`. There is one for each row, or one with `n_rows` rows, whose `compute` runs the forward. If the first member
+    of the list has a `drive` method, it only represents layers, and runs the forward with the real ones. So layers are
+    reset after a forward that raised, before they are read again; what a forward wrote is scheduled before its thread
+    returns; and tokens are counted for models that do not count them (mamba, rwkv7, jamba)."""
     cls = type(model)
     if cls in _watched:
         original, watching, count = _watched[cls]
@@ -145,7 +145,7 @@ def _watching(cls: type, original: Callable[..., Any]) -> Callable[..., Any]:
                 # with other arrays in addition to the tokens, the tokens do not determine the KV
                 watcher.begun(self, inputs, row, n_layers=n_layers, embedded=inputs is None or bool(others))
                 notified.append(watcher)
-            out = original(self, *args, **kwargs)
+            out = _computed(notified, self, inputs, functools.partial(original, self), args, kwargs)
             worked = True
             stepped = n_tokens == 1 and isinstance(out, mx.array)
         finally:
@@ -159,6 +159,21 @@ def _watching(cls: type, original: Callable[..., Any]) -> Callable[..., Any]:
         return out
 
     return call
+
+
+def _computed(
+    watchers: list[Any], model: nn.Module, inputs: mx.array | None, call: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Returns what the model computes. A watcher of all rows may compute it, by other means than a call."""
+    compute = getattr(watchers[0], "compute", None)
+    if compute is None or inputs is None:
+        return call(*args, **kwargs)
+
+    def forward(x: mx.array) -> Any:
+        here = {k: x if v is inputs else v for k, v in kwargs.items()}
+        return call(*(x if a is inputs else a for a in args), **here)
+
+    return compute(model, inputs, forward)
 
 
 def _schedule_for(watchers: list[Any], arrays: list[mx.array]) -> None:

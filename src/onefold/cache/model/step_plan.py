@@ -6,6 +6,7 @@ The positions of the rows and the layout of their pieces are the same for every 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -128,10 +129,24 @@ class OneSlab:
         return None if slab is None else cls(slab, mx.array(spots), {})
 
 
+class NotTraceable(ValueError):
+    """A step cannot be compiled. Raised while it is traced."""
+
+
+@dataclass(slots=True)
+class StandIns:
+    """The arrays that layers use while a step is traced."""
+
+    table: WorkTable
+    arrays: dict[tuple[Slab, int], list[mx.array]]
+    """Those of a slab and a layer."""
+
+
 class StepPlan:
     """Shared by the layers of one batch."""
 
     __slots__ = (
+        "_asked",
         "_capacities",
         "_dtype",
         "_forward",
@@ -139,11 +154,13 @@ class StepPlan:
         "_offsets",
         "_planned",
         "_reading",
+        "_stand_ins",
         "_table",
         "_watcher",
         "admitted",
         "cores",
         "is_prepared",
+        "is_read_by_length",
         "laid_out",
         "layout",
         "longest",
@@ -166,6 +183,8 @@ class StepPlan:
         self._dtype: mx.Dtype | None = None
         self._reading: ReadingPlan | None = None
         self._table: WorkTable | None = None
+        self._asked: set[tuple[DecodeKernel, int, int, Shape]] = set()
+        self._stand_ins: StandIns | None = None
         self._capacities: list[int] = []
         self._forward: tuple[int | None, int] | None = None
         self._watcher: Callable[[], Any] = lambda: None
@@ -175,6 +194,8 @@ class StepPlan:
         """The rows' positions before the step."""
         self.longest = 0
         """Tokens of the longest row after it."""
+        self.is_read_by_length = False
+        """Whether the model has read how long the keys are: its code then differs from step to step."""
 
     @property
     def watcher(self) -> Any:
@@ -218,11 +239,52 @@ class StepPlan:
     def table(self, kernel: DecodeKernel, layout: Layout, q: mx.array, n_kv: int, shape: Shape) -> WorkTable:
         """Returns the work table of the decode kernel for this layout and these queries, on keys of so many heads.
         Layers of other shapes use the same if their variants have as many slabs."""
+        if self._stand_ins is not None:
+            return self._stand_ins.table
+        self._asked.add((kernel, q.shape[2], n_kv, shape))
         table, per_launch = self._table, kernel.buckets(shape)[-1]
         same = table is not None and table.queries == q.shape[2] and table.slabs_per_launch == per_launch
         if table is None or not same or not table.follow(layout):
             table = self._table = kernel.table(layout, q.shape[2], n_kv, shape)
         return table
+
+    # -- for a compiled step -------------------------------------------------------------------
+
+    def next_table(self) -> WorkTable | None:
+        """Returns the work table of the step that was prepared, before the model asks for it; None if it is not known
+        what layers ask for, or they ask for several."""
+        if not self.is_prepared or self._table is None or len({(k, n) for k, n, _, _ in self._asked}) != 1:
+            return None
+        if not self._table.follow(self.layout):
+            kernel, queries, n_kv, shape = next(iter(self._asked))
+            self._table = kernel.table(self.layout, queries, n_kv, shape).like(self._table)
+        return self._table
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether layers use stand-ins for their arrays."""
+        return self._stand_ins is not None
+
+    @contextlib.contextmanager
+    def standing_in(self, stand_ins: StandIns, positions: mx.array, spots: mx.array) -> Iterator[None]:
+        """Have layers use these arrays in place of the real ones."""
+        kept = self.positions, self.one_slab
+        assert self.one_slab is not None
+        self.positions, self.one_slab = positions, OneSlab(self.one_slab.slab, spots, {})
+        self._stand_ins = stand_ins
+        try:
+            yield
+        finally:
+            self._stand_ins = None
+            self.positions, self.one_slab = kept
+
+    def arrays(self, slab: Slab, index: int) -> list[mx.array]:
+        """Returns a slab's arrays of one layer: a list in which a layer replaces what it writes."""
+        if self._stand_ins is None:
+            return slab.layers[index] or slab.arrays(index)
+        return self._stand_ins.arrays[slab, index]
+
+    # -- for composed attention ----------------------------------------------------------------
 
     def reading(self, rows: Rows | list[list[View]], dtype: mx.Dtype) -> ReadingPlan:
         """Returns how to read the rows' pieces. Computed once per layout."""

@@ -16,6 +16,7 @@ import mlx.nn as nn
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tokens import as_tokens_or_none
 from onefold.cache.model.anatomy import Anatomy
+from onefold.cache.model.compiled_step import CompiledSteps
 from onefold.cache.model.fingerprint import model_name
 from onefold.cache.model.step_plan import StepPlan
 from onefold.cache.request import forward, stock_caches
@@ -45,6 +46,7 @@ class Batch:
         self._layers: list[Any] | None = None
         self._plan = StepPlan()
         self._stepping: Stepping | None = None
+        self._compiled = CompiledSteps()
         self._arena = arena
         self._state = state
         for lease in leases:
@@ -98,7 +100,9 @@ class Batch:
             self._layers = [same[0].rows(list(same), plan) for same in zip(*own, strict=True)]
             if self.ragged and Stepping.serves(self._anatomy, [lease.hold for lease in self.leases]):
                 rows = [(lease.hold, lease.usage, lease.hold.watchers[0]) for lease in self.leases]
-                plan.watcher = self._stepping = Stepping(rows, plan, self._arena, self._anatomy, self._state)
+                arena = self._arena if len(rows) > 1 else None
+                stepping = Stepping(rows, plan, arena, self._anatomy, self._state, self._compiled)
+                plan.watcher = self._stepping = stepping
         return self._layers
 
     def step(self, tokens: Any) -> mx.array:
@@ -115,7 +119,8 @@ class Batch:
         if len(self.leases) == 1:
             with self.leases[0].usage.in_turn(), self._state.lock:
                 self._state.placement.bring_home(self.leases[0].hold.track)
-            return self.model(tokens, cache=self.leases[0].layers[: self._n_layers])[:, -1, :]
+            if not self._anatomy.is_in_kernel:
+                return self.model(tokens, cache=self.leases[0].layers[: self._n_layers])[:, -1, :]
         if self.ragged and self.layers and self._plan.watcher is not None:
             return self.model(tokens, cache=self.layers)[:, -1, :]
         holds = [lease.hold for lease in self.leases]

@@ -84,15 +84,20 @@ def _reserving_step(hold: Hold, watcher: Watcher, n_tokens: int) -> Work[None]:
     if not watcher.rotated and any(x.sliceable and x.outgrows(n_tokens) for x in watcher.leaves):
         _rotate(hold, watcher)
     if not hold.is_outside_track:
-        if hold.unreserved:
-            end, rest, hold.unreserved = hold.track.end, hold.unreserved, 0
-            yield from hold.track.ensuring(end, rest)
-            hold.refuse_closed()
-            hold.track.shorten(end)
+        yield from reserving_rest(hold)
         yield from hold.track.ensuring(start, n_tokens, keep=max(offsets, default=0))
         hold.refuse_closed()
     kept = sum(w.rounds.bytes(w.leaves) for w in hold.watchers)
     hold.count_points(kept + sum(hold.point_bytes(w, n_tokens) for w in hold.watchers))
+
+
+def reserving_rest(hold: Hold) -> Work[None]:
+    """Reserve the room that the lease was opened with and that was not reserved yet."""
+    if hold.unreserved:
+        end, rest, hold.unreserved = hold.track.end, hold.unreserved, 0
+        yield from hold.track.ensuring(end, rest)
+        hold.refuse_closed()
+        hold.track.shorten(end)
 
 
 def time_prefill(hold: Hold, watcher: Watcher, n_tokens: int) -> None:

@@ -8,6 +8,7 @@ that nothing has to be undone if it fails. Batches of other models, and rows wit
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from onefold.cache.memory.arrays import own_name
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.state import CacheState
 from onefold.cache.model.anatomy import Anatomy
+from onefold.cache.model.compiled_step import CompiledSteps
 from onefold.cache.model.step_plan import StepPlan
 from onefold.cache.request import feeding, forward
 from onefold.cache.request.arena import Arena
@@ -35,10 +37,12 @@ class Stepping:
         arena: Arena | None,
         anatomy: Anatomy,
         state: CacheState,
+        compiled: CompiledSteps,
     ) -> None:
         self._rows = rows
         self._plan = plan
         self._arena = arena
+        self._compiled = compiled
         self._anatomy = anatomy
         self._state = state
         self.n_rows = len(rows)
@@ -47,6 +51,7 @@ class Stepping:
         self._depth = 0
         self._starts: list[int] = []
         self._fed: list[Any] = []
+        self._embedded = False
 
     @staticmethod
     def serves(anatomy: Anatomy, holds: list[Hold]) -> bool:
@@ -71,7 +76,7 @@ class Stepping:
                 raise LeaseError(f"a batch of {self.n_rows} rows is given one token per row, and all rows at once")
             feeding.require_model(self._anatomy, self._rows[0][0].target, model, n_layers)
             self._starts = [self._begin_row(hold, watcher) for hold, _, watcher in self._rows]
-            shared = own_name(inputs)
+            shared, self._embedded = own_name(inputs), embedded
             self._fed = [
                 feeding.recorded(hold, start, watcher.reached, inputs, row, embedded)
                 if embedded or feeding.is_prompt(hold, start, watcher.reached)
@@ -86,6 +91,11 @@ class Stepping:
         finally:
             if not self._depth:
                 self._end_turns()
+
+    def compute(self, model: Any, inputs: mx.array, forward: Callable[[mx.array], Any]) -> Any:
+        if self._depth > 1 or self._embedded:
+            return forward(inputs)
+        return self._compiled.run(model, forward, inputs, self._plan)
 
     def ended(self, n_tokens: int, stepped: bool) -> list[mx.array]:
         if self._depth > 1:
@@ -149,6 +159,9 @@ class Stepping:
         tracks = [hold.track for hold, _, _ in self._rows]
         if self._arena is not None:
             self._arena.seat(tracks)
+        else:
+            for hold, _, _ in self._rows:
+                yield from forward.reserving_rest(hold)
         for track, start in zip(tracks, starts, strict=True):
             last = track.pieces[-1] if track.pieces else None
             if last is not None and last.end == start >= track.floor and last.room and track.writable(last):

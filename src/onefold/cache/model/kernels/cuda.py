@@ -108,4 +108,4 @@ def make(shape: Shape, slabs: int) -> Launcher:
 
 
 def kernel(judge: Judge | None = None) -> DecodeKernel:
-    return DecodeKernel(make, takes, MOST_ARRAYS, judge=judge, replaces_stock=True)
+    return DecodeKernel(make, takes, MOST_ARRAYS, judge=judge, replaces_stock=True, compiles_steps=True)

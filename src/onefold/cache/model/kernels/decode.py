@@ -115,12 +115,14 @@ class DecodeKernel:
         *,
         judge: Judge | None = None,
         replaces_stock: bool = False,
+        compiles_steps: bool = False,
     ) -> None:
         """`takes` returns why a shape cannot be compiled; empty if it can. `most_arrays` of slabs go into one launch.
         `judge` returns why a shape that was compiled may not serve. `replaces_stock`: it is faster than MLX's own
-        attention, also where a row is one slice of a buffer."""
+        attention, also where a row is one slice of a buffer. `compiles_steps`: steps on it are compiled."""
         self._maker, self.takes, self._most_arrays, self._judge = maker, takes, most_arrays, judge
         self.replaces_stock = replaces_stock
+        self.compiles_steps = compiles_steps
         self._launchers: dict[tuple[Shape, int], Launcher] = {}
         self._reasons: dict[Shape, str] = {}
         self._buckets: dict[Shape, tuple[int, ...]] = {}

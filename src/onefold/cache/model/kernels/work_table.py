@@ -6,12 +6,15 @@
   partials belong to a row.
 - The table is the same for every layer. From one step to the next only the end of each row's last range changes
   (`follow`), unless a row joins, leaves, or begins another range.
+- Its arrays are padded, so that a compiled step (`compiled_step`) can be given those of many layouts: an entry without
+  members does nothing.
 
 Knows nothing of MLX's kernels, and of slabs only their identity and capacity.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -32,6 +35,8 @@ LONGER = ((16, 4), (4, 2))
 """From so many readers on, a chunk is so many times as long: it has a partial result for each."""
 PIECES = 4
 """Of a row, in an estimate."""
+PADDING = 16
+"""Entries, partials and the length of the lists are multiples of this."""
 MOST_QUERIES = 8
 """Queries of a row in one step."""
 
@@ -83,14 +88,17 @@ class WorkTable:
                     parts[row].append(partials + i)
                 partials += n
         self.partials = partials
-        self._entries = np.array(entries, np.int32).reshape(-1, COLUMNS)
+        self._padded = np.zeros((_padded(len(entries)), COLUMNS), np.int32)
+        self._entries = self._padded[: len(entries)]
+        self._entries[:] = np.array(entries, np.int32).reshape(-1, COLUMNS)
         self._last = np.array([last.get(r, -1) for r in range(self.rows)])
         self._longest = least
         firsts = np.cumsum([0, *(len(p) for p in parts)])
         self.first_at, self.parts_at = len(members), len(members) + len(firsts)
-        self.lists = mx.array(np.concatenate([members, firsts, *parts]).astype(np.int32))
+        lists = np.concatenate([members, firsts, *parts]).astype(np.int32)
+        self.lists = mx.array(np.pad(lists, (0, _padded(len(lists)) - len(lists))))
         self._launches: list[Launch] | None = None
-        self._numbers: dict[tuple[int, bool], mx.array] = {}
+        self._numbers: dict[tuple[int, bool, int], mx.array] = {}
 
     def follow(self, layout: Layout) -> bool:
         """Take on another layout of the same rows, if it is this very list, or each row has one more key at its end.
@@ -112,7 +120,7 @@ class WorkTable:
     def numbers(self, repeats: int, has_sinks: bool, tile: int) -> mx.array:
         """Returns what a launch needs to know beside the table: tiles, repeats, queries, sinks, and where the lists of
         partials begin."""
-        key = (repeats, has_sinks)
+        key = (repeats, has_sinks, tile)
         if key not in self._numbers:
             numbers = (self.tiles(repeats, tile), repeats, self.queries, has_sinks, self.first_at, self.parts_at)
             self._numbers[key] = mx.array(numbers, mx.int32)
@@ -130,7 +138,7 @@ class WorkTable:
     def _launch(self, first: int) -> Launch:
         stop = min(first + self.slabs_per_launch, len(self.slabs))
         if first == 0 and stop == len(self.slabs):
-            return Launch(0, stop, mx.array(self._entries), len(self._entries), self.partials)
+            return Launch(0, stop, mx.array(self._padded), len(self._padded), _padded(self.partials))
         a, b = np.searchsorted(self._entries[:, _SLAB], [first, stop])
         own = self._entries[a:b].copy()
         base = int(own[0, _PARTIAL])
@@ -139,11 +147,43 @@ class WorkTable:
         own[:, _PARTIAL] -= base
         return Launch(first, stop, mx.array(own), len(own), end - base)
 
+    # -- for a compiled step -------------------------------------------------------------------
+
+    def like(self, other: WorkTable) -> WorkTable:
+        """Give the table all numbers that the other one has, so that both have as many arrays. Returns this one."""
+        for key in other._numbers:
+            self.numbers(*key)
+        return self
+
+    @property
+    def shape(self) -> tuple[Any, ...] | None:
+        """What a compiled step depends on beside the content of `arrays`; None if the table needs several launches."""
+        if len(self.slabs) > self.slabs_per_launch:
+            return None
+        sizes = len(self._padded), _padded(self.partials), self.lists.shape[0]
+        return self.rows, self.queries, self.readers, *sizes, tuple(self._numbers), tuple(self._capacities)
+
+    def arrays(self) -> list[mx.array]:
+        """Returns all arrays that launches are given."""
+        return [self.lists, self.launches()[0].work, *self._numbers.values()]
+
+    def standing_for(self, arrays: list[mx.array]) -> WorkTable:
+        """Returns a table whose arrays are these, in the order of `arrays`."""
+        twin = copy.copy(self)
+        twin.lists, work, *numbers = arrays
+        twin._launches = [self.launches()[0]._replace(work=work)]
+        twin._numbers = dict(zip(self._numbers, numbers, strict=True))
+        return twin
+
 
 def most_partials(rows: int, heads: int) -> int:
     """Returns the most partial results of a table of rows with a few pieces each, on keys of so many heads."""
     chunks = -(-BLOCKS // heads)
-    return chunks * rows // _times(rows) + chunks + PIECES * rows
+    return _padded(chunks * rows // _times(rows) + chunks + PIECES * rows)
+
+
+def _padded(n: int) -> int:
+    return -(-n // PADDING) * PADDING
 
 
 def _times(readers: int) -> int:

@@ -1,20 +1,25 @@
 """The engine on a GPU: Llama-8B shape, random weights, bf16, beside mlx-lm's generate_step and BatchGenerator.
 
-    python benchmarks/gpu_serve.py [--layers 32] [--tokens 16384] [--rows 8]
+    python benchmarks/gpu_serve.py [--layers 32] [--tokens 16384] [--rows 8 32] [--bits 4] [--only alone together ...]
 
 alone      one stream after a long prompt: ms per token, beside generate_step
 turns      the next turn of that conversation: time to its first token, and the peak over what is held
-together   several requests with prompts of their own: tokens per second, beside BatchGenerator
+together   several requests with prompts of their own: tokens per second, beside BatchGenerator, and beside the bare
+           forward of mlx-lm's batch: no sampling, no bookkeeping, the next step built while the device works
 agents     several requests on one long prefix, cold and all at once: tokens prefilled, time, the peak over the weights
+joining    500 steps while requests come and go: the slowest step beside the median
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
+import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +27,18 @@ import onefold  # noqa: F401  first: it preloads a real BLAS
 
 # isort: split
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models.cache import BatchKVCache
 
 sys.path.insert(0, str(Path(__file__).parent))
 from shapes import llama_model
 
 from onefold.engine.engine import Engine
 from onefold.engine.request import Done, Event, Prompt, Request, Sampling, Text
+
+Say = Callable[[str], None]
 
 
 class Numbers:
@@ -84,6 +93,10 @@ class Asked:
                 print(event)
                 self._over.set()
 
+    @property
+    def over(self) -> bool:
+        return self._over.is_set()
+
     def wait(self) -> Asked:
         self._over.wait(300)
         return self
@@ -116,42 +129,42 @@ def wait_all(rows: list[Asked]) -> None:
         row.wait()
 
 
-def stock_alone(model: Any, long: list[int], out: list[str]) -> list[int]:
+def stock_alone(model: Any, long: list[int], out: Say) -> list[int]:
     """One conversation on mlx-lm's generate_step. Returns its tokens."""
     times, begun = [], time.perf_counter()
     tokens = []
     for token, _ in generate_step(mx.array(long), model, max_tokens=128):
         times.append(time.perf_counter())
         tokens.append(int(token))
-    out.append(f"alone     generate_step  {ms(times):7.2f} ms/token, cold first token {times[0] - begun:.2f} s")
+    out(f"alone     generate_step  {ms(times):7.2f} ms/token, cold first token {times[0] - begun:.2f} s")
     gc.collect()
     settle()
     return tokens
 
 
-def alone(engine: Engine, long: list[int], stock_tokens: list[int], words: Words, out: list[str]) -> None:
+def alone(engine: Engine, long: list[int], stock_tokens: list[int], words: Words, out: Say) -> None:
     """One conversation on the engine, and two turns more of it."""
     asked = Asked(engine, long, 128).wait()
     first = asked.times[0] - asked.begun
-    out.append(f"alone     engine         {ms(asked.times):7.2f} ms/token, cold first token {first:.2f} s")
+    out(f"alone     engine         {ms(asked.times):7.2f} ms/token, cold first token {first:.2f} s")
     same = sum(a == str(b) for a, b in zip(asked.text.split(), stock_tokens, strict=False))
-    out.append(f"          same tokens as generate_step: {same} of 128")
+    out(f"          same tokens as generate_step: {same} of 128")
     answer = [int(t) for t in asked.text.split()]
     held = settle()
     turn = Asked(engine, [*long, *answer, *words(60)], 64).wait()
     entry = len(long) * engine.cache.inventory.token_bytes
-    out.append(
+    out(
         f"turns     first token {(turn.times[0] - turn.begun) * 1e3:.0f} ms, cached {turn.hit.cached}, "
         f"peak over held {(mx.get_peak_memory() - held) / 1e9:.2f} GB (entry {entry / 1e9:.2f} GB)"
     )
     turn = Asked(engine, [*long, *answer, *words(600)], 64).wait()
-    out.append(
+    out(
         f"          600 new tokens: first token {(turn.times[0] - turn.begun) * 1e3:.0f} ms, cached {turn.hit.cached}"
     )
     engine.clear()
 
 
-def together(engine: Engine, n_rows: int, words: Words, weights: int, out: list[str]) -> None:
+def together(engine: Engine, n_rows: int, words: Words, weights: int, out: Say) -> None:
     """Several conversations at once on the engine."""
     for run in ("cold", "warm"):  # kernels are made at their first use
         prompts = [words(1000 + 37 * i) for i in range(n_rows)]
@@ -161,13 +174,14 @@ def together(engine: Engine, n_rows: int, words: Words, weights: int, out: list[
         wait_all(rows)
         took, peak = time.perf_counter() - begun, (mx.get_peak_memory() - weights) / 1e9
         step = ms(rows[-1].times)
-        out.append(
-            f"together  engine, {run}: {128 * n_rows / took:7.1f} tokens/s, {step:.2f} ms/step, peak {peak:.2f} GB"
+        out(
+            f"together  {n_rows} rows, engine, {run}: {128 * n_rows / took:7.1f} tokens/s, {step:.2f} ms/step, "
+            f"peak {peak:.2f} GB"
         )
         engine.clear()
 
 
-def stock_together(model: Any, n_rows: int, words: Words, weights: int, out: list[str]) -> None:
+def stock_together(model: Any, n_rows: int, words: Words, weights: int, out: Say) -> None:
     """The same in mlx-lm's BatchGenerator."""
     for run in ("cold", "warm"):
         prompts = [words(1000 + 37 * i) for i in range(n_rows)]
@@ -182,59 +196,117 @@ def stock_together(model: Any, n_rows: int, words: Words, weights: int, out: lis
             left -= {r.uid for r in responses if r.finish_reason is not None}
         took, peak = time.perf_counter() - begun, (mx.get_peak_memory() - weights) / 1e9
         step = ms(times)
-        out.append(
-            f"          stock, {run}:  {128 * n_rows / took:7.1f} tokens/s, {step:.2f} ms/step, peak {peak:.2f} GB"
+        out(
+            f"          {n_rows} rows, stock, {run}:  {128 * n_rows / took:7.1f} tokens/s, {step:.2f} ms/step, "
+            f"peak {peak:.2f} GB"
         )
         generator.close()
         del generator, responses  # which holds the rows it ended with
 
 
-def agents(engine: Engine, given: argparse.Namespace, words: Words, weights: int, out: list[str]) -> None:
+def bare(model: Any, n_rows: int, words: Words, out: Say) -> None:
+    """The forward of mlx-lm's batch alone, with rows of one length."""
+    settle()
+    caches = [BatchKVCache([0] * n_rows) for _ in model.layers]
+    mx.eval(model(mx.array([words(1000) for _ in range(n_rows)]), cache=caches)[:, -1])
+    y, took = mx.array([[5]] * n_rows), []
+    for _ in range(80):
+        start = time.perf_counter()
+        following = mx.argmax(model(y, cache=caches)[:, -1], axis=-1, keepdims=True)
+        mx.async_eval(following)
+        y.tolist()
+        y = following
+        took.append(time.perf_counter() - start)
+    mx.eval(y)
+    out(f"          {n_rows} rows, bare forward of mlx-lm's batch: {1e3 * statistics.median(took[8:]):.2f} ms/step")
+
+
+def joining(engine: Engine, n_rows: int, words: Words, out: Say) -> None:
+    """A long answer beside short ones, of which one ends and another begins all the time."""
+    long = Asked(engine, words(300), 500)
+    short: list[Asked] = []
+    while not long.over:
+        short = [asked for asked in short if not asked.over]
+        while len(short) < n_rows - 1:
+            short.append(Asked(engine, words(24 + 5 * len(short)), 60 + 9 * len(short)))
+        time.sleep(0.002)
+    wait_all(short)
+    took = sorted(b - a for a, b in itertools.pairwise(long.times))
+    middle = statistics.median(took)
+    slow = ", ".join(f"{1e3 * x:.1f}" for x in took[-5:])
+    out(
+        f"joining   {len(took)} steps beside {n_rows - 1} short requests: median {1e3 * middle:.2f} ms, "
+        f"slowest {slow} ms ({took[-1] / middle:.1f} x the median)"
+    )
+    engine.clear()
+
+
+def agents(engine: Engine, tokens: int, n_rows: int, words: Words, weights: int, out: Say) -> None:
     """Several conversations that share a long prefix."""
     for run in ("cold", "warm"):
         engine.clear()
         settle()
         before = engine.stats().prefilled_tokens
-        prefix = words(given.tokens)
+        prefix = words(tokens)
         begun = time.perf_counter()
-        rows = [Asked(engine, [*prefix, *words(40 + i)], 128) for i in range(given.rows)]
+        rows = [Asked(engine, [*prefix, *words(40 + i)], 128) for i in range(n_rows)]
         wait_all(rows)
         took, peak = time.perf_counter() - begun, (mx.get_peak_memory() - weights) / 1e9
         done, step = engine.stats().prefilled_tokens - before, ms(rows[-1].times)
-        out.append(f"agents    {given.rows} on {given.tokens} new tokens, {run}: {done} prefilled, {took:.2f} s")
-        out.append(f"          {step:.2f} ms/step, peak {peak:.2f} GB")
+        out(f"agents    {n_rows} on {tokens} new tokens, {run}: {done} prefilled, {took:.2f} s")
+        out(f"          {step:.2f} ms/step, peak {peak:.2f} GB")
         begun = time.perf_counter()
-        rows = [Asked(engine, [*prefix, *words(2000 + 37 * i)], 128) for i in range(given.rows)]
+        rows = [Asked(engine, [*prefix, *words(2000 + 37 * i)], 128) for i in range(n_rows)]
         wait_all(rows)
         took, step = time.perf_counter() - begun, ms(rows[-1].times)
-        out.append(f"          and 2000 of its own each: {took:.2f} s, {step:.2f} ms/step")
+        out(f"          and 2000 of its own each: {took:.2f} s, {step:.2f} ms/step")
+
+
+PARTS = ("alone", "together", "agents", "joining")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--rows", type=int, nargs="+", default=[8])
+    parser.add_argument("--bits", type=int, help="quantise the weights")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     given = parser.parse_args()
     shape = {"hidden": 4096, "heads": 32, "kv_heads": 8, "intermediate": 14336, "vocab": 32000}
     model = llama_model(layers=given.layers, dtype=mx.bfloat16, **shape)  # type: ignore[arg-type]
+    if given.bits is not None:
+        nn.quantize(model, group_size=64, bits=given.bits)
+        mx.eval(model.parameters())
     words = Words(model.args.vocab_size)
     weights = settle()
-    out: list[str] = []
+    begun = time.perf_counter()
+
+    def out(line: str) -> None:
+        print(f"{time.perf_counter() - begun:6.1f} s  {line}", flush=True)
+
     long = words(given.tokens)
-    stock_tokens = stock_alone(model, long, out)
+    stock_tokens = stock_alone(model, long, out) if "alone" in given.only else []
     engine = Engine(model, Numbers(), budget="60GB")
-    alone(engine, long, stock_tokens, words, out)
-    together(engine, given.rows, words, weights, out)
-    stock_together(model, given.rows, words, weights, out)
-    agents(engine, given, words, weights, out)
+    out("the engine has started")
+    if "alone" in given.only:
+        alone(engine, long, stock_tokens, words, out)
+    for n_rows in given.rows:
+        if "together" in given.only:
+            together(engine, n_rows, words, weights, out)
+            stock_together(model, n_rows, words, weights, out)
+            bare(model, n_rows, words, out)
+        if "agents" in given.only:
+            agents(engine, given.tokens, n_rows, words, weights, out)
+        if "joining" in given.only:
+            joining(engine, n_rows, words, out)
     engine.check()
     held = engine.cache.inventory.held_bytes
     settle()
     used = mx.get_active_memory() - weights
-    out.append(f"          at the end the ledger has {held / 1e9:.3f} GB, memory {used / 1e9:.3f} GB")
+    out(f"          at the end the ledger has {held / 1e9:.3f} GB, memory {used / 1e9:.3f} GB")
+    out(f"          attention: {engine.cache.stats().attention}")
     engine.stop()
-    print("\n".join(out))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from driving import close, fresh, words
+from driving import forward as feed
 from kernel_reference import Reference, reference_kernel
 from metal_emulation import COMPILER, emulated_kernel
+from tiny import tiny
 
+import onefold
 from onefold.cache.memory import device
 from onefold.cache.model.kernels import comparison, current, trial
 from onefold.cache.model.kernels.decode import DecodeKernel, Format, Shape
@@ -243,10 +247,38 @@ def test_the_comparison_finds_a_kernel_that_is_wrong():
 
 def test_a_comparison_has_a_case_for_every_variant_and_for_several_launches():
     for buckets in ((4, 12, 36, 120), (3,), (4, 11)):
-        most = [case.rows * case.slabs + bool(case.shared) for case in comparison.cases(buckets)]
+        most = [case.rows * case.slabs + bool(case.shared) for case in comparison.cases(buckets, MOST_QUERIES)]
         for low, high in zip((0, *buckets), buckets, strict=False):
             assert any(low < n <= high for n in most), (buckets, high)
         assert max(most) > buckets[-1]
+
+
+def test_a_comparison_has_cases_for_chunks_of_prompts():
+    queries = {case.queries for case in comparison.cases((4, 12), 512)}
+    assert max(queries) == 512
+    assert len([n for n in queries if n > MOST_QUERIES]) > 1
+
+
+def test_chunks_of_prompts_are_computed_by_a_kernel_that_takes_them(monkeypatch):
+    kernel = DecodeKernel(Reference, lambda shape: "", 240, replaces_stock=True, most_queries=24)
+    monkeypatch.setattr(current, "kernel", lambda: kernel)
+    model = tiny("llama")
+    prompt = words(90, seed=5)
+    with onefold.PrefixCache(model, "64MB") as cache:
+        for shared in (0, 60):  # one piece, then two
+            tokens = [*prompt[:shared], *words(90 - shared, seed=6 + shared)]
+            with cache.lease(prompt) as first, cache.lease(tokens) as lease:
+                feed(model, first.layers, prompt, first.cached, grid=20)
+                first.commit(prompt)
+                before = kernel.counts.copy()
+                logits = feed(model, lease.layers, tokens, lease.cached, grid=20)
+                chunks = len(range(lease.cached, 89, 20)) + 1
+                assert kernel.counts[""] - before[""] == chunks * len(model.layers)
+                assert close(logits, fresh(model, tokens))
+        with cache.lease(words(90, seed=8)) as lease:
+            before = kernel.counts.copy()
+            feed(model, lease.layers, words(90, seed=8), 0, grid=30)
+            assert kernel.counts[""] - before[""] == len(model.layers)  # only the last token
 
 
 def test_the_result_of_a_trial_is_kept(results, monkeypatch, tmp_path):

@@ -32,7 +32,8 @@ LONG_TOKENS = 96
 """Longer than what is prefilled whole, in one forward with its last token."""
 SHARED_TOKENS = 80
 SHORT_TOKENS = 12
-ANSWER_TOKENS = 8
+ANSWER_TOKENS = 16
+"""More than the steps after which a step is compiled."""
 LEAST_TOKENS = 4 * (LONG_TOKENS + ANSWER_TOKENS)
 """Room for the conversations that run, and for one that is stored."""
 

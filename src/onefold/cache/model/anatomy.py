@@ -20,7 +20,6 @@ from onefold.cache.memory.track import Track
 from onefold.cache.model.fused import FEW_QUERIES, is_fused
 from onefold.cache.model.kernels import current
 from onefold.cache.model.kernels.decode import BLANK, Shape, scratch_bytes
-from onefold.cache.model.kernels.work_table import MOST_QUERIES
 from onefold.cache.model.kinds.base import ForwardListener
 from onefold.cache.model.kinds.composite import CompositeLayer
 from onefold.cache.model.kinds.leaf import Leaf, Making
@@ -157,8 +156,8 @@ class Anatomy:
         joined = max((leaf.token_bytes for leaf in self.leaves), default=0) * total_tokens if joins else 0
         evaluated = n_tokens if self.logit_tokens is None else min(n_tokens, self.logit_tokens)
         logits = 3 * evaluated * self.vocab * max(4, self.itemsize)
-        few = self._kernel_bytes(1, n_tokens) if n_tokens <= MOST_QUERIES else 0
-        return n_tokens * per_token + scores + joined + logits + few + (1 << 16)
+        partials = self._kernel_bytes(1, n_tokens)
+        return n_tokens * per_token + scores + joined + logits + partials + (1 << 16)
 
     def step_bytes(self, rows: int, tokens: int, longest: int) -> int:
         """Returns an upper estimate of the scratch of a decode step of so many rows, of `tokens` tokens together."""
@@ -169,7 +168,8 @@ class Anatomy:
     def _kernel_bytes(self, rows: int, queries: int) -> int:
         """Returns the most bytes of the decode kernel's partial results. The device may hold those of all layers at
         once, because a step is scheduled whole."""
-        if self.contiguous or current.kernel() is None:
+        kernel = current.kernel()
+        if self.contiguous or kernel is None or queries > kernel.most_queries:
             return 0
         found = [leaf.plain for leaf in self.sliceable if leaf.plain is not None]
         return sum(scratch_bytes(rows, queries, self.heads, k.heads, v.dim) for k, v in found)

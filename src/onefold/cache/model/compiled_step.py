@@ -28,7 +28,7 @@ from onefold.cache.model.step_plan import NotTraceable, StandIns, StepPlan
 
 log = logging.getLogger("onefold")
 
-AFTER = 8
+AFTER = 2
 """Steps of one shape before it is compiled: a trace takes as long as a few steps, and saves a third of each."""
 MOST = 8
 """Graphs that are kept."""

@@ -45,11 +45,14 @@ class Case(NamedTuple):
     has_sinks: bool
 
 
-def cases(buckets: tuple[int, ...]) -> list[Case]:
-    """Returns the cases for a kernel with variants for so many slabs each: every variant, and more than the largest."""
+def cases(buckets: tuple[int, ...], most_queries: int) -> list[Case]:
+    """Returns the cases for a kernel with variants for so many slabs each: every variant, and more than the largest.
+    Chunks of prompts have up to `most_queries`."""
     found = [Case(1, 1, 0, 1, False), Case(1, 3, 0, 2, True), Case(3, 1, 2 * CHUNK + 9, 1, False)]
     found += [Case(2, 2, 40, MOST_QUERIES, True), Case(9, 1, CHUNK, 1, True), Case(33, 1, 100, 1, False)]
     found += [Case(max(1, n // 2), 2, 0, 1, False) for n in buckets]
+    if most_queries > MOST_QUERIES:
+        found += [Case(1, 1, 0, 33, False), Case(1, 2, 300, 130, True), Case(1, 1, 0, most_queries, False)]
     return [*found, Case(buckets[-1] + 1, 1, 20, 1, False)]
 
 
@@ -58,8 +61,9 @@ def compare(kernel: DecodeKernel, shape: Shape, heads: int, n_kv: int, seed: int
     device cannot compile or run it."""
     rng = random.Random(seed)
     mx.random.seed(seed)
-    for case in cases(kernel.buckets(shape)):
-        slabs = [Slab(rng.choice(LENGTHS) + MOST_QUERIES + 3, n_kv, shape) for _ in range(case.rows * case.slabs)]
+    for case in cases(kernel.buckets(shape), kernel.most_queries):
+        room = max(MOST_QUERIES, case.queries) + 3
+        slabs = [Slab(rng.choice(LENGTHS) + room, n_kv, shape) for _ in range(case.rows * case.slabs)]
         prefix = Slab(case.shared + 5, n_kv, shape) if case.shared else None
         layout = [_row(rng, slabs[i :: case.rows], prefix, case) for i in range(case.rows)]
         q = mx.random.normal((case.rows, case.queries, heads, shape.key_dim)).astype(shape.dtype).transpose(0, 2, 1, 3)

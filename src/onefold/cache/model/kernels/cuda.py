@@ -12,6 +12,8 @@ from onefold.cache.model.kernels.decode import DecodeKernel, Judge, Launcher, Pa
 
 MOST_ARRAYS = 240
 """Of slabs in one launch: a kernel has 4 KB of arguments, and each takes 8 bytes of them."""
+MOST_QUERIES = 512
+"""Of one row: of a chunk of its prompt."""
 _NAMES = {mx.bfloat16: "bf16", mx.float16: "f16"}
 
 
@@ -108,4 +110,12 @@ def make(shape: Shape, slabs: int) -> Launcher:
 
 
 def kernel(judge: Judge | None = None) -> DecodeKernel:
-    return DecodeKernel(make, takes, MOST_ARRAYS, judge=judge, replaces_stock=True, compiles_steps=True)
+    return DecodeKernel(
+        make,
+        takes,
+        MOST_ARRAYS,
+        judge=judge,
+        replaces_stock=True,
+        compiles_steps=True,
+        most_queries=MOST_QUERIES,
+    )

@@ -79,11 +79,14 @@ for (int side = 0; side < 2; side++) {{
   if (side) {{ last1 = last; at1 = at; }} else {{ last0 = last; at0 = at; }}
 }}
 
+int stop = max(last0, last1) + 1;  // no query of this warp sees a later key
+for (int o = 16; o; o >>= 1) stop = max(stop, __shfl_xor_sync(~0u, stop, o));
+
 float acc[NB * EACH][4];
 #pragma unroll
 for (int i = 0; i < NB * EACH; i++) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0.f;
 float m0 = -1e30f, m1 = -1e30f, l0 = 0.f, l1 = 0.f;
-for (int t = lo + 16 * part; t < hi; t += 16 * parts_k) {{
+for (int t = lo + 16 * part; t < stop; t += 16 * parts_k) {{
   uint4 kk[2][NK];
 #pragma unroll
   for (int n = 0; n < 2; n++) {{

@@ -28,6 +28,11 @@ BUCKETS = (4, 12, 36, 120)
 first slab again."""
 
 
+MOST_SCORES = 1 << 22
+"""Queries times keys of a chunk of a prompt up to which a kernel computes it: more are faster in MLX's own attention,
+although CUDA plans that for each new pair of lengths, which takes as long as some hundred tokens in all layers."""
+
+
 class Format(NamedTuple):
     """How a kernel decodes a tile of keys or values: the name of the functions that load it, and their parameters. A
     codec has one, or None if no kernel can read what it stores."""
@@ -116,13 +121,16 @@ class DecodeKernel:
         judge: Judge | None = None,
         replaces_stock: bool = False,
         compiles_steps: bool = False,
+        most_queries: int = MOST_QUERIES,
     ) -> None:
         """`takes` returns why a shape cannot be compiled; empty if it can. `most_arrays` of slabs go into one launch.
         `judge` returns why a shape that was compiled may not serve. `replaces_stock`: it is faster than MLX's own
-        attention, also where a row is one slice of a buffer. `compiles_steps`: steps on it are compiled."""
+        attention, also where a row is one slice of a buffer. `compiles_steps`: steps on it are compiled.
+        `most_queries` of a row are computed at once."""
         self._maker, self.takes, self._most_arrays, self._judge = maker, takes, most_arrays, judge
         self.replaces_stock = replaces_stock
         self.compiles_steps = compiles_steps
+        self.most_queries = most_queries
         self._launchers: dict[tuple[Shape, int], Launcher] = {}
         self._reasons: dict[Shape, str] = {}
         self._buckets: dict[Shape, tuple[int, ...]] = {}
@@ -145,15 +153,19 @@ class DecodeKernel:
 
     def reason(self, queries: mx.array, shape: Shape, mask: Any) -> str:
         """Returns why attention of these queries cannot be computed here; empty if it can."""
-        if queries.shape[2] > MOST_QUERIES:
+        if queries.shape[2] > self.most_queries:
             return "many queries"
-        if mask is not None and not (isinstance(mask, str) and mask == "causal") and queries.shape[2] > 1:
-            return "a mask of the model's own"
-        if isinstance(mask, mx.array):
+        if isinstance(mask, mx.array) or (queries.shape[2] > 1 and mask != "causal"):
             return "a mask of the model's own"
         if queries.dtype != shape.dtype:
             return "queries of another type than the keys"
         return self.shape_reason(shape)
+
+    def takes_chunk(self, n_tokens: int, total: int) -> bool:
+        """Whether attention of so many tokens of one row, which then has `total`, is faster here than in MLX's own."""
+        if not self.replaces_stock or n_tokens > self.most_queries:
+            return False
+        return n_tokens == 1 or n_tokens * total <= MOST_SCORES
 
     def shape_reason(self, shape: Shape) -> str:
         """Returns why no layer of this shape can be computed here; empty if it can."""
@@ -225,4 +237,4 @@ class DecodeKernel:
 
 def scratch_bytes(rows: int, queries: int, heads: int, n_kv: int, value_dim: int) -> int:
     """Returns the most bytes of one layer's partial results, for rows of any length."""
-    return most_partials(rows, n_kv) * heads * queries * (value_dim + 2) * 4
+    return most_partials(rows, n_kv, queries) * heads * queries * (value_dim + 2) * 4

@@ -36,9 +36,11 @@ LONGER = ((16, 4), (4, 2))
 PIECES = 4
 """Of a row, in an estimate."""
 PADDING = 16
-"""Entries, partials and the length of the lists are multiples of this."""
+"""Entries, partials and the length of the lists are multiples of this where rows have one query."""
+MANY_PARTIALS = 512
+"""Where rows have more queries than in a step, they have about so many partial results for each head."""
 MOST_QUERIES = 8
-"""Queries of a row in one step."""
+"""Queries of a row in one step; a chunk of a prompt has more."""
 
 Layout = Sequence[Sequence[tuple[Any, int, int]]]
 """For each row its slabs and the range of each, in order."""
@@ -67,7 +69,7 @@ class WorkTable:
         self._capacities = [slab.capacity for slab in self.slabs]
         order = {id(slab): i for i, slab in enumerate(self.slabs)}
         pieces.sort(key=lambda p: order[id(p.slab)])
-        least = _chunk(pieces, heads)
+        least = _chunk(pieces, heads, queries)
         entries: list[tuple[int, ...]] = []
         members: list[int] = []
         parts: list[list[int]] = [[] for _ in layout]
@@ -88,7 +90,7 @@ class WorkTable:
                     parts[row].append(partials + i)
                 partials += n
         self.partials = partials
-        self._padded = np.zeros((_padded(len(entries)), COLUMNS), np.int32)
+        self._padded = np.zeros((self._padded_to(len(entries)), COLUMNS), np.int32)
         self._entries = self._padded[: len(entries)]
         self._entries[:] = np.array(entries, np.int32).reshape(-1, COLUMNS)
         self._last = np.array([last.get(r, -1) for r in range(self.rows)])
@@ -96,9 +98,12 @@ class WorkTable:
         firsts = np.cumsum([0, *(len(p) for p in parts)])
         self.first_at, self.parts_at = len(members), len(members) + len(firsts)
         lists = np.concatenate([members, firsts, *parts]).astype(np.int32)
-        self.lists = mx.array(np.pad(lists, (0, _padded(len(lists)) - len(lists))))
+        self.lists = mx.array(np.pad(lists, (0, self._padded_to(len(lists)) - len(lists))))
         self._launches: list[Launch] | None = None
         self._numbers: dict[tuple[int, bool, int], mx.array] = {}
+
+    def _padded_to(self, n: int) -> int:
+        return _padded(n) if self.queries == 1 else n
 
     def follow(self, layout: Layout) -> bool:
         """Take on another layout of the same rows, if it is this very list, or each row has one more key at its end.
@@ -138,7 +143,7 @@ class WorkTable:
     def _launch(self, first: int) -> Launch:
         stop = min(first + self.slabs_per_launch, len(self.slabs))
         if first == 0 and stop == len(self.slabs):
-            return Launch(0, stop, mx.array(self._padded), len(self._padded), _padded(self.partials))
+            return Launch(0, stop, mx.array(self._padded), len(self._padded), self._padded_to(self.partials))
         a, b = np.searchsorted(self._entries[:, _SLAB], [first, stop])
         own = self._entries[a:b].copy()
         base = int(own[0, _PARTIAL])
@@ -160,7 +165,7 @@ class WorkTable:
         """What a compiled step depends on beside the content of `arrays`; None if the table needs several launches."""
         if len(self.slabs) > self.slabs_per_launch:
             return None
-        sizes = len(self._padded), _padded(self.partials), self.lists.shape[0]
+        sizes = len(self._padded), self._padded_to(self.partials), self.lists.shape[0]
         return self.rows, self.queries, self.readers, *sizes, tuple(self._numbers), tuple(self._capacities)
 
     def arrays(self) -> list[mx.array]:
@@ -176,8 +181,10 @@ class WorkTable:
         return twin
 
 
-def most_partials(rows: int, heads: int) -> int:
+def most_partials(rows: int, heads: int, queries: int) -> int:
     """Returns the most partial results of a table of rows with a few pieces each, on keys of so many heads."""
+    if queries > MOST_QUERIES:
+        return rows * (MANY_PARTIALS // queries + 2)
     chunks = -(-BLOCKS // heads)
     return _padded(chunks * rows // _times(rows) + chunks + PIECES * rows)
 
@@ -230,9 +237,13 @@ def _pieces(layout: Layout) -> list[_Piece]:
     return pieces
 
 
-def _chunk(pieces: list[_Piece], heads: int) -> int:
+def _chunk(pieces: list[_Piece], heads: int, queries: int) -> int:
     """Returns the length of a chunk that one row reads."""
     chunk, total = CHUNK, sum(p.hi - p.lo for p in pieces)
+    if queries > MOST_QUERIES:
+        while total * queries > MANY_PARTIALS * chunk:
+            chunk *= 2
+        return chunk
     while total * heads > BLOCKS * chunk:
         chunk *= 2
     return chunk

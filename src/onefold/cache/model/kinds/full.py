@@ -52,10 +52,13 @@ def _buffer(side: int) -> property:
     return property(read, write)
 
 
-def _in_kernel(layer: SegmentedLayer) -> bool:
-    """Whether the device's decode kernel computes a step of this layer, and is faster than MLX's own attention."""
+def _in_kernel(layer: SegmentedLayer, n_tokens: int) -> bool:
+    """Whether the device's decode kernel computes a forward of `n_tokens` in this layer, and is faster than MLX's own
+    attention."""
     kernel = current.kernel()
-    if kernel is None or not kernel.replaces_stock or layer.track.contiguous or layer.forms is None:
+    if kernel is None or layer.track.contiguous or layer.forms is None:
+        return False
+    if not kernel.takes_chunk(n_tokens, layer.offset):
         return False
     return not kernel.shape_reason(layer.forms.shape)
 
@@ -116,7 +119,7 @@ class SegmentedLayer(Ranged):
         fetched = self.store(keys, values)
         if fetched is not None:
             return fetched
-        return _handles(self) if keys.shape[2] == 1 and _in_kernel(self) else self.keys_and_values()
+        return _handles(self) if _in_kernel(self, keys.shape[2]) else self.keys_and_values()
 
     def admit(self, n: int) -> None:
         """Make room for a write of `n` tokens. Raises BudgetError, before anything is written."""

@@ -14,6 +14,8 @@ from onefold.cache.memory import device
 from onefold.cache.memory.shapes import View
 from onefold.cache.model.blocks import Block, cat, lowest, weigh
 from onefold.cache.model.codec import Codec
+from onefold.cache.model.composed_shared import attend_shared
+from onefold.cache.model.composed_step import attend_step
 from onefold.cache.model.reading_plan import Core, Ranges, ReadingPlan
 from onefold.cache.model.step_plan import Rows, StepPlan
 
@@ -26,6 +28,9 @@ def attend_rows(
     sinks: mx.array | None,
     step: StepPlan,
 ) -> mx.array:
+    if not device.on_gpu():
+        index = rows.index if isinstance(rows, Rows) else 0
+        return attend_step(q, step.regions(rows, q.dtype, codec.plain), index, codec, scale, sinks)
     n_rows, n_q, _, dim = q.shape
     n_kv = rows[0][0].arrays[0].shape[1]
     repeats = n_q // n_kv
@@ -45,7 +50,7 @@ def attend_rows(
     if not groups and _one_buffer_each(rows, codec):
         return _attend_alone(q, rows, scale, sinks)
     by_row = (q * scale).reshape(n_rows, n_kv, repeats, dim)
-    parts = _attend_groups(by_row.transpose(1, 0, 2, 3), *given, ranges, codec) + _attend_own(by_row, rows, plan, codec)
+    parts = attend_shared(by_row.transpose(1, 0, 2, 3), *given, ranges, codec) + _attend_own(by_row, rows, plan, codec)
     out = weigh(parts, column)
     return out.transpose(1, 0, 2, 3).reshape(n_rows, n_q, 1, out.shape[-1]).astype(q.dtype)
 
@@ -114,42 +119,7 @@ def _core(step: StepPlan, ranges: Ranges, codec: Codec, scale: float) -> Core:
         def core(q: mx.array, arrays: Any, hidden: Any, sinks: Any) -> mx.array:
             n_kv = arrays[0][0].shape[1]
             by_row = (q * scale).reshape(q.shape[0], n_kv, -1, q.shape[3])
-            return weigh(_attend_groups(by_row.transpose(1, 0, 2, 3), arrays, hidden, ranges, codec), sinks)
+            return weigh(attend_shared(by_row.transpose(1, 0, 2, 3), arrays, hidden, ranges, codec), sinks)
 
         known = step.cores[key] = mx.compile(core) if device.on_gpu() else core
     return known
-
-
-def _attend_groups(by_head: mx.array, arrays: Any, hidden: Any, ranges: Ranges, codec: Codec) -> list[Block]:
-    parts = []
-    for held, low, (lo, hi, who) in zip(arrays, hidden, ranges, strict=True):
-        view = View(held, lo, hi, 0)
-        s = _shared_scores(by_head, view, who, codec)
-        part = Block(s if low is None else s + low)
-        part.out = _shared_mix(part.probs, view, who, by_head.shape[1], codec)
-        parts.append(part)
-    return parts
-
-
-def _shared_scores(by_head: mx.array, v: View, who: tuple[int, ...], codec: Codec) -> mx.array:
-    """Returns one product for all rows that read this piece: [kv heads, rows, repeats, tokens]."""
-    n_kv, n_rows, repeats, dim = by_head.shape
-    picked = by_head if len(who) == n_rows else by_head[:, mx.array(who)]
-    folded = picked.reshape(1, n_kv, len(who) * repeats, dim)
-    s = codec.scores(folded, v.arrays, v.lo, v.hi).reshape(n_kv, len(who), repeats, v.hi - v.lo)
-    if len(who) == n_rows:
-        return s
-    places = [who.index(r) if r in who else 0 for r in range(n_rows)]  # other rows' columns are hidden
-    return s[:, mx.array(places)]
-
-
-def _shared_mix(p: mx.array, v: View, who: tuple[int, ...], n_rows: int, codec: Codec) -> mx.array:
-    n_kv, _, repeats, n = p.shape
-    picked = p if len(who) == n_rows else p[:, mx.array(who)]
-    part = codec.mix(picked.reshape(1, n_kv, len(who) * repeats, n), v.arrays, v.lo, v.hi)
-    part = part.reshape(n_kv, len(who), repeats, -1)
-    if len(who) == n_rows:
-        return part
-    spread = mx.zeros((n_kv, n_rows, repeats, part.shape[-1]), part.dtype)
-    spread[:, mx.array(who)] = part
-    return spread

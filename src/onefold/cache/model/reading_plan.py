@@ -31,15 +31,20 @@ class ReadingPlan:
     row sees all."""
 
 
-def make_plan(rows: list[list[View]], dtype: mx.Dtype) -> ReadingPlan:
+def make_plan(
+    rows: list[list[View]], dtype: mx.Dtype, capacities: dict[int, int] | None = None
+) -> ReadingPlan:
+    """Returns how to read these pieces. `capacities` are those of the slabs, if the views have no arrays."""
     n = len(rows)
+    if capacities is None:
+        capacities = {v.slab: v.capacity for row in rows for v in row}
     readers: dict[tuple[int, int, int], tuple[int, int, list[int]]] = {}
     slabs: dict[int, tuple[int, int, set[int]]] = {}
     for i, row in enumerate(rows):
         for j, v in enumerate(row):
             readers.setdefault((v.slab, v.lo, v.hi), (i, j, []))[2].append(i)
             slabs.setdefault(v.slab, (i, j, set()))[2].add(i)
-    whole = {slab for slab, (i, j, who) in slabs.items() if len(who) > 1 and rows[i][j].capacity <= n * COMMON_TOKENS}
+    whole = {slab for slab, (i, j, who) in slabs.items() if len(who) > 1 and capacities[slab] <= n * COMMON_TOKENS}
     whole -= {slab for (slab, _, _), (_, _, who) in readers.items() if len(who) == len(slabs[slab][2])}
     common = [slabs[slab][:2] for slab in whole]
     shared = [found for (slab, _, _), found in readers.items() if len(found[2]) > 1 and slab not in whole]
@@ -53,7 +58,7 @@ def make_plan(rows: list[list[View]], dtype: mx.Dtype) -> ReadingPlan:
 
     hidden: list[mx.array | None] = []
     for i, j in common:
-        seen = np.zeros((n, rows[i][j].capacity), dtype=bool)
+        seen = np.zeros((n, capacities[rows[i][j].slab]), dtype=bool)
         for r, row in enumerate(rows):
             for v in row:
                 if v.slab == rows[i][j].slab:

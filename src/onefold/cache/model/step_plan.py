@@ -20,6 +20,7 @@ from onefold.cache.memory.track import Track
 from onefold.cache.model.kernels.decode import DecodeKernel, Shape
 from onefold.cache.model.kernels.work_table import WorkTable
 from onefold.cache.model.reading_plan import Core, CoreKey, ReadingPlan, make_plan
+from onefold.cache.model.region_plan import RegionPlan, layout_of, plan_regions
 
 Layout = list[list[tuple[Slab, int, int]]]
 """For each row its slabs, and the range of each."""
@@ -92,11 +93,13 @@ class StepPlan:
         "_offsets",
         "_planned",
         "_reading",
+        "_regions",
         "_stand_ins",
         "_table",
         "_watcher",
         "admitted",
         "cores",
+        "fronts",
         "is_prepared",
         "is_read_by_length",
         "laid_out",
@@ -120,6 +123,9 @@ class StepPlan:
         self._planned: Any = None
         self._dtype: mx.Dtype | None = None
         self._reading: ReadingPlan | None = None
+        self._regions: tuple[Any, RegionPlan] | None = None
+        self.fronts: list[int] = []
+        """Tokens of each row that its region has a copy of, in a prepared step."""
         self._table: WorkTable | None = None
         self._asked: set[tuple[DecodeKernel, int, int, Shape]] = set()
         self._stand_ins: StandIns | None = None
@@ -149,6 +155,7 @@ class StepPlan:
         """Lay out a step in which the rows, at `starts`, write one token each."""
         self.one_slab = OneSlab.of(tracks, starts)
         self.layout = [track.layout(start + 1) for track, start in zip(tracks, starts, strict=True)]
+        self.fronts = [track.pieces[-1].front for track in tracks]
         self.longest, self.positions = max(starts) + 1, mx.array(starts)
         self.is_prepared = True
 
@@ -231,3 +238,14 @@ class StepPlan:
         if self._reading is None or self._planned is not rows.layout or self._dtype != dtype:
             self._planned, self._dtype, self._reading = rows.layout, dtype, make_plan(list(rows), dtype)
         return self._reading
+
+    def regions(self, rows: Rows | list[list[View]], dtype: mx.Dtype, plain: bool) -> RegionPlan:
+        """Returns how a step on a CPU reads the rows' pieces. Computed once per layout."""
+        if not isinstance(rows, Rows):
+            return plan_regions(layout_of(rows), [0] * len(rows), dtype, plain, None)
+        layout, known = rows.layout, self._regions
+        if known is None or known[0] is not layout or known[1].made_for[-2:] != (dtype, plain):
+            fronts = self.fronts if self.is_prepared else [0] * len(layout)
+            known = layout, plan_regions(layout, fronts, dtype, plain, None if known is None else known[1])
+            self._regions = known
+        return known[1]

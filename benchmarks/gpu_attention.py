@@ -4,7 +4,7 @@
 
 Each row: queries, whether the slice of keys and values begins at 0 or further on, how many of the shapes tried gave
 NaN or another result than the same values in a buffer of their own, or how the process ended. Onefold gives the kernel
-no slice that begins past 0 on CUDA (`cache/model/attention.py`); its last rows run its own attention on such pieces.
+no slice that begins past 0 on CUDA (`cache/model/composed_row.py`); its last rows run its own attention on such pieces.
 """
 
 from __future__ import annotations

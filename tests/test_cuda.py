@@ -45,7 +45,7 @@ def test_no_slice_that_begins_past_0_reaches_the_fused_kernel_on_cuda(monkeypatc
         return real(q, k, v, **options)
 
     monkeypatch.setattr(device, "on_cuda", lambda: True)
-    monkeypatch.setattr("onefold.cache.model.attention.mx.fast.scaled_dot_product_attention", spy)
+    monkeypatch.setattr("onefold.cache.model.composed_row.mx.fast.scaled_dot_product_attention", spy)
     q = mx.random.normal((1, 4, queries, 16))
     views = [attention.View(buffers, lo, lo + 50, 1)]
     pair = [attention.Handle([views], PlainCodec(), (1, 2, 50, 16), mx.float32, [0]) for _ in range(2)]

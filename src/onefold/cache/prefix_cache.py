@@ -180,12 +180,11 @@ class PrefixCache:
             owner=self,
         )
 
-    def batch(self, leases: list[Lease], *, pooled: bool | None = None) -> Batch:
-        """Returns a batch that decodes one token per row and step: see `Batch`. With `pooled` the rows' newest tokens
-        lie in one slab, which needs fewer operations; the default is True on a GPU, and False on a CPU. On a GPU the
-        first call for a model tries and compiles the decode kernel, which takes some seconds."""
+    def batch(self, leases: list[Lease], *, pooled: bool = True) -> Batch:
+        """Returns a batch that decodes one token per row and step: see `Batch`. With `pooled`, the default, the rows'
+        newest tokens lie in one slab, which needs fewer operations. On a GPU the first call for a model tries and
+        compiles the decode kernel, which takes some seconds."""
         self.parts.refuse_closed()
-        pooled = device.on_gpu() if pooled is None else pooled
         arena = Arena(self.state.store, self.state.placement) if pooled else None
         if self.model is None:
             raise ConfigError("the model of this cache was deleted: keep a reference to it while the cache is open")

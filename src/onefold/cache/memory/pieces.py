@@ -22,6 +22,8 @@ class Piece:
     pos: int
     limit: int | None = None
     """The end of its region of the slab; None if it may use the whole slab."""
+    front: int = 0
+    """So many tokens before `lo` are a copy of those before `pos`, which the track has in other slabs."""
 
     @property
     def end(self) -> int:

@@ -26,6 +26,7 @@ from onefold.cache.model.kinds.leaf import Leaf, Making
 from onefold.cache.model.kinds.plain import Bound, PlainCodec
 from onefold.cache.model.kinds.quantized import AffineCodec
 from onefold.cache.model.kinds.rotating import ring_entries
+from onefold.cache.model.region_plan import padding
 from onefold.cache.model.step_plan import StepPlan
 from onefold.errors import ConfigError
 
@@ -163,7 +164,8 @@ class Anatomy:
         """Returns an upper estimate of the scratch of a decode step of so many rows, of `tokens` tokens together."""
         most = max(self.scratch_bytes(1, longest, joins=self._joins), 1)
         least = self.scratch_bytes(1, 1, joins=self._joins)
-        return rows * least + (most - least) * (-(-tokens // longest) + 1) + self._kernel_bytes(rows, 1)
+        padded = 0 if device.on_gpu() else 3 * self.heads * 4 * padding(rows, tokens)
+        return rows * least + (most - least) * (-(-tokens // longest) + 1) + self._kernel_bytes(rows, 1) + padded
 
     def _kernel_bytes(self, rows: int, queries: int) -> int:
         """Returns the most bytes of the decode kernel's partial results. The device may hold those of all layers at
@@ -182,10 +184,10 @@ class Anatomy:
     def _is_fused(self, n_tokens: int) -> bool:
         """Whether no layer's attention stores the scores of a forward of so many tokens whole. Models outside the seam
         may do so themselves."""
-        if self.contiguous:
+        if self.contiguous or not device.on_gpu():
             return False
         shapes = {(k.dim, v.dim, k.heads) for k, v in (leaf.plain for leaf in self.leaves if leaf.plain is not None)}
-        return device.on_gpu() and all(is_fused(n_tokens, k, v, -(-self.heads // heads)) for k, v, heads in shapes)
+        return all(is_fused(n_tokens, k, v, -(-self.heads // heads)) for k, v, heads in shapes)
 
     def point_bytes(self, offset: int, n_tokens: int) -> int:
         """Returns the most bytes that windows and recurrent states occupy after a forward of `n_tokens` at `offset`."""

@@ -15,7 +15,8 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache.memory.shapes import ArraySpec, View
-from onefold.cache.model.attention import Codec, Forms, Handle
+from onefold.cache.model.attention import Forms, Handle
+from onefold.cache.model.codec import Codec
 from onefold.cache.model.kinds.plain import PlainCodec
 from onefold.cache.model.step_plan import Layout, OneSlab, Rows, StepPlan
 

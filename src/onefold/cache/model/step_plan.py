@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.shapes import View
 from onefold.cache.memory.track import Track
 from onefold.cache.model.kernels.decode import DecodeKernel, Shape
 from onefold.cache.model.kernels.work_table import WorkTable
+from onefold.cache.model.reading_plan import Core, CoreKey, ReadingPlan, make_plan
+from onefold.cache.model.region_plan import RegionPlan, layout_of, plan_regions
 
 Layout = list[list[tuple[Slab, int, int]]]
 """For each row its slabs, and the range of each."""
@@ -42,68 +43,6 @@ class Rows:
 
     def __iter__(self) -> Iterator[list[View]]:
         return (self[i] for i in range(len(self)))
-
-
-COMMON_TOKENS = 512
-"""A slab of which each row reads a part is read whole for all of them if it has at most this many tokens per row."""
-
-
-@dataclass(slots=True)
-class ReadingPlan:
-    """How to read the rows' pieces, each given as (row, index in the row). The same for every layer of a step."""
-
-    common: list[tuple[int, int]]
-    """Short slabs of which several rows read different parts: read whole, each row sees its own."""
-    shared: list[tuple[int, int, list[int]]]
-    """Pieces that several rows read, with these rows."""
-    single: list[tuple[int, int]]
-    """The remaining pieces, which one row reads."""
-    hidden: list[mx.array | None]
-    """A mask for each common and then each shared piece: 0 where a row sees a column, very low where not; None if every
-    row sees all."""
-
-
-def _make_plan(rows: Rows | list[list[View]], dtype: mx.Dtype) -> ReadingPlan:
-    n = len(rows)
-    readers: dict[tuple[int, int, int], tuple[int, int, list[int]]] = {}
-    slabs: dict[int, tuple[int, int, set[int]]] = {}
-    for i, row in enumerate(rows):
-        for j, v in enumerate(row):
-            readers.setdefault((v.slab, v.lo, v.hi), (i, j, []))[2].append(i)
-            slabs.setdefault(v.slab, (i, j, set()))[2].add(i)
-    whole = {slab for slab, (i, j, who) in slabs.items() if len(who) > 1 and rows[i][j].capacity <= n * COMMON_TOKENS}
-    whole -= {slab for (slab, _, _), (_, _, who) in readers.items() if len(who) == len(slabs[slab][2])}
-    common = [slabs[slab][:2] for slab in whole]
-    shared = [found for (slab, _, _), found in readers.items() if len(found[2]) > 1 and slab not in whole]
-    taken = {(rows[i][j].slab, rows[i][j].lo, rows[i][j].hi) for i, j, _ in shared}
-    taken |= {key for key in readers if key[0] in whole}
-    own = [[j for j, v in enumerate(row) if (v.slab, v.lo, v.hi) not in taken] for row in rows]
-    single = [(i, j) for i, js in enumerate(own) for j in js]
-
-    def hide(seen: Any) -> mx.array:
-        return mx.where(mx.array(seen), mx.array(0, dtype), mx.array(lowest(dtype), dtype))[None, :, None, :]
-
-    hidden: list[mx.array | None] = []
-    for i, j in common:
-        seen = np.zeros((n, rows[i][j].capacity), dtype=bool)
-        for r, row in enumerate(rows):
-            for v in row:
-                if v.slab == rows[i][j].slab:
-                    seen[r, v.lo : v.hi] = True
-        hidden.append(hide(seen))
-    hidden += [hide([[r in who] for r in range(n)]) if len(who) < n else None for _, _, who in shared]
-    return ReadingPlan(common, shared, single, hidden)
-
-
-def lowest(dtype: mx.Dtype) -> float:
-    """Returns the score of a hidden column: finite, because a row may see no column of a block."""
-    return -6e4 if dtype == mx.float16 else -1e30
-
-
-Ranges = tuple[tuple[int, int, tuple[int, ...]], ...]
-"""For each piece that rows read together: its first index, its end, and the rows."""
-Core = Callable[..., mx.array]
-CoreKey = tuple[Ranges, int, float]
 
 
 @dataclass(slots=True)
@@ -154,11 +93,13 @@ class StepPlan:
         "_offsets",
         "_planned",
         "_reading",
+        "_regions",
         "_stand_ins",
         "_table",
         "_watcher",
         "admitted",
         "cores",
+        "fronts",
         "is_prepared",
         "is_read_by_length",
         "laid_out",
@@ -182,6 +123,9 @@ class StepPlan:
         self._planned: Any = None
         self._dtype: mx.Dtype | None = None
         self._reading: ReadingPlan | None = None
+        self._regions: tuple[Any, RegionPlan] | None = None
+        self.fronts: list[int] = []
+        """Tokens of each row that its region has a copy of, in a prepared step."""
         self._table: WorkTable | None = None
         self._asked: set[tuple[DecodeKernel, int, int, Shape]] = set()
         self._stand_ins: StandIns | None = None
@@ -211,6 +155,7 @@ class StepPlan:
         """Lay out a step in which the rows, at `starts`, write one token each."""
         self.one_slab = OneSlab.of(tracks, starts)
         self.layout = [track.layout(start + 1) for track, start in zip(tracks, starts, strict=True)]
+        self.fronts = [track.pieces[-1].front for track in tracks]
         self.longest, self.positions = max(starts) + 1, mx.array(starts)
         self.is_prepared = True
 
@@ -289,7 +234,18 @@ class StepPlan:
     def reading(self, rows: Rows | list[list[View]], dtype: mx.Dtype) -> ReadingPlan:
         """Returns how to read the rows' pieces. Computed once per layout."""
         if not isinstance(rows, Rows):
-            return _make_plan(rows, dtype)
+            return make_plan(rows, dtype)
         if self._reading is None or self._planned is not rows.layout or self._dtype != dtype:
-            self._planned, self._dtype, self._reading = rows.layout, dtype, _make_plan(list(rows), dtype)
+            self._planned, self._dtype, self._reading = rows.layout, dtype, make_plan(list(rows), dtype)
         return self._reading
+
+    def regions(self, rows: Rows | list[list[View]], dtype: mx.Dtype, plain: bool) -> RegionPlan:
+        """Returns how a step on a CPU reads the rows' pieces. Computed once per layout."""
+        if not isinstance(rows, Rows):
+            return plan_regions(layout_of(rows), [0] * len(rows), dtype, plain, None)
+        layout, known = rows.layout, self._regions
+        if known is None or known[0] is not layout or known[1].made_for[-2:] != (dtype, plain):
+            fronts = self.fronts if self.is_prepared else [0] * len(layout)
+            known = layout, plan_regions(layout, fronts, dtype, plain, None if known is None else known[1])
+            self._regions = known
+        return known[1]

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from onefold.cache.memory import device
 from onefold.cache.memory.pieces import Piece
 from onefold.cache.memory.placement import Placement
 from onefold.cache.memory.segment import STEP, Slab, Store
@@ -21,6 +22,9 @@ EARLY = STEP // 4
 """Tokens of room in a region from which on its row is brought home when it is its turn."""
 ROWS_PER_MOVE = 16
 """In each step one row of so many is brought home early."""
+FRONT = STEP // 2
+"""On a CPU, where each piece of a row takes two products, a region begins with a copy of the row's tokens before it, if
+they are so few."""
 
 
 class Arena:
@@ -58,10 +62,30 @@ class Arena:
         except BudgetError:
             return
         assert self._slab is not None
+        slab = self._slab
         for track, lo in zip(standing, regions, strict=True):
-            self._slab.enter(track, writes=True)
-            self._slab.settle()
-            track.pieces.append(Piece(self._slab, lo, lo, track.end, limit=lo + STEP))
+            slab.enter(track, writes=True)
+            slab.settle()
+            front = 0 if device.on_gpu() else self._copy_front(track, slab, lo)
+            track.pieces.append(Piece(slab, lo + front, lo + front, track.end, lo + STEP, front))
+        seam.schedule([a for layer in slab.layers if layer for a in layer])
+
+    def _copy_front(self, track: Track, slab: Slab, lo: int) -> int:
+        """Copy a row's last pieces to the beginning of its region if they are short. Returns the number of tokens."""
+        found: list[Piece] = []
+        n = 0
+        for piece in reversed(track.pieces):
+            if n + piece.hi - piece.lo > FRONT:
+                break
+            found.insert(0, piece)
+            n += piece.hi - piece.lo
+        for index in range(len(self._store.specs) if n else 0):
+            arrays, at = slab.arrays(index), lo
+            for piece in found:
+                for j, array in enumerate(piece.slab.arrays(index)):
+                    arrays[j][..., at : at + piece.hi - piece.lo, :] = array[..., piece.lo : piece.hi, :]
+                at += piece.hi - piece.lo
+        return n
 
     def _room(self, track: Track) -> int:
         """Returns the room that is left in the row's region; 0 if it has none that it can write to."""

@@ -36,7 +36,8 @@ def device_kernel() -> DecodeKernel | None:
 
 def kernel() -> DecodeKernel | None:
     """Returns the kernel with which attention of a decode step is computed; None: with MLX's own operations."""
-    return None if is_switched_off() else device_kernel()
+    found = device_kernel()
+    return None if found is None or is_switched_off() else found
 
 
 def calls() -> dict[str, int]:

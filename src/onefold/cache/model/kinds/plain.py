@@ -35,7 +35,11 @@ class PlainCodec:
         return first.dim
 
     def scores(self, q: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array:
-        return q @ arrays[0][..., lo:hi, :].swapaxes(-1, -2)
+        return q @ _part(arrays[0], lo, hi).swapaxes(-1, -2)
 
     def mix(self, p: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array:
-        return p @ arrays[1][..., lo:hi, :]
+        return p @ _part(arrays[1], lo, hi)
+
+
+def _part(array: mx.array, lo: int, hi: int) -> mx.array:
+    return array if hi - lo == array.shape[2] else array[..., lo:hi, :]

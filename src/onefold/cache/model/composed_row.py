@@ -1,0 +1,98 @@
+"""Attention of one row over several pieces, composed of MLX's operations.
+
+- In a decode step each piece is attended separately, and the results are weighted by their log-sum-exps. K and V are
+  read in place, and nothing as long as a piece is concatenated or cut.
+- For a prefill chunk one layer's pieces are concatenated temporarily, for the stock fused kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from onefold.cache.memory import device
+from onefold.cache.memory.shapes import View
+from onefold.cache.model.blocks import Block, cat, weigh
+from onefold.cache.model.codec import Codec
+
+
+def attend_row(
+    q: mx.array, row: list[View], codec: Codec, scale: float, mask: Any, sinks: mx.array | None
+) -> mx.array:
+    n_q, length = q.shape[1], q.shape[2]
+    n_kv = row[0].arrays[0].shape[1]
+    if codec.plain:
+        widths = sum(a.shape[1] * a.shape[3] * a.dtype.size for a in row[0].arrays)
+        if length * n_q * 8 > widths:
+            return _attend_joined(q, row, scale, mask, sinks)
+    folded = (q * scale).reshape(1, n_kv, n_q // n_kv * length, q.shape[3])
+    if mask is None:
+        blocks = []
+        for v in row:
+            block = Block(codec.scores(folded, v.arrays, v.lo, v.hi))
+            block.out = codec.mix(block.probs, v.arrays, v.lo, v.hi)
+            blocks.append(block)
+        column = None if sinks is None else mx.repeat(sinks.reshape(1, n_kv, -1, 1), length, axis=2)
+        out = weigh(blocks, column)
+        return out.reshape(1, n_q, length, out.shape[-1]).astype(q.dtype)
+    total = sum(v.hi - v.lo for v in row)
+    scores = cat([codec.scores(folded, v.arrays, v.lo, v.hi) for v in row])
+    scores = _masked(scores.reshape(1, n_kv, n_q // n_kv, length, total), mask)
+    probs = _softmax(scores, sinks).reshape(1, n_kv, n_q // n_kv * length, total)
+    out, at = mx.array(0, q.dtype), 0
+    for v in row:
+        out = out + codec.mix(probs[..., at : at + v.hi - v.lo], v.arrays, v.lo, v.hi)
+        at += v.hi - v.lo
+    return out.reshape(1, n_q, length, out.shape[-1]).astype(q.dtype)
+
+
+def _attend_joined(q: mx.array, row: list[View], scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+    """Attends a prefill chunk: concatenates this layer's pieces, for the stock fused kernel."""
+    k, v = (_side_by_side(row, j) for j in (0, 1))
+    out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
+    if not _starts_a_buffer(row):
+        device.evaluate(out)  # else the device would run ahead and hold several layers' copies
+    return out
+
+
+def _side_by_side(row: list[View], j: int) -> mx.array:
+    """Returns the arrays `j` of a row's pieces, concatenated to one array that starts its buffer."""
+    parts = [v.arrays[j][..., v.lo : v.hi, :] for v in row]
+    if len(parts) > 1:
+        return mx.concatenate(parts, axis=2)
+    return parts[0] if _starts_a_buffer(row) else mx.contiguous(parts[0])
+
+
+def _starts_a_buffer(row: list[View]) -> bool:
+    """Whether the fused kernel can take a slice of the row: it is one range from the start of a buffer. On CUDA, with
+    one query and a range that starts later, the kernel reads beyond its memory (`benchmarks/gpu_attention.py`)."""
+    return len(row) == 1 and (row[0].lo == 0 or not device.on_cuda())
+
+
+def _masked(scores: mx.array, mask: Any) -> mx.array:
+    """Applies the mask. `scores` is [rows, kv heads, repeats, queries, keys]."""
+    if mask is None:
+        return scores
+    _, n_kv, repeats, length, total = scores.shape
+    if isinstance(mask, str):
+        first = total - length
+        mask = mx.arange(first, total)[:, None] >= mx.arange(total)[None]
+    if mask.ndim == 4:
+        heads = mask.shape[1]
+        shape = (n_kv, repeats) if heads > 1 else (1, 1)
+        mask = mask.reshape(mask.shape[0], *shape, *mask.shape[2:])
+    if mask.dtype == mx.bool_:
+        return mx.where(mask, scores, mx.array(mx.finfo(scores.dtype).min, scores.dtype))
+    return scores + mask
+
+
+def _softmax(scores: mx.array, sinks: mx.array | None) -> mx.array:
+    """Returns the softmax over the last axis. A sink takes its share of the sum and has no value."""
+    if sinks is None:
+        return mx.softmax(scores, axis=-1, precise=True)
+    rows, n_kv, repeats, length, total = scores.shape
+    column = sinks.astype(scores.dtype).reshape(1, n_kv, repeats, 1, 1)
+    column = mx.broadcast_to(column, (rows, n_kv, repeats, length, 1))
+    both = mx.concatenate([scores, column], axis=-1)
+    return mx.softmax(both, axis=-1, precise=True)[..., :total]

@@ -40,6 +40,14 @@ def fresh(model: nn.Module, tokens: list[int]) -> mx.array:
     return forward(model, make_prompt_cache(model), tokens, 0)
 
 
+def prefilled(cache: Any, model: Any, prompts: list[list[int]], reserve: int = 0) -> list[onefold.Lease]:
+    """Leases that are prefilled up to the last token of their prompts."""
+    leases = [cache.lease(prompt, reserve_tokens=reserve) for prompt in prompts]
+    for lease, prompt in zip(leases, prompts, strict=True):
+        forward(model, lease.layers, prompt[:-1], lease.cached)
+    return leases
+
+
 def close(a: mx.array, b: mx.array) -> bool:
     return mx.abs(a - b).max().item() <= 1e-4 * mx.abs(b).max().item()
 

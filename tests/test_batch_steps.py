@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from driving import close, forward, fresh, words
+from driving import close, forward, fresh, prefilled, words
 from kernel_reference import reference_kernel
 from tiny import tiny
 
@@ -19,13 +19,6 @@ from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.segment import STEP
 from onefold.cache.model.kernels import current
 from onefold.cache.request.arena import EARLY, ROWS_PER_MOVE
-
-
-def prefilled(cache: Any, model: Any, prompts: list[list[int]], reserve: int = 0) -> list[onefold.Lease]:
-    leases = [cache.lease(prompt, reserve_tokens=reserve) for prompt in prompts]
-    for lease, prompt in zip(leases, prompts, strict=True):
-        forward(model, lease.layers, prompt[:-1], lease.cached)
-    return leases
 
 
 def decode(batch: onefold.Batch, said: list[list[int]], n: int, reach: Any = None) -> None:

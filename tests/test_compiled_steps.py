@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from driving import close, forward, fresh, words
+from driving import close, forward, fresh, prefilled, words
 from kernel_reference import traceable_kernel
 from tiny import tiny
 
@@ -51,13 +51,6 @@ def compiled() -> Iterator[None]:
     mx.enable_compile()
     yield
     mx.disable_compile()
-
-
-def prefilled(cache: Any, model: Any, prompts: list[list[int]]) -> list[onefold.Lease]:
-    leases = [cache.lease(prompt) for prompt in prompts]
-    for lease, prompt in zip(leases, prompts, strict=True):
-        forward(model, lease.layers, prompt[:-1], lease.cached)
-    return leases
 
 
 def decode(batch: onefold.Batch, said: list[list[int]], n: int) -> mx.array:

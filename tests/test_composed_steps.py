@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from driving import close, forward, fresh, words
+from driving import close, forward, fresh, prefilled, words
 from mlx_lm.models.cache import BatchKVCache, trim_prompt_cache
 from tiny import tiny
 
@@ -180,3 +180,26 @@ def test_a_longer_row_takes_two_products_and_two_slices_of_small_arrays(monkeypa
     model = tiny("llama")
     four, eight = (step_primitives(model, n, 200) for n in (4, 8))
     assert eight - four <= 4 * 4 * len(model.layers)
+
+
+def test_a_row_that_was_not_a_number_does_not_reach_the_next_one_in_its_region():
+    model = tiny("llama")
+    with onefold.PrefixCache(model, "64MB") as cache:
+        said = [words(20, seed=1), words(33, seed=2)]
+        leases = prefilled(cache, model, said)
+        batch = cache.batch(leases, pooled=True)
+        batch.step([row[-1] for row in said])
+        gone, last = leases[1], leases[1].hold.track.pieces[-1]
+        for layer in last.slab.layers:
+            for j, array in enumerate(layer):
+                layer[j] = array.at[..., last.lo : last.lo + STEP, :].add(mx.nan)
+        batch.remove(gone)
+        gone.cancel()
+        other = words(37, seed=3)
+        batch.add(prefilled(cache, model, [other])[0])
+        logits = batch.step([7, other[-1]])
+        assert batch.leases[1].hold.track.pieces[-1].slab is last.slab
+        assert close(logits[1:], fresh(model, other))
+        assert not mx.isnan(logits).any().item()
+        for lease in batch.leases:
+            lease.cancel()

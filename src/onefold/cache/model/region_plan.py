@@ -168,8 +168,10 @@ def plan_regions(
     copied."""
     regions = _regions(layout, plain)
     if regions is None:
-        fronts = [0] * len(layout)
-    rest = [_rest(row, front) for row, front in zip(layout, fronts, strict=True)] if regions else layout
+        rest, fronts = layout, [0] * len(layout)
+    else:
+        found = [_rest(row, front) for row, front in zip(layout, fronts, strict=True)]
+        rest, fronts = [row for row, _ in found], [front for _, front in found]
     made_for = (rest, [slab.capacity for row in rest for slab, _, _ in row], fronts, regions, dtype, plain)
     if known is None or known.made_for != made_for:
         known = _planned(made_for, rest, regions, dtype, plain)
@@ -193,14 +195,14 @@ def _regions(layout: Layout, plain: bool) -> Regions | None:
     return Regions(slab, first, max(numbers) + 1 - first, numbers)
 
 
-def _rest(row: list[tuple[Any, int, int]], front: int) -> list[tuple[Any, int, int]]:
-    """Returns the pieces before the last, less those at the end that its region has a copy of, `front` tokens."""
-    k = len(row) - 1
-    while front > 0:
+def _rest(row: list[tuple[Any, int, int]], front: int) -> tuple[list[tuple[Any, int, int]], int]:
+    """Returns the pieces before the last, less those at the end that its region has a copy of, `front` tokens; and
+    `front`, or 0 if these are not whole pieces any more, and the copy cannot be used."""
+    k, left = len(row) - 1, front
+    while left > 0 and k:
         k -= 1
-        front -= row[k][2] - row[k][1]
-    assert front == 0, "a region has copies of whole pieces"
-    return row[:k]
+        left -= row[k][2] - row[k][1]
+    return (row[:k], front) if left == 0 else (row[:-1], 0)
 
 
 def _planned(made_for: Any, rest: Layout, regions: Regions | None, dtype: mx.Dtype, plain: bool) -> RegionPlan:

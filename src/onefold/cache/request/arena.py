@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
+
 from onefold.cache.memory import device
 from onefold.cache.memory.pieces import Piece
 from onefold.cache.memory.placement import Placement
@@ -32,6 +34,8 @@ class Arena:
         self._store = store
         self._placement = placement
         self._slab: Slab | None = None
+        self._used: set[int] = set()
+        """Where regions begin that a row has had."""
 
     @property
     def slab(self) -> Slab | None:
@@ -66,6 +70,9 @@ class Arena:
         for track, lo in zip(standing, regions, strict=True):
             slab.enter(track, writes=True)
             slab.settle()
+            if lo in self._used:
+                _clear(slab, lo)
+            self._used.add(lo)
             front = 0 if device.on_gpu() else self._copy_front(track, slab, lo)
             track.pieces.append(Piece(slab, lo + front, lo + front, track.end, lo + STEP, front))
         seam.schedule([a for layer in slab.layers if layer for a in layer])
@@ -110,7 +117,17 @@ class Arena:
         free = [r for r in range(max(rows, len(taken) + n, max(taken, default=0) + 1) + n) if r not in taken][:n]
         capacity = max((max(free, default=0) + 1) * STEP, 0)
         if slab is None:
-            self._slab = self._store.slab(max(capacity, rows * STEP))
+            self._slab, self._used = self._store.slab(max(capacity, rows * STEP)), set()
         elif capacity > slab.capacity:
             slab.rewrite([(0, slab.capacity)], capacity)
         return [r * STEP for r in free]
+
+
+def _clear(slab: Slab, lo: int) -> None:
+    """Overwrite a region that another row has had: composed attention multiplies hidden columns by zero, and what is
+    not a number would reach this row."""
+    for layer in slab.layers:
+        for j, array in enumerate(layer or ()):
+            assert layer is not None
+            blank = mx.zeros((*array.shape[:2], STEP, array.shape[3]), array.dtype)
+            layer[j] = mx.slice_update(array, blank, mx.array([lo]), axes=[2])

@@ -35,8 +35,9 @@ LONGER = ((16, 4), (4, 2))
 """From so many readers on, a chunk is so many times as long: it has a partial result for each."""
 PIECES = 4
 """Of a row, in an estimate."""
-PADDING = 16
-"""Entries, partials and the length of the lists are multiples of this where rows have one query."""
+PADDING = 64
+"""Entries, partials and the length of the lists are multiples of this where rows have one query. Of many rows one has
+another chunk every few steps."""
 MANY_PARTIALS = 512
 """Where rows have more queries than in a step, they have about so many partial results for each head."""
 MOST_QUERIES = 8

@@ -13,7 +13,6 @@ Knows nothing of MLX, of requests or of memory.
 from __future__ import annotations
 
 import math
-from collections import deque
 
 CHUNK_STEPS = 2.4
 """Decode steps that a chunk may cost, if the share is not larger than that. At a share of a half fewer than half of the
@@ -38,8 +37,9 @@ DEBT_MOST = 20.0
 """Chunks that a single stall, of the disk say, can cost the prompts after it."""
 WEIGHT = 0.2
 """The weight of the newest figure in a mean."""
-FIXED_OF, FIXED_RATIO = 8, 1.9
-"""How many of the latest chunks are compared, and the least ratio of their lengths."""
+FIXED_OF, FIXED_RATIO = 16, 1.9
+"""How many of the latest chunks are compared, and the least ratio of their lengths. Most are of one length: the others
+are the last ones of their prompts."""
 WEIGHT_WARNING = 0.6
 """The weight of a figure that makes chunks shorter: a chunk that takes too long delays every stream, one that is too
 short costs little."""
@@ -69,16 +69,20 @@ class FixedCost:
     """What a chunk costs whatever its length, of late: what is left if two chunks of different length are compared."""
 
     def __init__(self) -> None:
-        self._latest: deque[tuple[int, float]] = deque(maxlen=FIXED_OF)
+        self._latest: dict[int, tuple[int, int, float]] = {}
+        """The latest chunk of each power of two: how many were before it, its length, and its seconds."""
+        self._count = 0
 
     def note(self, n_tokens: int, seconds: float) -> None:
-        self._latest.append((n_tokens, seconds))
+        self._latest[n_tokens.bit_length()] = self._count, n_tokens, seconds
+        self._count += 1
 
     @property
     def seconds(self) -> float:
         """Returns 0 if the latest chunks are too much alike to tell."""
-        short, long = (f(self._latest, default=(0, 0.0)) for f in (min, max))
-        if long[0] < FIXED_RATIO * short[0] or len(self._latest) < 2:
+        latest = [(n, took) for at, n, took in self._latest.values() if at >= self._count - FIXED_OF]
+        short, long = min(latest, default=(0, 0.0)), max(latest, default=(0, 0.0))
+        if long[0] < FIXED_RATIO * short[0] or len(latest) < 2:
             return 0.0
         per_token = max(0.0, long[1] - short[1]) / (long[0] - short[0])
         return max(0.0, short[1] - per_token * short[0])
@@ -142,9 +146,9 @@ class Share:
 
 
 def _rounded(n_tokens: int) -> int:
-    """Returns one of eight lengths between two powers of two, at most `n_tokens`: CUDA prepares attention for each
+    """Returns one of four lengths between two powers of two, at most `n_tokens`: CUDA prepares its kernels for each
     length that is new, which takes longer than a decode step."""
-    step = max(4, 1 << max(0, n_tokens.bit_length() - 4))
+    step = max(4, 1 << max(0, n_tokens.bit_length() - 3))
     return n_tokens // step * step
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from onefold.cache.memory import device
 from onefold.cache.prefix_cache import PrefixCache, empty_twin
 from onefold.engine.job import Job
 from onefold.engine.limits import Limits
@@ -34,6 +35,8 @@ SHARED_TOKENS = 80
 SHORT_TOKENS = 12
 ANSWER_TOKENS = 16
 """More than the steps after which a step is compiled."""
+CUDA_TOKENS = 640
+"""Long enough for MLX's own attention on CUDA, whose first use takes seconds."""
 LEAST_TOKENS = 4 * (LONG_TOKENS + ANSWER_TOKENS)
 """Room for the conversations that run, and for one that is stored."""
 
@@ -51,7 +54,7 @@ def warm(
             log.debug("not warmed: there is room for %d tokens, and %d are needed", room, LEAST_TOKENS)
             return
         with empty_twin(cache) as twin:
-            _run(twin, limits, tokenizer, vocab, sampling)
+            _run(twin, limits, tokenizer, vocab, sampling, room)
     except (BudgetError, TooLong) as error:
         log.debug("not warmed: %s", error)
     except DeviceError as error:
@@ -62,7 +65,9 @@ def warm(
         log.info("warmed in %.1f s", time.perf_counter() - begun)
 
 
-def _run(cache: PrefixCache, limits: Limits, tokenizer: Any, vocab: int, sampling: Sampling) -> None:
+def _run(
+    cache: PrefixCache, limits: Limits, tokenizer: Any, vocab: int, sampling: Sampling, most_tokens: float
+) -> None:
     """Answers one prompt, then two at once, of which one shares a prefix with the first. Raises what a request failed
     with."""
     model = cache.model
@@ -76,7 +81,10 @@ def _run(cache: PrefixCache, limits: Limits, tokenizer: Any, vocab: int, samplin
         failed.extend(event.error for event in events if isinstance(event, Failed))
 
     numbers = itertools.count(1)
-    for prompts in ([long], [branch, long[1 : 1 + SHORT_TOKENS]]):
+    rounds = [[long], [branch, long[1 : 1 + SHORT_TOKENS]]]
+    if device.on_cuda() and most_tokens >= 2 * CUDA_TOKENS:
+        rounds.append([list(itertools.islice(itertools.cycle(words[1:]), CUDA_TOKENS))])
+    for prompts in rounds:
         for tokens in prompts:
             request = Request(
                 prompt=Prompt(np.array(tokens, np.int32)), max_tokens=ANSWER_TOKENS, sampling=sampling, plain=True

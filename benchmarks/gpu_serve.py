@@ -186,7 +186,7 @@ def stock_together(model: Any, n_rows: int, words: Words, weights: int, out: Say
     for run in ("cold", "warm"):
         prompts = [words(1000 + 37 * i) for i in range(n_rows)]
         settle()
-        generator = BatchGenerator(model, max_tokens=128, completion_batch_size=n_rows, prefill_batch_size=n_rows)
+        generator = BatchGenerator(model, max_tokens=128, completion_batch_size=n_rows, prefill_batch_size=min(n_rows, 8))
         begun = time.perf_counter()
         left = set(generator.insert(prompts, [128] * n_rows))
         times = []

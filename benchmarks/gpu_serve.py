@@ -4,8 +4,9 @@
 
 alone      one stream after a long prompt: ms per token, beside generate_step
 turns      the next turn of that conversation: time to its first token, and the peak over what is held
-together   several requests with prompts of their own: tokens per second, beside BatchGenerator, and beside the bare
-           forward of mlx-lm's batch: no sampling, no bookkeeping, the next step built while the device works
+together   several requests with prompts of their own: tokens per second, and the median step while all of them decode;
+           beside BatchGenerator, and beside the bare forward of mlx-lm's batch: no sampling, no bookkeeping, the next
+           step built while the device works
 agents     several requests on one long prefix, cold and all at once: tokens prefilled, time, the peak over the weights
 joining    500 steps while requests come and go: the slowest step beside the median
 """
@@ -164,18 +165,29 @@ def alone(engine: Engine, long: list[int], stock_tokens: list[int], words: Words
     engine.clear()
 
 
+ANSWER = 384
+"""Tokens of each answer, where several requests run at once: so long that all of them decode together for a while."""
+
+
+def median_step(all_times: list[list[float]]) -> float:
+    """Returns the median time between two tokens while all rows decode, in ms; not a number if they never do."""
+    first, last = max(times[1] for times in all_times), min(times[-1] for times in all_times)
+    steps = [b - a for times in all_times for a, b in itertools.pairwise(times) if first <= a and b <= last]
+    return 1e3 * statistics.median(steps) if steps else float("nan")
+
+
 def together(engine: Engine, n_rows: int, words: Words, weights: int, out: Say) -> None:
     """Several conversations at once on the engine."""
     for run in ("cold", "warm"):  # kernels are made at their first use
         prompts = [words(1000 + 37 * i) for i in range(n_rows)]
         settle()
         begun = time.perf_counter()
-        rows = [Asked(engine, p, 128) for p in prompts]
+        rows = [Asked(engine, p, ANSWER) for p in prompts]
         wait_all(rows)
         took, peak = time.perf_counter() - begun, (mx.get_peak_memory() - weights) / 1e9
-        step = ms(rows[-1].times)
+        step = median_step([row.times for row in rows])
         out(
-            f"together  {n_rows} rows, engine, {run}: {128 * n_rows / took:7.1f} tokens/s, {step:.2f} ms/step, "
+            f"together  {n_rows} rows, engine, {run}: {ANSWER * n_rows / took:7.1f} tokens/s, {step:.2f} ms/step, "
             f"peak {peak:.2f} GB"
         )
         engine.clear()
@@ -186,18 +198,21 @@ def stock_together(model: Any, n_rows: int, words: Words, weights: int, out: Say
     for run in ("cold", "warm"):
         prompts = [words(1000 + 37 * i) for i in range(n_rows)]
         settle()
-        generator = BatchGenerator(model, max_tokens=128, completion_batch_size=n_rows, prefill_batch_size=min(n_rows, 8))
+        prefilled = min(n_rows, 8)
+        generator = BatchGenerator(
+            model, max_tokens=ANSWER, completion_batch_size=n_rows, prefill_batch_size=prefilled
+        )
         begun = time.perf_counter()
-        left = set(generator.insert(prompts, [128] * n_rows))
-        times = []
+        left = set(generator.insert(prompts, [ANSWER] * n_rows))
+        times: list[float] = []
         while left:
             _, responses = generator.next()
-            times += [time.perf_counter()] if responses else []
+            times += [time.perf_counter()] if len(responses) == n_rows else []
             left -= {r.uid for r in responses if r.finish_reason is not None}
         took, peak = time.perf_counter() - begun, (mx.get_peak_memory() - weights) / 1e9
-        step = ms(times)
+        step = median_step([times])
         out(
-            f"          {n_rows} rows, stock, {run}:  {128 * n_rows / took:7.1f} tokens/s, {step:.2f} ms/step, "
+            f"          {n_rows} rows, stock, {run}:  {ANSWER * n_rows / took:7.1f} tokens/s, {step:.2f} ms/step, "
             f"peak {peak:.2f} GB"
         )
         generator.close()
@@ -249,16 +264,16 @@ def agents(engine: Engine, tokens: int, n_rows: int, words: Words, weights: int,
         before = engine.stats().prefilled_tokens
         prefix = words(tokens)
         begun = time.perf_counter()
-        rows = [Asked(engine, [*prefix, *words(40 + i)], 128) for i in range(n_rows)]
+        rows = [Asked(engine, [*prefix, *words(40 + i)], ANSWER) for i in range(n_rows)]
         wait_all(rows)
         took, peak = time.perf_counter() - begun, (mx.get_peak_memory() - weights) / 1e9
-        done, step = engine.stats().prefilled_tokens - before, ms(rows[-1].times)
+        done, step = engine.stats().prefilled_tokens - before, median_step([row.times for row in rows])
         out(f"agents    {n_rows} on {tokens} new tokens, {run}: {done} prefilled, {took:.2f} s")
         out(f"          {step:.2f} ms/step, peak {peak:.2f} GB")
         begun = time.perf_counter()
-        rows = [Asked(engine, [*prefix, *words(2000 + 37 * i)], 128) for i in range(n_rows)]
+        rows = [Asked(engine, [*prefix, *words(2000 + 37 * i)], 2 * ANSWER) for i in range(n_rows)]
         wait_all(rows)
-        took, step = time.perf_counter() - begun, ms(rows[-1].times)
+        took, step = time.perf_counter() - begun, median_step([row.times for row in rows])
         out(f"          and 2000 of its own each: {took:.2f} s, {step:.2f} ms/step")
 
 

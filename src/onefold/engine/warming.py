@@ -83,7 +83,7 @@ def _run(
     numbers = itertools.count(1)
     rounds = [[long], [branch, long[1 : 1 + SHORT_TOKENS]]]
     if device.on_cuda() and most_tokens >= 2 * CUDA_TOKENS:
-        rounds.append([list(itertools.islice(itertools.cycle(words[1:]), CUDA_TOKENS))])
+        rounds.append([list(itertools.islice(itertools.cycle(words), CUDA_TOKENS))])
     for prompts in rounds:
         for tokens in prompts:
             request = Request(

@@ -38,6 +38,8 @@ STEP = 256
 """Capacities of new slabs are multiples of this while bytes are not short."""
 GROWTH_STEP = 128
 """The same for slabs that grow: `STEP` would be a quarter of a conversation of a thousand tokens."""
+FEW = GROWTH_STEP // 4
+"""New slabs for so few tokens have a capacity of `GROWTH_STEP`: each of several requests on one prefix has one."""
 FINE_STEP = 8
 """The same at rest, and where bytes are short."""
 ROOM_SHARE = 8
@@ -95,7 +97,7 @@ class Store:
         """Yields the capacities to try for `need` tokens, for a slab that has a capacity of `held`: first with room to
         grow, if memory is free; then rounded up, if evicting makes room for that and `spare` bytes more; then the
         least."""
-        step = GROWTH_STEP if held else STEP
+        step = GROWTH_STEP if held or need <= FEW else STEP
         roomy, rounded = round_up(max(need, held + held // ROOM_SHARE), step), round_up(need, step)
         if roomy > rounded and self.ledger.fits((roomy - held) * self.token_bytes + spare):
             yield roomy

@@ -31,8 +31,9 @@ CHUNK = 256
 BLOCKS = 512
 """About so many blocks occupy a large GPU. Where there would be more, chunks are longer: each has partial results to
 write and to read, and those of all layers may be in memory at once."""
-LONGER = ((16, 4), (4, 2))
-"""From so many readers on, a chunk is so many times as long: it has a partial result for each."""
+SEVERAL_READERS, READERS_OF_A_BLOCK = 4, 16
+"""From so many readers on, a chunk is twice as long, because it has a partial result for each; and twice that for every
+so many, which have a block of their own."""
 PIECES = 4
 """Of a row, in an estimate."""
 PADDING = 64
@@ -195,7 +196,8 @@ def _padded(n: int) -> int:
 
 
 def _times(readers: int) -> int:
-    return next((times for least, times in LONGER if readers >= least), 1)
+    """Returns how many times as long a chunk with so many readers is."""
+    return 1 if readers < SEVERAL_READERS else 2 * -(-readers // READERS_OF_A_BLOCK)
 
 
 def _is_next(before: Sequence[tuple[Any, int, int]], after: Sequence[tuple[Any, int, int]]) -> bool:

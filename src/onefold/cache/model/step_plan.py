@@ -17,6 +17,7 @@ import mlx.core as mx
 from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.shapes import View
 from onefold.cache.memory.track import Track
+from onefold.cache.model.kernels import current
 from onefold.cache.model.kernels.decode import DecodeKernel, Shape
 from onefold.cache.model.kernels.work_table import WorkTable
 from onefold.cache.model.reading_plan import Core, CoreKey, ReadingPlan, make_plan
@@ -89,6 +90,7 @@ class StepPlan:
         "_capacities",
         "_dtype",
         "_forward",
+        "_kernel",
         "_offset",
         "_offsets",
         "_planned",
@@ -131,6 +133,7 @@ class StepPlan:
         self._stand_ins: StandIns | None = None
         self._capacities: list[int] = []
         self._forward: tuple[int | None, int] | None = None
+        self._kernel: tuple[int, DecodeKernel | None] | None = None
         self._watcher: Callable[[], Any] = lambda: None
         self.is_prepared = False
         """The fields below and `layout` and `one_slab` are those of the step that is running."""
@@ -168,6 +171,14 @@ class StepPlan:
         if self._offsets != offsets:
             self._offsets, self._offset = offsets, mx.array(offsets)
         return self._offset
+
+    def kernel(self, forward: int | None) -> DecodeKernel | None:
+        """Returns the device's decode kernel. MLX is asked for its device once per `forward`, unless that is None."""
+        if forward is None:
+            return current.kernel()
+        if self._kernel is None or self._kernel[0] != forward:
+            self._kernel = forward, current.kernel()
+        return self._kernel[1]
 
     def lay_out(self, track: Track, upto: int, forward: int | None) -> Layout:
         """Returns the layout of a row alone: the list of the layer before if it is the same. It is the same in all

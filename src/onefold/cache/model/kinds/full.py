@@ -19,7 +19,6 @@ from onefold.cache.memory.shapes import ArraySpec
 from onefold.cache.memory.track import Track
 from onefold.cache.model import exporting, stock
 from onefold.cache.model.attention import Forms, Handle
-from onefold.cache.model.kernels import current
 from onefold.cache.model.kinds.base import ForwardListener, Ranged, Snapshot
 from onefold.cache.model.kinds.leaf import Leaf, Making, arrays_of, window
 from onefold.cache.model.kinds.packed_ring import PackedRing
@@ -52,10 +51,15 @@ def _buffer(side: int) -> property:
     return property(read, write)
 
 
+def _forward(layer: SegmentedLayer) -> int | None:
+    """Returns the number of the forward that is running; None if nobody counts."""
+    return layer.epoch if layer.watchers() else None
+
+
 def _in_kernel(layer: SegmentedLayer, n_tokens: int) -> bool:
     """Whether the device's decode kernel computes a forward of `n_tokens` in this layer, and is faster than MLX's own
     attention."""
-    kernel = current.kernel()
+    kernel = layer.plan.kernel(_forward(layer))
     if kernel is None or layer.track.contiguous or layer.forms is None:
         return False
     if not kernel.takes_chunk(n_tokens, layer.offset):
@@ -65,8 +69,7 @@ def _in_kernel(layer: SegmentedLayer, n_tokens: int) -> bool:
 
 def _handles(layer: SegmentedLayer) -> tuple[Handle, Handle]:
     """Returns handles for the keys and values of one sequence."""
-    forward = layer.epoch if layer.watchers() else None
-    layout = layer.plan.lay_out(layer.track, layer.offset, forward)
+    layout = layer.plan.lay_out(layer.track, layer.offset, _forward(layer))
     assert layer.forms is not None
     return layer.forms.handles(Rows(layout, layer.index), layer.offset, layer.plan, layer.consumed)
 

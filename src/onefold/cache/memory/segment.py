@@ -38,10 +38,10 @@ STEP = 256
 """Capacities of new slabs are multiples of this while bytes are not short."""
 GROWTH_STEP = 128
 """The same for slabs that grow: `STEP` would be a quarter of a conversation of a thousand tokens."""
-FEW = GROWTH_STEP // 4
-"""New slabs for so few tokens have a capacity of `GROWTH_STEP`: each of several requests on one prefix has one."""
 FINE_STEP = 8
 """The same at rest, and where bytes are short."""
+FEW = 32
+"""The capacity of a new slab for no more tokens: each of several requests on one prefix has one."""
 ROOM_SHARE = 8
 """Room to grow is an eighth of a slab: an eighth more when it grows, and at most about that at rest."""
 LEAST_CHUNK = 16
@@ -89,15 +89,13 @@ class Store:
         """The most that the arrays of one slab are rounded up by."""
 
     def slab(self, capacity: int, *, reserved: int | None = None) -> Slab:
-        """Returns a new slab. Its bytes are reserved now; each layer is allocated at its first write. Raises
-        BudgetError."""
+        """Returns a new slab. Its bytes are reserved now, layers allocated at their first write. Raises BudgetError."""
         return Slab(self, capacity, self.token_bytes * capacity if reserved is None else reserved)
 
     def capacities(self, need: int, held: int = 0, spare: int = 0) -> Iterator[int]:
-        """Yields the capacities to try for `need` tokens, for a slab that has a capacity of `held`: first with room to
-        grow, if memory is free; then rounded up, if evicting makes room for that and `spare` bytes more; then the
-        least."""
-        step = GROWTH_STEP if held or need <= FEW else STEP
+        """Yields the capacities to try for `need` tokens, for a slab of `held`: with room to grow, if memory is free;
+        rounded up, if evicting makes room for that and `spare` bytes more; the least."""
+        step = GROWTH_STEP if held else FEW if need <= FEW else STEP
         roomy, rounded = round_up(max(need, held + held // ROOM_SHARE), step), round_up(need, step)
         if roomy > rounded and self.ledger.fits((roomy - held) * self.token_bytes + spare):
             yield roomy

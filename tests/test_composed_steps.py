@@ -203,3 +203,52 @@ def test_a_row_that_was_not_a_number_does_not_reach_the_next_one_in_its_region()
         assert not mx.isnan(logits).any().item()
         for lease in batch.leases:
             lease.cancel()
+
+
+def rewind(lease: onefold.Lease, tokens: list[int], to: int) -> None:
+    for layer in lease.layers:
+        layer.trim(len(tokens) - to)
+    del tokens[to:]
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_copy_before_a_region_is_not_read_once_its_tokens_were_written_again(committed: bool) -> None:
+    """A row leaves its region by a long chunk, and comes back to it by a rewind."""
+    model = tiny("llama")
+    with onefold.PrefixCache(model, "64MB") as cache:
+        said = [words(50, seed=1), words(50, seed=2)]
+        leases = prefilled(cache, model, [[*row, 0] for row in said])
+        batch = cache.batch(leases)
+        row, lease = said[1], leases[1]
+
+        def step(*tokens: int) -> None:
+            logits = batch.step(tokens)
+            for fed, token, found in zip(said, tokens, logits, strict=True):
+                fed.append(token)
+                assert close(found[None], fresh(model, fed))
+
+        def feed(more: list[int]) -> None:
+            row.extend(more)
+            assert close(model(mx.array([more]), cache=lease.layers)[:, -1], fresh(model, row))
+
+        step(0, 0)
+        for token in range(4):
+            step(7 + token, 8 + token)
+        if committed:
+            feed(words(250, seed=4))
+            rewind(lease, row, 20)
+            feed(words(100, seed=5))
+            with cache.lease(row) as other:  # stores the same tokens first
+                forward(model, other.layers, row, 0)
+                other.commit(row)
+            lease.commit(row, close=False)
+            rewind(lease, row, len(row) - 10)
+        else:
+            rewind(lease, row, 20)
+            feed(words(STEP + 30, seed=5))
+            rewind(lease, row, len(row) - 150)
+        for token in range(3):
+            step(11 + token, 12 + token)
+        cache.check()
+        for lease in leases:
+            lease.cancel()

@@ -63,6 +63,10 @@ class Pieces:
         found = [p for p in self.pieces if p.pos < upto and p.lo < p.hi]
         return [(p.slab, p.lo, min(p.hi, p.lo + upto - p.pos)) for p in found]
 
+    def front(self, upto: int) -> int:
+        """Returns `Piece.front` of the piece in which the positions [0, upto) end."""
+        return next((p.front for p in reversed(self.pieces) if p.pos < upto and p.lo < p.hi), 0)
+
     def copied(self, index: int, start: int, stop: int, capacity: int) -> list[mx.array]:
         """Returns layer `index`'s arrays of the positions [start, stop), copied to new ones of `capacity` and
         evaluated."""

@@ -139,8 +139,9 @@ class Track(Pieces):
                 arrays[j][..., lo : lo + n, :] = x
             return
         low = max(start, self.floor if low is None else low)
-        last.front = 0  # what it is a copy of is written again
         for piece in self.pieces:
+            if piece.pos > low:
+                piece.front = 0  # what it is a copy of is written again
             a, b = max(low, piece.pos), min(start + n, piece.end)
             if a >= b:
                 continue

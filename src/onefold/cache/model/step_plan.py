@@ -158,7 +158,7 @@ class StepPlan:
         """Lay out a step in which the rows, at `starts`, write one token each."""
         self.one_slab = OneSlab.of(tracks, starts)
         self.layout = [track.layout(start + 1) for track, start in zip(tracks, starts, strict=True)]
-        self.fronts = [track.pieces[-1].front for track in tracks]
+        self.fronts = [track.front(start + 1) for track, start in zip(tracks, starts, strict=True)]
         self.longest, self.positions = max(starts) + 1, mx.array(starts)
         self.is_prepared = True
 

@@ -15,6 +15,7 @@ from tiny import tiny
 import onefold
 from onefold.cache.memory.segment import STEP
 from onefold.cache.model import seam
+from onefold.cache.model.composed_shared import attend_shared
 from onefold.cache.model.composed_step import attend_step
 from onefold.cache.model.kinds.plain import PlainCodec
 from onefold.cache.model.kinds.quantized import AffineCodec
@@ -252,3 +253,18 @@ def test_a_copy_before_a_region_is_not_read_once_its_tokens_were_written_again(c
         cache.check()
         for lease in leases:
             lease.cancel()
+
+
+def test_scores_of_a_shared_piece_are_those_of_its_readers_only():
+    rows, tokens = 64, 16_000
+    q = mx.random.normal((HEADS, rows, REPEATS, DIM))
+    held = [mx.random.normal((1, HEADS, tokens, DIM)) for _ in range(2)]
+    mx.eval(q, held)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    (block,) = attend_shared(q, [held], [None], ((0, tokens, (3, 60)),), PlainCodec())
+    mx.eval(block.out, block.logsum)
+    scores = HEADS * REPEATS * tokens * 4
+    assert mx.get_peak_memory() - before < 8 * scores  # of two rows; all rows have 64
+    assert block.out.shape == (HEADS, rows, REPEATS, DIM)
+    assert (block.logsum[:, 4] < -1e29).all().item() and (block.logsum[:, 60] > -100).all().item()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,14 +28,15 @@ class ReadingPlan:
     single: list[tuple[int, int]]
     """The remaining pieces, which one row reads."""
     hidden: list[mx.array | None]
-    """A mask for each common and then each shared piece: 0 where a row sees a column, very low where not; None if every
-    row sees all."""
+    """A mask for each common and then each shared piece: 0 where a row sees a column, very low where not; None if all
+    of its readers see all."""
 
 
 def make_plan(
-    rows: list[list[View]], dtype: mx.Dtype, capacities: dict[int, int] | None = None
+    rows: list[list[View]], dtype: mx.Dtype, capacities: dict[int, int] | None = None, *, sparse: bool = True
 ) -> ReadingPlan:
-    """Returns how to read these pieces. `capacities` are those of the slabs, if the views have no arrays."""
+    """Returns how to read these pieces. `capacities` are those of the slabs, if the views have no arrays. `sparse`: a
+    slab of which rows read different parts may be read whole although they see less than half of it."""
     n = len(rows)
     if capacities is None:
         capacities = {v.slab: v.capacity for row in rows for v in row}
@@ -45,6 +47,11 @@ def make_plan(
             readers.setdefault((v.slab, v.lo, v.hi), (i, j, []))[2].append(i)
             slabs.setdefault(v.slab, (i, j, set()))[2].add(i)
     whole = {slab for slab, (i, j, who) in slabs.items() if len(who) > 1 and capacities[slab] <= n * COMMON_TOKENS}
+    if not sparse:
+        read = collections.Counter({slab: 0 for slab in whole})
+        for row in rows:
+            read.update({v.slab: v.hi - v.lo for v in row if v.slab in whole})
+        whole = {slab for slab in whole if n * capacities[slab] <= 2 * read[slab]}
     whole -= {slab for (slab, _, _), (_, _, who) in readers.items() if len(who) == len(slabs[slab][2])}
     common = [slabs[slab][:2] for slab in whole]
     shared = [found for (slab, _, _), found in readers.items() if len(found[2]) > 1 and slab not in whole]
@@ -64,7 +71,7 @@ def make_plan(
                 if v.slab == rows[i][j].slab:
                     seen[r, v.lo : v.hi] = True
         hidden.append(hide(seen))
-    hidden += [hide([[r in who] for r in range(n)]) if len(who) < n else None for _, _, who in shared]
+    hidden += [None] * len(shared)
     return ReadingPlan(common, shared, single, hidden)
 
 

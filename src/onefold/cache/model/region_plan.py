@@ -209,7 +209,7 @@ def _planned(made_for: Any, rest: Layout, regions: Regions | None, dtype: mx.Dty
     n = len(rest)
     views = [[View([], lo, hi, id(slab)) for slab, lo, hi in row] for row in rest]
     capacities = {id(slab): slab.capacity for row in rest for slab, _, _ in row}
-    reading = make_plan(views, dtype, capacities)
+    reading = make_plan(views, dtype, capacities, sparse=False)
     shared = [(rest[i][j][0], 0, rest[i][j][0].capacity, tuple(range(n))) for i, j in reading.common]
     shared += [(*rest[i][j], tuple(who)) for i, j, who in reading.shared]
     own: list[list[tuple[Any, int, int]]] = [[] for _ in range(n)]

@@ -110,9 +110,16 @@ class Traceable(Reference):
         here = mx.arange(n)[None]
         mine = ((edges[:-1, None] <= here) & (here < edges[1:, None]))[:, :, None, None, None]
         top, total = (mx.where(mine, given.sums[partial][None, ..., i : i + 1], x) for i, x in ((0, -1e30), (1, 0)))
-        weights = mx.where(mine, mx.power(2.0, top - top.max(axis=1, keepdims=True)), 0)
+        most = top.max(axis=1, keepdims=True)
+        if given.sinks is not None:
+            sink = given.sinks.astype(mx.float32).reshape(1, 1, -1, 1, 1) * LOG2_E
+            most = mx.maximum(most, sink)
+        weights = mx.where(mine, mx.power(2.0, top - most), 0)
         mixed = mx.where(mine, given.mixed[partial][None], 0)
-        out = (weights * mixed).sum(axis=1) / (weights * total).sum(axis=1)
+        whole = (weights * total).sum(axis=1)
+        if given.sinks is not None:
+            whole = whole + mx.power(2.0, sink - most)[:, 0]
+        out = (weights * mixed).sum(axis=1) / whole
         return out.astype(given.dtype)
 
 

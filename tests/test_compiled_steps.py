@@ -137,6 +137,35 @@ def test_other_weights_are_used_from_the_next_step_on(kernel: DecodeKernel, trac
             lease.cancel()
 
 
+def test_other_settings_of_a_module_are_used_from_the_next_step_on(kernel: DecodeKernel, traces: list[int]) -> None:
+    model = tiny("llama")
+    with onefold.PrefixCache(model, "64MB") as cache:
+        said = [words(20, seed=1), words(33, seed=2)]
+        leases = prefilled(cache, model, said)
+        batch = cache.batch(leases, pooled=True)
+        decode(batch, said, AFTER + 3)
+        ran, model.model.norm.eps = len(traces), 0.5
+        decode(batch, said, 1)
+        assert len(traces) == ran > 0
+        for lease in leases:
+            lease.cancel()
+
+
+def test_a_batch_that_begins_with_other_rows_makes_new_graphs(kernel: DecodeKernel, traces: list[int]) -> None:
+    model = tiny("llama")
+    with onefold.PrefixCache(model, "64MB") as cache:
+        batch = cache.batch([])
+        for seed in (1, 3):
+            said = [words(20, seed=seed), words(33, seed=seed + 1)]
+            leases = prefilled(cache, model, said)
+            batch.seat(leases)
+            decode(batch, said, AFTER + 1)  # the first one makes the table
+            assert not traces
+            for lease in leases:
+                lease.cancel()
+            cache.clear()
+
+
 @pytest.mark.parametrize("how", ["evaluates", "reads the length", "keeps an array"])
 def test_a_model_that_cannot_be_traced_is_run_as_before(
     kernel: DecodeKernel, traces: list[int], monkeypatch: pytest.MonkeyPatch, how: str

@@ -72,7 +72,7 @@ def _run(
     with."""
     model = cache.model
     scheduler = Scheduler(model, cache, dataclasses.replace(limits, queue_timeout_seconds=math.inf))
-    words = [token % vocab for token in tokenizer.encode(TEXT, add_special_tokens=False)]
+    words = [token % vocab for token in tokenizer.encode(TEXT, add_special_tokens=False)] or [0]
     long = list(itertools.islice(itertools.cycle(words), LONG_TOKENS))
     branch = long[:SHARED_TOKENS] + long[: LONG_TOKENS - SHARED_TOKENS]
     failed: list[OnefoldError] = []

@@ -44,8 +44,6 @@ FEW = 32
 """The capacity of a new slab for no more tokens: each of several requests on one prefix has one."""
 ROOM_SHARE = 8
 """Room to grow is an eighth of a slab: an eighth more when it grows, and at most about that at rest."""
-LEAST_CHUNK = 16
-"""Tokens. Prefill is cut into smaller chunks only if evicting and shrinking MLX's pool do not make room."""
 
 
 def round_up(n: int, to: int = STEP) -> int:
@@ -96,7 +94,7 @@ class Store:
         """Yields the capacities to try for `need` tokens, for a slab of `held`: with room to grow, if memory is free;
         rounded up, if evicting makes room for that and `spare` bytes more; the least."""
         step = GROWTH_STEP if held else FEW if need <= FEW else STEP
-        roomy, rounded = round_up(max(need, held + held // ROOM_SHARE), step), round_up(need, step)
+        roomy, rounded = (round_up(n, step) for n in (max(need, held + held // ROOM_SHARE), need))
         if roomy > rounded and self.ledger.fits((roomy - held) * self.token_bytes + spare):
             yield roomy
         if self.ledger.attainable((rounded - held) * self.token_bytes + spare):
@@ -105,7 +103,8 @@ class Store:
 
     def making_room_for(self, need: int) -> Work[None]:
         """Make room for a slab of `need` tokens, which the caller makes afterwards."""
-        wanted = [n for n in (round_up(need), need) if self.ledger.attainable(n * self.token_bytes)]
+        sizes = round_up(need, FEW if need <= FEW else STEP), need
+        wanted = [n for n in sizes if self.ledger.attainable(n * self.token_bytes)]
         if wanted:
             yield from self.ledger.granting(Purpose.LIVE, wanted[0] * self.token_bytes)
 

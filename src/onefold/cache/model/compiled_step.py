@@ -4,8 +4,9 @@ On a fast GPU a decode step takes less time than Python needs to call the model.
 the content of a few arrays: tokens, positions, the work table of the decode kernel, and the buffers. So after some
 equal steps the forward is traced with `mx.compile`, as a function of these arrays, and its graph is used from then on.
 
-- The model's weights are constants of the graph. Before each use it is checked that the model has the same ones. (As
-  inputs, `mx.compile` would replace them in the model while it traces.)
+- The model's weights are constants of the graph. Before each use it is checked that the model has the same ones, and
+  the same numbers as attributes. (As inputs, `mx.compile` would replace weights in the model while it traces.) What is
+  written into a weight in place is not noticed; a batch that begins with other rows than it had makes new graphs.
 - Layers are given stand-ins for their arrays while they are traced (`StepPlan.standing_in`), so a trace that fails
   has changed nothing. Such a batch is not compiled: the decode kernel must compute all attention, and the model's code
   may not evaluate an array, nor depend on how long the rows are.
@@ -34,6 +35,7 @@ MOST = 8
 """Graphs that are kept."""
 
 Forward = Callable[[mx.array], Any]
+_Parts = list[tuple[Any, int, list[tuple[Any, Any]]]]
 
 
 class CompiledSteps:
@@ -71,13 +73,14 @@ class CompiledSteps:
             log.debug("decode steps are not compiled: %s", error)
             self._refused = True
             return forward(tokens)
+        counted = kernel.counts[""] - before
         if step.calls is None:
-            step.calls = kernel.counts[""] - before
+            step.calls = counted
             if step.put_back():
                 log.debug("decode steps are not compiled: the model's code changes its weights")
                 self._refused = True
                 return out
-        else:
+        elif not counted:
             kernel.counts[""] += step.calls
         self._steps[shape] = step
         while len(self._steps) > MOST:
@@ -96,6 +99,7 @@ class _Step:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._parts = _parts(model)
+        self._settings = _settings(self._parts)
         self._call = _Call()
         self._compiled: Any = mx.compile(functools.partial(_traced, self._call))
         self.calls: int | None = None
@@ -105,14 +109,16 @@ class _Step:
         """Whether the model is the one that was traced, with the same parts and weights."""
         if model is not self._model:
             return False
-        return all(len(whole) == n and all(whole[k] is x for k, x in held) for whole, n, held in self._parts)
+        if not all(len(whole) == n and all(whole[k] is x for k, x in held) for whole, n, held in self._parts):
+            return False
+        return self._settings == _settings(self._parts)
 
     def put_back(self) -> bool:
         """Give the model the parts that it had. Returns whether it had others."""
         changed = False
         for whole, _, held in self._parts:
             for key, part in held:
-                if whole[key] is not part:
+                if whole[key] is not part:  # not in a tuple, which nobody can have written to
                     whole[key], changed = part, True
         return changed
 
@@ -156,14 +162,20 @@ def _traced(
     return out, [arrays[slab, i] for i in range(len(slab.layers))]
 
 
-def _parts(model: nn.Module) -> list[tuple[Any, int, list[tuple[Any, Any]]]]:
+def _parts(model: nn.Module) -> _Parts:
     """Returns every module and container of the model, with its length and its members."""
-    found: list[tuple[Any, int, list[tuple[Any, Any]]]] = []
+    found: _Parts = []
     waiting: list[Any] = [model]
     while waiting:
         whole = waiting.pop()
         members = list(whole.items() if isinstance(whole, dict) else enumerate(whole))
-        held = [(k, x) for k, x in members if isinstance(x, mx.array | dict | list)]
+        held = [(k, x) for k, x in members if isinstance(x, mx.array | dict | list | tuple)]
         found.append((whole, len(whole), held))
-        waiting += [x for _, x in held if isinstance(x, dict | list)]
+        waiting += [x for _, x in held if isinstance(x, dict | list | tuple)]
     return found
+
+
+def _settings(parts: _Parts) -> list[Any]:
+    """Returns the numbers and words among the attributes of a model's modules."""
+    modules = [whole for whole, _, _ in parts if isinstance(whole, nn.Module)]
+    return [x for module in modules for x in vars(module).values() if isinstance(x, int | float | str)]

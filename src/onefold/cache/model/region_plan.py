@@ -7,8 +7,8 @@
   groups.
 - **Shared** and **common** pieces are as in `reading_plan`.
 
-A slab is read whole, with the other columns hidden, where that is little more than the piece: a slice takes as long to
-build as a product. From step to step only the ends of the last pieces change; the rest of the plan is kept.
+Only what a row sees is read of its own pieces: a hidden column that is not a number would reach it. From step to step
+only the ends of the last pieces change; the rest of the plan is kept.
 """
 
 from __future__ import annotations
@@ -26,16 +26,13 @@ from onefold.cache.model.reading_plan import Ranges, make_plan
 
 COLUMNS = 32
 """Of the regions so many columns are read, or a multiple: up to the longest fill."""
-UNSEEN_BYTES = 16 << 10
-"""A slab is read whole if the keys that are not seen are no more: reading them takes as long as building a slice. An
-eighth of this in 16 bits, of which products are slow on a CPU."""
 SHORT = 512
 """Rows of up to so many own columns are in one group."""
 
 
 def padding(rows: int, tokens: int) -> int:
     """Returns the most columns that no row sees, in the scores of all rows: those of other rows' widths, of slabs that
-    are read whole, and of the regions."""
+    rows read together, and of the regions."""
     return rows * (SHORT + STEP) + 2 * tokens
 
 
@@ -86,7 +83,6 @@ class Own:
     slab: Source | None
     lo: int
     hi: int
-    """The range that is read: the piece, or more."""
     is_whole: bool
     """Whether that is the whole slab."""
     gap: int
@@ -215,12 +211,11 @@ def _planned(made_for: Any, rest: Layout, regions: Regions | None, dtype: mx.Dty
     own: list[list[tuple[Any, int, int]]] = [[] for _ in range(n)]
     for i, j in reading.single:
         own[i].append(rest[i][j])
-    reads = [[_range(slab, lo, hi, dtype, plain) for slab, lo, hi in row] for row in own]
-    widths = [sum(hi - lo for lo, hi in row) for row in reads]
+    widths = [sum(hi - lo for _, lo, hi in row) for row in own]
     groups = []
     if regions is not None or any(widths):
         for rows in _grouped(widths, None if regions is None else regions.numbers):
-            groups.append(_group(rows, own, reads, max(widths[i] for i in rows), dtype))
+            groups.append(_group(rows, own, max(widths[i] for i in rows), dtype))
     order = [i for group in groups for i in group.rows]
     any_slab = rest[0][0][0] if regions is None else regions.slab
     plan = RegionPlan(made_for, any_slab, regions, groups, [], None, None, None, None, shared, reading.hidden)
@@ -237,19 +232,6 @@ def _planned(made_for: Any, rest: Layout, regions: Regions | None, dtype: mx.Dty
     return plan
 
 
-def _range(slab: Source, lo: int, hi: int, dtype: mx.Dtype, plain: bool) -> tuple[int, int]:
-    """Returns the range that is read for a piece: the whole slab where that is not much more. `quantized_matmul` copies
-    a slice, so it is given slabs of up to twice the piece."""
-    unseen = slab.capacity - (hi - lo)
-    if plain:
-        keys = slab.arrays(0)[0]
-        most = UNSEEN_BYTES if dtype == mx.float32 else UNSEEN_BYTES // 8
-        is_whole = unseen * (keys.nbytes // slab.capacity) <= most
-    else:
-        is_whole = 2 * unseen <= slab.capacity
-    return (0, slab.capacity) if is_whole else (lo, hi)
-
-
 def _grouped(widths: list[int], regions: list[int] | None) -> list[list[int]]:
     """Returns the rows in groups of similar width, in each group by region. A row without columns, of its own or of a
     region, is in the last group."""
@@ -264,17 +246,17 @@ def _grouped(widths: list[int], regions: list[int] | None) -> list[list[int]]:
     return [sorted(rows, key=lambda i: keys[i]) for rows in found]
 
 
-def _group(rows: list[int], own: Layout, reads: list[list[tuple[int, int]]], width: int, dtype: mx.Dtype) -> Group:
+def _group(rows: list[int], own: Layout, width: int, dtype: mx.Dtype) -> Group:
     pieces: list[Own] = []
     cuts: list[int] = []
     seen = np.zeros((len(rows), width), dtype=bool)
     for k, i in enumerate(rows):
         at = 0
-        for (slab, lo, hi), (first, end) in zip(own[i], reads[i], strict=True):
-            seen[k, at + lo - first : at + hi - first] = True
-            at += end - first
+        for slab, lo, hi in own[i]:
+            at += hi - lo
             cuts.append(k * width + at)
-            pieces.append(Own(i, slab, first, end, end - first == slab.capacity, 0))
+            pieces.append(Own(i, slab, lo, hi, hi - lo == slab.capacity, 0))
+        seen[k, :at] = True
         if at == width:
             continue
         if not own[i]:

@@ -47,6 +47,8 @@ class Batch:
         self._plan = StepPlan()
         self._stepping: Stepping | None = None
         self._compiled = CompiledSteps()
+        self._decoded: weakref.WeakSet[Lease] = weakref.WeakSet()
+        """The rows of the last step."""
         self._arena = arena
         self._state = state
         for lease in leases:
@@ -95,6 +97,9 @@ class Batch:
         """The layers to pass to the model as its cache, for one token per row."""
         if self._layers is None:
             own = [lease.layers[: self._n_layers] for lease in self.leases]
+            if not any(lease in self._decoded for lease in self.leases):
+                self._compiled = CompiledSteps()  # the model's weights may have been written to in between
+            self._decoded = weakref.WeakSet(self.leases)
             self._plan = plan = StepPlan()
             self._stepping = None
             self._layers = [same[0].rows(list(same), plan) for same in zip(*own, strict=True)]
@@ -127,7 +132,7 @@ class Batch:
         rows = [(hold, hold.watchers[0]) for hold in holds if hold.watchers]  # none where a model runs uncached
         with self._state.scratch.for_a_batch(sum(watcher.scratch_bytes(1) for _, watcher in rows)):
             if self.ragged:
-                if self._arena is not None:
+                if self._arena is not None and len(self.leases) > 1:
                     with self._state.lock:
                         self._arena.seat([lease.hold.track for lease in self.leases if not lease.hold.is_outside_track])
                 self._plan.begin()

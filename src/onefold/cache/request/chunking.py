@@ -6,10 +6,12 @@ from typing import Any
 
 from onefold.cache.memory import device
 from onefold.cache.memory.checkpoints import GRID
-from onefold.cache.memory.segment import LEAST_CHUNK
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.model import metal
 from onefold.cache.request.hold import Hold
+
+LEAST_CHUNK = 16
+"""Tokens. Prefill is cut into smaller chunks only if evicting and shrinking MLX's pool do not make room."""
 
 
 def chunk_limit(hold: Hold, limit: int = 2048) -> int:

@@ -15,9 +15,9 @@ from onefold.cache.memory import device
 from onefold.cache.memory.checkpoints import wanted
 from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.lock import Work
-from onefold.cache.memory.segment import LEAST_CHUNK
 from onefold.cache.model.uncached import Uncached
 from onefold.cache.request import closing
+from onefold.cache.request.chunking import LEAST_CHUNK
 from onefold.cache.request.hold import Hold, Watcher
 from onefold.errors import BudgetError, LeaseError
 

@@ -18,6 +18,7 @@ import onefold
 from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.segment import STEP
 from onefold.cache.model.kernels import current
+from onefold.cache.request import arena
 from onefold.cache.request.arena import EARLY, ROWS_PER_MOVE
 
 
@@ -310,3 +311,22 @@ def test_a_dropped_batch_keeps_nothing_alive():
         assert state() is None
     finally:
         gc.enable()
+
+
+def test_rows_that_are_brought_home_in_one_step_get_another_slab(monkeypatch):
+    """The slab is freed when the last of its rows has left it."""
+    monkeypatch.setattr(arena, "EARLY", 0)
+    model = tiny("llama")
+    with onefold.PrefixCache(model, "64MB") as cache:
+        said = [words(200, seed=1), words(233, seed=2)]
+        leases = prefilled(cache, model, said)
+        batch = cache.batch(leases, pooled=True)
+        decode(batch, said, STEP)
+        before = batch._arena.slab
+        decode(batch, said, 3)
+        assert batch._arena.slab is not before
+        assert batch._arena.slab in cache.state.store.slabs
+        for lease, row in zip(leases, said, strict=True):
+            assert mx.argmax(fresh(model, row[:-1]), axis=-1).item() == row[-1]
+            lease.commit(row[:-1])
+        cache.check()

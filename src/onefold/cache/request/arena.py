@@ -103,6 +103,8 @@ class Arena:
 
     def _regions(self, n: int, rows: int) -> list[int]:
         """Returns the indices where `n` free regions begin. Makes or grows the slab if needed. Raises BudgetError."""
+        if self._slab not in self._store.slabs:
+            self._slab = None  # freed, when the last row was brought home
         slab = self._slab
         if slab is not None and (
             not slab.tracks <= slab.writers

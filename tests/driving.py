@@ -48,6 +48,28 @@ def prefilled(cache: Any, model: Any, prompts: list[list[int]], reserve: int = 0
     return leases
 
 
+def rows_on_a_prefix(cache: onefold.PrefixCache, model: nn.Module) -> tuple[list[list[int]], list[onefold.Lease]]:
+    """Prompts and leases of three rows: on a stored prefix, on a part of it, and on nothing stored."""
+    prefix = words(70, seed=9)
+    with cache.lease(prefix) as lease:
+        forward(model, lease.layers, prefix, 0)
+        lease.commit(prefix)
+    said = [[*prefix, *words(5, seed=1)], [*prefix[:50], *words(30, seed=2)], words(300, seed=3)]
+    return said, prefilled(cache, model, said)
+
+
+def decode(batch: onefold.Batch, said: list[list[int]], n: int, reach: Any = None) -> mx.array:
+    """Feeds the last token of each row, and appends the next ones to `said`; calls `reach` after each step. The last
+    step's logits."""
+    for _ in range(n):
+        logits = batch.step([row[-1] for row in said])
+        for row, token in zip(said, mx.argmax(logits, axis=-1).tolist(), strict=True):
+            row.append(token)
+        if reach is not None:
+            reach()
+    return logits
+
+
 def close(a: mx.array, b: mx.array) -> bool:
     return mx.abs(a - b).max().item() <= 1e-4 * mx.abs(b).max().item()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from driving import close, forward, fresh, prefilled, words
+from driving import close, decode, forward, fresh, prefilled, rows_on_a_prefix, words
 from kernel_reference import reference_kernel
 from tiny import tiny
 
@@ -20,16 +20,6 @@ from onefold.cache.memory.segment import STEP
 from onefold.cache.model.kernels import current
 from onefold.cache.request import arena
 from onefold.cache.request.arena import EARLY, ROWS_PER_MOVE
-
-
-def decode(batch: onefold.Batch, said: list[list[int]], n: int, reach: Any = None) -> None:
-    """Feeds the last token of each row, and appends the next ones to `said`."""
-    for _ in range(n):
-        logits = batch.step([row[-1] for row in said])
-        for row, token in zip(said, mx.argmax(logits, axis=-1).tolist(), strict=True):
-            row.append(token)
-        if reach is not None:
-            reach()
 
 
 @pytest.fixture(params=["composed", "kernel"])
@@ -100,12 +90,7 @@ def test_rows_that_joined_together_are_brought_home_a_few_at_a_time(monkeypatch)
 def test_batches_agree_with_single_runs_over_several_regions(attention):
     model = tiny("llama")
     with onefold.PrefixCache(model, "64MB") as cache:
-        prefix = words(70, seed=9)
-        with cache.lease(prefix) as lease:
-            forward(model, lease.layers, prefix, 0)
-            lease.commit(prefix)
-        said = [[*prefix, *words(5, seed=1)], [*prefix[:50], *words(30, seed=2)], words(300, seed=3)]
-        leases = prefilled(cache, model, said)
+        said, leases = rows_on_a_prefix(cache, model)
         batch = cache.batch(leases, pooled=True)
         decode(batch, said, STEP + 20)
         batch.remove(leases.pop(1))

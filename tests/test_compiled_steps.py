@@ -8,11 +8,12 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from driving import close, forward, fresh, prefilled, words
+from driving import close, decode, fresh, prefilled, rows_on_a_prefix, words
 from kernel_reference import traceable_kernel
 from tiny import tiny
 
@@ -53,24 +54,23 @@ def compiled() -> Iterator[None]:
     mx.disable_compile()
 
 
-def decode(batch: onefold.Batch, said: list[list[int]], n: int) -> mx.array:
-    for _ in range(n):
-        logits = batch.step([row[-1] for row in said])
-        for row, token in zip(said, mx.argmax(logits, axis=-1).tolist(), strict=True):
-            row.append(token)
-    return logits
+@contextmanager
+def two_rows(model: Any) -> Iterator[tuple[onefold.Batch, list[list[int]]]]:
+    """A batch, and what its rows were fed and said. The rows end with it."""
+    with onefold.PrefixCache(model, "64MB") as cache:
+        said = [words(20, seed=1), words(33, seed=2)]
+        batch = cache.batch(prefilled(cache, model, said), pooled=True)
+        yield batch, said
+        for lease in batch.leases:
+            lease.cancel()
+        cache.check()
 
 
 def stays_right(model: Any, kernel: DecodeKernel, n_steps: int, stages: int) -> int:
     """Decodes rows that leave one after the other, and compares the logits with fresh forwards. Returns how many calls
     of attention the steps have made."""
     with onefold.PrefixCache(model, "64MB") as cache:
-        prefix = words(70, seed=9)
-        with cache.lease(prefix) as lease:
-            forward(model, lease.layers, prefix, 0)
-            lease.commit(prefix)
-        said = [[*prefix, *words(5, seed=1)], [*prefix[:50], *words(30, seed=2)], words(300, seed=3)]
-        leases = prefilled(cache, model, said)
+        said, leases = rows_on_a_prefix(cache, model)
         batch = cache.batch(leases, pooled=True)
         calls = 0
         for _ in range(stages):
@@ -116,10 +116,7 @@ def test_a_row_alone_continues_in_its_own_buffer(kernel: DecodeKernel, traces: l
 
 def test_other_weights_are_used_from_the_next_step_on(kernel: DecodeKernel, traces: list[int]) -> None:
     model = tiny("llama")
-    with onefold.PrefixCache(model, "64MB") as cache:
-        said = [words(20, seed=1), words(33, seed=2)]
-        leases = prefilled(cache, model, said)
-        batch = cache.batch(leases, pooled=True)
+    with two_rows(model) as (batch, said):
         decode(batch, said, AFTER + 4)
         ran = len(traces)
         assert ran == 3
@@ -128,27 +125,20 @@ def test_other_weights_are_used_from_the_next_step_on(kernel: DecodeKernel, trac
         a = batch.step([row[-1] for row in said])
         assert len(traces) == ran
         norm.weight = kept
-        for lease in leases:
+        for lease in batch.leases:
             for layer in lease.layers:
                 layer.trim(1)
         b = batch.step([row[-1] for row in said])
         assert close(a, 2 * b)
-        for lease in leases:
-            lease.cancel()
 
 
 def test_other_settings_of_a_module_are_used_from_the_next_step_on(kernel: DecodeKernel, traces: list[int]) -> None:
     model = tiny("llama")
-    with onefold.PrefixCache(model, "64MB") as cache:
-        said = [words(20, seed=1), words(33, seed=2)]
-        leases = prefilled(cache, model, said)
-        batch = cache.batch(leases, pooled=True)
+    with two_rows(model) as (batch, said):
         decode(batch, said, AFTER + 3)
         ran, model.model.norm.eps = len(traces), 0.5
         decode(batch, said, 1)
         assert len(traces) == ran > 0
-        for lease in leases:
-            lease.cancel()
 
 
 def test_a_batch_that_begins_with_other_rows_makes_new_graphs(kernel: DecodeKernel, traces: list[int]) -> None:
@@ -187,10 +177,7 @@ def test_a_model_that_cannot_be_traced_is_run_as_before(
             assert keys.shape[2] == 1
         return attend(q, *given)
 
-    with onefold.PrefixCache(model, "64MB") as cache:
-        said = [words(20, seed=1), words(33, seed=2)]
-        leases = prefilled(cache, model, said)
-        batch = cache.batch(leases, pooled=True)
+    with two_rows(model) as (batch, said):
 
         def plan() -> Any:
             return batch.layers[0].plan
@@ -200,12 +187,11 @@ def test_a_model_that_cannot_be_traced_is_run_as_before(
         logits = decode(batch, said, AFTER + 6)
         monkeypatch.undo()
         assert len(traces) == 1
-        assert [lease.offset for lease in leases] == [len(row) - 1 for row in said]
+        assert [lease.offset for lease in batch.leases] == [len(row) - 1 for row in said]
         for row, found in zip(said, logits, strict=True):
             assert close(found[None], fresh(model, row[:-1]))
-        for lease, row in zip(leases, said, strict=True):
+        for lease, row in zip(batch.leases, said, strict=True):
             lease.commit(row[:-1])
-        cache.check()
 
 
 def test_a_dropped_batch_keeps_no_weights(kernel: DecodeKernel) -> None:
@@ -226,17 +212,12 @@ def test_a_dropped_batch_keeps_no_weights(kernel: DecodeKernel) -> None:
             gc.enable()
 
 
-def test_steps_compute_without_a_copy_of_the_buffers(kernel: DecodeKernel) -> None:
+def test_a_step_replaces_every_array_of_the_slab_that_it_writes(kernel: DecodeKernel) -> None:
     model = tiny("llama")
-    with onefold.PrefixCache(model, "64MB") as cache:
-        said = [words(20, seed=1), words(33, seed=2)]
-        leases = prefilled(cache, model, said)
-        batch = cache.batch(leases, pooled=True)
+    with two_rows(model) as (batch, said):
         decode(batch, said, AFTER + 3)
         slab = batch._arena.slab
         held = [a for layer in slab.layers for a in layer]
         assert len({id(a) for a in held}) == 2 * len(model.layers)
         decode(batch, said, 1)
         assert not {id(a) for a in held} & {id(a) for layer in slab.layers for a in layer}
-        for lease in leases:
-            lease.cancel()

@@ -41,7 +41,7 @@ GROWTH_STEP = 128
 FINE_STEP = 8
 """The same at rest, and where bytes are short."""
 FEW = 32
-"""The capacity of a new slab for no more tokens: each of several requests on one prefix has one."""
+"""A new slab for at most so many tokens has this capacity: each of several requests on one prefix has such a slab."""
 ROOM_SHARE = 8
 """Room to grow is an eighth of a slab: an eighth more when it grows, and at most about that at rest."""
 

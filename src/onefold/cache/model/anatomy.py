@@ -134,10 +134,11 @@ class Anatomy:
     @property
     def is_in_kernel(self) -> bool:
         """Whether the device's kernel computes all attention of a decode step, and is faster than MLX's own."""
-        kernel, shapes = current.kernel(), {shape for _, shape in self._kernel_shapes()}
-        if kernel is None or not kernel.replaces_stock or self.contiguous or not shapes:
+        kernel = current.kernel()
+        if kernel is None or not kernel.replaces_stock or self.contiguous or len(self.sliceable) < len(self.leaves):
             return False
-        return len(self.sliceable) == len(self.leaves) and not any(kernel.shape_reason(shape) for shape in shapes)
+        shapes = {shape for _, shape in self._kernel_shapes()}
+        return bool(shapes) and not any(kernel.shape_reason(shape) for shape in shapes)
 
     def _kernel_shapes(self) -> list[tuple[Any, Shape]]:
         """Returns the layers that a kernel may read, with what it is compiled for."""

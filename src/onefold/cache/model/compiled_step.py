@@ -25,6 +25,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from onefold.cache.model.kernels import current
+from onefold.cache.model.kernels.work_table import WorkTable
 from onefold.cache.model.step_plan import NotTraceable, StandIns, StepPlan
 
 log = logging.getLogger("onefold")
@@ -67,7 +68,7 @@ class CompiledSteps:
             step = _Step(model)
         before = kernel.counts[""]
         try:
-            out = step(forward, tokens, plan)
+            out = step(forward, tokens, plan, table)
         except ValueError as error:  # also MLX's, where an array is evaluated
             step.put_back()
             log.debug("decode steps are not compiled: %s", error)
@@ -92,7 +93,8 @@ class _Call:
     """What a trace needs beside its arrays. Set during a call only, because the graph refers to it."""
 
     forward: Forward
-    plan: StepPlan | None = None
+    plan: StepPlan
+    table: WorkTable
 
 
 class _Step:
@@ -122,17 +124,16 @@ class _Step:
                     whole[key], changed = part, True
         return changed
 
-    def __call__(self, forward: Forward, tokens: mx.array, plan: StepPlan) -> mx.array:
-        table, written = plan.next_table(), plan.one_slab
-        assert table is not None and written is not None
+    def __call__(self, forward: Forward, tokens: mx.array, plan: StepPlan, table: WorkTable) -> mx.array:
+        written, call = plan.one_slab, self._call
+        assert written is not None
         layers = range(len(written.slab.layers))
         buffers = [[plan.arrays(slab, i) for i in layers] for slab in table.slabs]
-        self._call.forward, self._call.plan = forward, plan
+        call.forward, call.plan, call.table = forward, plan, table
         try:
             out, new = self._compiled(tokens, plan.positions, written.spots, table.arrays(), buffers)
         finally:
-            self._call.plan = None
-            del self._call.forward
+            del call.forward, call.plan, call.table
         for i in layers:
             written.slab.arrays(i)[:] = new[i]
         return out  # type: ignore[no-any-return]
@@ -147,10 +148,9 @@ def _traced(
     buffers: list[list[list[mx.array]]],
 ) -> tuple[mx.array, list[list[mx.array]]]:
     """Runs the forward on stand-ins. Returns its output, and the new arrays of the slab that it writes to."""
-    plan = call.plan
-    assert plan is not None and plan.one_slab is not None
-    table, slab = plan.next_table(), plan.one_slab.slab
-    assert table is not None
+    plan, table = call.plan, call.table
+    assert plan.one_slab is not None
+    slab = plan.one_slab.slab
     arrays = {(s, i): list(layer) for s, held in zip(table.slabs, buffers, strict=True) for i, layer in enumerate(held)}
     plan.is_read_by_length = False
     with plan.standing_in(StandIns(table.standing_for(tabled), arrays), positions, spots):

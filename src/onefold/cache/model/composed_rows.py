@@ -1,7 +1,7 @@
 """Attention of a ragged batch, one query each, composed of MLX's operations.
 
-A piece that several rows share is read once, with the rows folded into the query dimension; so is a slab that holds the
-tails of all rows.
+On a CPU `composed_step` computes it. On a GPU, a piece that several rows share is read once, with the rows folded into
+the query dimension; so is a slab that holds the tails of all rows.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def attend_rows(
     sinks: mx.array | None,
     step: StepPlan,
 ) -> mx.array:
+    """Returns the attention of one query of each row over its pieces."""
     if not device.on_gpu():
         index = rows.index if isinstance(rows, Rows) else 0
         return attend_step(q, step.regions(rows, q.dtype, codec.plain), index, codec, scale, sinks)
@@ -110,8 +111,8 @@ def _own_block(by_row: mx.array, own: list[list[View]], codec: Codec) -> Block:
 
 
 def _core(step: StepPlan, ranges: Ranges, codec: Codec, scale: float) -> Core:
-    """Returns the attention over pieces that rows read together. Its shapes stay the same from step to step, so on a
-    GPU it is compiled, once for a batch."""
+    """Returns the attention over pieces that rows read together. Its shapes stay the same from step to step, so it is
+    compiled, once for a batch."""
     key = (ranges, id(codec), scale)
     known = step.cores.get(key)
     if known is None:
@@ -121,5 +122,5 @@ def _core(step: StepPlan, ranges: Ranges, codec: Codec, scale: float) -> Core:
             by_row = (q * scale).reshape(q.shape[0], n_kv, -1, q.shape[3])
             return weigh(attend_shared(by_row.transpose(1, 0, 2, 3), arrays, hidden, ranges, codec), sinks)
 
-        known = step.cores[key] = mx.compile(core) if device.on_gpu() else core
+        known = step.cores[key] = mx.compile(core)
     return known

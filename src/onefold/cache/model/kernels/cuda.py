@@ -13,7 +13,7 @@ from onefold.cache.model.kernels.decode import DecodeKernel, Judge, Launcher, Pa
 MOST_ARRAYS = 240
 """Of slabs in one launch: a kernel has 4 KB of arguments, and each takes 8 bytes of them."""
 MOST_QUERIES = 512
-"""Of one row: of a chunk of its prompt."""
+"""Queries of one row: the tokens of a chunk of its prompt."""
 _NAMES = {mx.bfloat16: "bf16", mx.float16: "f16"}
 
 

@@ -32,8 +32,8 @@ BLOCKS = 512
 """About so many blocks occupy a large GPU. Where there would be more, chunks are longer: each has partial results to
 write and to read, and those of all layers may be in memory at once."""
 SEVERAL_READERS, READERS_OF_A_BLOCK = 4, 16
-"""From so many readers on, a chunk is twice as long, because it has a partial result for each; and twice that for every
-so many, which have a block of their own."""
+"""A chunk has a partial result for each reader. From `SEVERAL_READERS` on it is therefore twice as long for each block
+of `READERS_OF_A_BLOCK` readers."""
 PIECES = 4
 """Of a row, in an estimate."""
 PADDING = 64

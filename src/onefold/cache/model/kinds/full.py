@@ -52,7 +52,7 @@ def _buffer(side: int) -> property:
 
 
 def _forward(layer: SegmentedLayer) -> int | None:
-    """Returns the number of the forward that is running; None if nobody counts."""
+    """Returns the number of the forward that is running; None for a layer without a listener, which numbers them."""
     return layer.epoch if layer.watchers() else None
 
 

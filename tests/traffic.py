@@ -41,7 +41,10 @@ class Shape:
 Cold = Callable[[list[Message], int], str]
 
 
-def plan(cold: Cold, n: int, *, seed: int = 0, shape: Shape = Shape()) -> list[Ask]:  # noqa: B008  frozen
+USUAL = Shape()
+
+
+def plan(cold: Cold, n: int, *, seed: int = 0, shape: Shape = USUAL) -> list[Ask]:
     rng = random.Random(seed)
 
     def words(between: tuple[int, int]) -> str:

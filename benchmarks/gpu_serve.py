@@ -4,9 +4,9 @@
 
 alone      one stream after a long prompt: ms per token, beside generate_step
 turns      the next turn of that conversation: time to its first token, and the peak over what is held
-together   several requests with prompts of their own: tokens per second, and the median step while all of them decode;
-           beside BatchGenerator, and beside the bare forward of mlx-lm's batch: no sampling, no bookkeeping, the next
-           step built while the device works
+together   several requests with prompts of their own: seconds until all decode, and the median step while they do;
+           beside BatchGenerator, once before the engine is open and once after it; and beside the bare forward of
+           mlx-lm's batch: no sampling, no bookkeeping, the next step built while the device works
 agents     several requests on one long prefix, cold and all at once: tokens prefilled, time, the peak over the weights
 joining    500 steps while requests come and go: the slowest step beside the median
 """
@@ -80,7 +80,8 @@ class Asked:
         self._over = threading.Event()
         self.begun = time.perf_counter()
         prompt = Prompt(np.array(tokens, np.int32))
-        engine.submit(Request(prompt=prompt, max_tokens=n, sampling=Sampling(temperature=0), plain=True), self._deliver)
+        request = Request(prompt=prompt, max_tokens=n, sampling=Sampling(temperature=0), plain=True)
+        self.number = engine.submit(request, self._deliver)
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
@@ -165,8 +166,10 @@ def alone(engine: Engine, long: list[int], stock_tokens: list[int], words: Words
     engine.clear()
 
 
-ANSWER = 384
-"""Tokens of each answer, where several requests run at once: so long that all of them decode together for a while."""
+ANSWER = 1024
+"""The most tokens of an answer, where several requests run at once."""
+STEPS = 96
+"""Steps that are measured, in which all of them decode."""
 
 
 def median_step(all_times: list[list[float]]) -> float:
@@ -176,47 +179,59 @@ def median_step(all_times: list[list[float]]) -> float:
     return 1e3 * statistics.median(steps) if steps else float("nan")
 
 
+def ask_all(engine: Engine, prompts: list[list[int]]) -> tuple[float, float]:
+    """Asks for all answers at once, and cancels them after `STEPS` steps in which all of them decode. Returns the
+    seconds until all do, and the median step in ms."""
+    rows = [Asked(engine, prompt, ANSWER) for prompt in prompts]
+    while not all(len(row.times) > 1 for row in rows):
+        time.sleep(0.005)
+        if any(row.over for row in rows):
+            return float("nan"), float("nan")
+    began = max(row.times[1] for row in rows)
+    counts = [len(row.times) for row in rows]
+    while not any(row.over or len(row.times) >= n + STEPS for row, n in zip(rows, counts, strict=True)):
+        time.sleep(0.005)
+    step = median_step([list(row.times) for row in rows])
+    for row in rows:
+        engine.cancel(row.number)
+    while engine.stats().decoding:
+        time.sleep(0.005)
+    return began - rows[0].begun, step
+
+
 def together(engine: Engine, n_rows: int, words: Words, weights: int, out: Say) -> None:
     """Several conversations at once on the engine."""
     for run in ("cold", "warm"):  # kernels are made at their first use
         prompts = [words(1000 + 37 * i) for i in range(n_rows)]
         settle()
-        begun = time.perf_counter()
-        rows = [Asked(engine, p, ANSWER) for p in prompts]
-        wait_all(rows)
-        took, peak = time.perf_counter() - begun, (mx.get_peak_memory() - weights) / 1e9
-        step = median_step([row.times for row in rows])
+        began, step = ask_all(engine, prompts)
+        peak = (mx.get_peak_memory() - weights) / 1e9
         out(
-            f"together  {n_rows} rows, engine, {run}: {ANSWER * n_rows / took:7.1f} tokens/s, {step:.2f} ms/step, "
+            f"together  {n_rows} rows, engine, {run}: all decode after {began:.2f} s, {step:.2f} ms/step, "
             f"peak {peak:.2f} GB"
         )
         engine.clear()
 
 
-def stock_together(model: Any, n_rows: int, words: Words, weights: int, out: Say) -> None:
-    """The same in mlx-lm's BatchGenerator."""
-    for run in ("cold", "warm"):
-        prompts = [words(1000 + 37 * i) for i in range(n_rows)]
-        settle()
-        prefilled = min(n_rows, 8)
-        generator = BatchGenerator(
-            model, max_tokens=ANSWER, completion_batch_size=n_rows, prefill_batch_size=prefilled
-        )
-        begun = time.perf_counter()
-        left = set(generator.insert(prompts, [ANSWER] * n_rows))
-        times: list[float] = []
-        while left:
-            _, responses = generator.next()
-            times += [time.perf_counter()] if len(responses) == n_rows else []
-            left -= {r.uid for r in responses if r.finish_reason is not None}
-        took, peak = time.perf_counter() - begun, (mx.get_peak_memory() - weights) / 1e9
-        step = median_step([times])
-        out(
-            f"          {n_rows} rows, stock, {run}:  {ANSWER * n_rows / took:7.1f} tokens/s, {step:.2f} ms/step, "
-            f"peak {peak:.2f} GB"
-        )
-        generator.close()
-        del generator, responses  # which holds the rows it ended with
+def stock_together(model: Any, n_rows: int, words: Words, weights: int, out: Say, run: str) -> None:
+    """The same in mlx-lm's BatchGenerator. No engine may be open: it replaces methods of quantised layers."""
+    prompts = [words(1000 + 37 * i) for i in range(n_rows)]
+    settle()
+    prefilled = min(n_rows, 8)
+    generator = BatchGenerator(model, max_tokens=ANSWER, completion_batch_size=n_rows, prefill_batch_size=prefilled)
+    begun = time.perf_counter()
+    generator.insert(prompts, [ANSWER] * n_rows)
+    times: list[float] = []
+    while len(times) <= STEPS:
+        _, responses = generator.next()
+        times += [time.perf_counter()] if len(responses) == n_rows else []
+    peak, step = (mx.get_peak_memory() - weights) / 1e9, median_step([times])
+    out(
+        f"together  {n_rows} rows, stock, {run}: all decode after {times[0] - begun:.2f} s, {step:.2f} ms/step, "
+        f"peak {peak:.2f} GB"
+    )
+    generator.close()
+    del generator, responses  # which holds the rows it ended with
 
 
 def bare(model: Any, n_rows: int, words: Words, out: Say) -> None:
@@ -263,18 +278,12 @@ def agents(engine: Engine, tokens: int, n_rows: int, words: Words, weights: int,
         settle()
         before = engine.stats().prefilled_tokens
         prefix = words(tokens)
-        begun = time.perf_counter()
-        rows = [Asked(engine, [*prefix, *words(40 + i)], ANSWER) for i in range(n_rows)]
-        wait_all(rows)
-        took, peak = time.perf_counter() - begun, (mx.get_peak_memory() - weights) / 1e9
-        done, step = engine.stats().prefilled_tokens - before, median_step([row.times for row in rows])
-        out(f"agents    {n_rows} on {tokens} new tokens, {run}: {done} prefilled, {took:.2f} s")
+        began, step = ask_all(engine, [[*prefix, *words(40 + i)] for i in range(n_rows)])
+        peak, done = (mx.get_peak_memory() - weights) / 1e9, engine.stats().prefilled_tokens - before
+        out(f"agents    {n_rows} on {tokens} new tokens, {run}: {done} prefilled, all decode after {began:.2f} s")
         out(f"          {step:.2f} ms/step, peak {peak:.2f} GB")
-        begun = time.perf_counter()
-        rows = [Asked(engine, [*prefix, *words(2000 + 37 * i)], 2 * ANSWER) for i in range(n_rows)]
-        wait_all(rows)
-        took, step = time.perf_counter() - begun, median_step([row.times for row in rows])
-        out(f"          and 2000 of its own each: {took:.2f} s, {step:.2f} ms/step")
+        began, step = ask_all(engine, [[*prefix, *words(2000 + 37 * i)] for i in range(n_rows)])
+        out(f"          and 2000 of its own each: all decode after {began:.2f} s, {step:.2f} ms/step")
 
 
 PARTS = ("alone", "together", "agents", "joining")
@@ -302,6 +311,9 @@ def main() -> None:
 
     long = words(given.tokens)
     stock_tokens = stock_alone(model, long, out) if "alone" in given.only else []
+    stock_rows = given.rows if "together" in given.only else []
+    for n_rows in stock_rows:
+        stock_together(model, n_rows, words, weights, out, "before the engine")
     engine = Engine(model, Numbers(), budget="60GB")
     out("the engine has started")
     if "alone" in given.only:
@@ -309,8 +321,6 @@ def main() -> None:
     for n_rows in given.rows:
         if "together" in given.only:
             together(engine, n_rows, words, weights, out)
-            stock_together(model, n_rows, words, weights, out)
-            bare(model, n_rows, words, out)
         if "agents" in given.only:
             agents(engine, given.tokens, n_rows, words, weights, out)
         if "joining" in given.only:
@@ -322,6 +332,9 @@ def main() -> None:
     out(f"          at the end the ledger has {held / 1e9:.3f} GB, memory {used / 1e9:.3f} GB")
     out(f"          attention: {engine.cache.stats().attention}")
     engine.stop()
+    for n_rows in stock_rows:
+        stock_together(model, n_rows, words, weights, out, "after the engine")
+        bare(model, n_rows, words, out)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from onefold.cache.clearing import Clearing
 from onefold.cache.memory import device
-from onefold.cache.model import folding, seam, stock
+from onefold.cache.model import linear, seam, stock
 from onefold.cache.parts import Parts
 from onefold.cache.request import closing
 from onefold.errors import DeviceError, WrongThread
@@ -47,7 +47,7 @@ class Ending:
                     lambda: self._state.lock.run_held(self._clearing.dropping(disk=True)),
                     functools.partial(seam.uninstall, self._parts.seam),
                     *(functools.partial(seam.unwatch, cls) for cls in self._parts.watched),
-                    functools.partial(folding.uninstall, self._parts.folded),
+                    functools.partial(linear.uninstall, self._parts.linear),
                     stock.unhook_saving,
                     self._close_accounts,
                     device.clear_pool,

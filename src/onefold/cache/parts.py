@@ -16,7 +16,7 @@ from onefold.cache.memory.lock import CacheLock
 from onefold.cache.memory.payloads import Tree
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tier import Tier, TierStats
-from onefold.cache.model import folding, seam, stock
+from onefold.cache.model import linear, seam, stock
 from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.attention import attention
 from onefold.cache.model.models import Models
@@ -42,7 +42,7 @@ class Parts:
         """The statistics that are reported without a tier, with the reason if it could not be opened."""
         self.seam = [name for m in models for name in seam.install(m, attention)]
         self.watched = [seam.watch(m) for m in models]
-        self.folded = folding.install(models)
+        self.linear = linear.install(models)
         stock.hook_saving()
         self.state.uncached_reason = next((a.reason for a in anatomies if a.reason), "")
         if self.state.uncached_reason and models:

@@ -32,6 +32,7 @@ from onefold.cache.memory.segment import STEP
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tier import Fetch, TierStats
 from onefold.cache.memory.tokens import as_tokens, frozen
+from onefold.cache.model import linear
 from onefold.cache.model.fingerprint import lasting_digest, model_digest, model_name
 from onefold.cache.model.survey import read_off, survey
 from onefold.cache.parts import Parts
@@ -183,13 +184,14 @@ class PrefixCache:
     def batch(self, leases: list[Lease], *, pooled: bool = True) -> Batch:
         """Returns a batch that decodes one token per row and step: see `Batch`. With `pooled`, the default, the rows'
         newest tokens lie in one slab, which needs fewer operations. On a GPU the first call for a model tries and
-        compiles the decode kernel, which takes some seconds."""
+        compiles its kernels, which takes some seconds."""
         self.parts.refuse_closed()
         arena = Arena(self.state.store, self.state.placement) if pooled else None
         if self.model is None:
             raise ConfigError("the model of this cache was deleted: keep a reference to it while the cache is open")
         anatomy = self.parts.models.anatomies[0]
         anatomy.compile_kernels()
+        linear.compile_kernels(self.model)
         return Batch(self.model, anatomy, leases, arena, self.state)
 
     def pin(self, tokens: Any, *, namespace: Hashable = "") -> Pin:

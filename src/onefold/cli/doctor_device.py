@@ -35,8 +35,8 @@ TOKENS, KNOWN = 96, 64
 TOLERANCE = 1e-2
 """The largest difference, as a share of the largest logit: GPUs round products of 32 bits to fewer. Wrong KV differs by
 much more."""
-TRIALS, TRIAL_SECONDS = 2, 60.0
-"""Trials of the decode kernel that are repeated, and what each may take."""
+TRIALS, TRIAL_SECONDS = 3, 60.0
+"""Trials of kernels that are repeated, and what each may take."""
 REPORT = "Report it, with the output of onefold doctor --json"
 
 
@@ -144,8 +144,8 @@ def forward() -> Finding:
 
 
 def kernels() -> Finding:
-    """Whether the decode kernel computes what MLX's own operations do: tries it again for the shapes that were tried on
-    this device before, or for a usual one. The results are kept."""
+    """Whether the device's kernels compute what MLX's own operations do: tries them again for what was tried on this
+    device before, or the decode kernel for a usual shape. The results are kept."""
     import mlx.core as mx
 
     from onefold.cache.model.kernels import current, trial
@@ -159,12 +159,12 @@ def kernels() -> Finding:
     facts: dict[str, Any] = {"trials": found, "switched_off": current.is_switched_off()}
     failed = [f"{name}: {reason}" for name, reason in found.items() if reason]
     if failed:
-        message = f"the decode kernel is not used, and batches are slower: {'; '.join(failed)}"
+        message = f"a kernel is not used, and batches are slower: {'; '.join(failed)}"
         return Finding("kernels", "warning", message, REPORT, facts)
-    told = f"the decode kernel computes what MLX's own operations do, for {'; '.join(found)}"
+    told = f"kernels compute what MLX's own operations do, for {'; '.join(found)}"
     if current.is_switched_off():
-        remedy = f"Unset {current.SWITCH} to use it"
-        return Finding("kernels", "warning", f"{told}, but {current.SWITCH} switches it off", remedy, facts)
+        remedy = f"Unset {current.SWITCH} to use them"
+        return Finding("kernels", "warning", f"{told}, but {current.SWITCH} switches them off", remedy, facts)
     return Finding("kernels", "ok", told, facts=facts)
 
 

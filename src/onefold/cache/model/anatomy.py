@@ -10,7 +10,7 @@ Knows nothing of trees, leases or budgets.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -50,6 +50,22 @@ class KvFormat:
                 if k.dim % group == 0 and v.dim % group == 0:
                     return AffineCodec(self.bits, group)
         return PlainCodec()
+
+
+class StepBytes(NamedTuple):
+    """The scratch of decode steps of some rows."""
+
+    rows: int
+    least: int
+    """Of rows of one token each."""
+    per_token: int
+    padded: int
+    """Of one column of the scores that no row sees."""
+
+    def at(self, tokens: int, longest: int) -> int:
+        """Returns the bytes where rows have so many tokens together, and the longest of them so many."""
+        padded = self.padded * padding(self.rows, tokens)
+        return self.least + self.per_token * (longest - 1) * (-(-tokens // longest) + 1) + padded
 
 
 @dataclass
@@ -161,12 +177,11 @@ class Anatomy:
         partials = self._kernel_bytes(1, n_tokens)
         return n_tokens * per_token + scores + joined + logits + partials + (1 << 16)
 
-    def step_bytes(self, rows: int, tokens: int, longest: int) -> int:
-        """Returns an upper estimate of the scratch of a decode step of so many rows, of `tokens` tokens together."""
-        most = max(self.scratch_bytes(1, longest, joins=self._joins), 1)
-        least = self.scratch_bytes(1, 1, joins=self._joins)
-        padded = 0 if device.on_gpu() else 3 * self.heads * 4 * padding(rows, tokens)
-        return rows * least + (most - least) * (-(-tokens // longest) + 1) + self._kernel_bytes(rows, 1) + padded
+    def step_bytes(self, rows: int) -> StepBytes:
+        """Returns an upper estimate of the scratch of decode steps of so many rows."""
+        least, more = (self.scratch_bytes(1, n, joins=self._joins) for n in (1, 2))
+        padded = 0 if device.on_gpu() else 3 * self.heads * 4
+        return StepBytes(rows, rows * least + self._kernel_bytes(rows, 1), more - least, padded)
 
     def _kernel_bytes(self, rows: int, queries: int) -> int:
         """Returns the most bytes of the decode kernel's partial results. The device may hold those of all layers at

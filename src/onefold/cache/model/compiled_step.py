@@ -17,7 +17,9 @@ Knows nothing of leases.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +38,6 @@ MOST = 8
 """Graphs that are kept."""
 
 Forward = Callable[[mx.array], Any]
-_Parts = list[tuple[Any, int, list[tuple[Any, Any]]]]
 
 
 class CompiledSteps:
@@ -100,8 +101,7 @@ class _Call:
 class _Step:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._parts = _parts(model)
-        self._settings = _settings(self._parts)
+        self._parts = _Parts(model)
         self._call = _Call()
         self._compiled: Any = mx.compile(functools.partial(_traced, self._call))
         self.calls: int | None = None
@@ -109,20 +109,11 @@ class _Step:
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether the model is the one that was traced, with the same parts and weights."""
-        if model is not self._model:
-            return False
-        if not all(len(whole) == n and all(whole[k] is x for k, x in held) for whole, n, held in self._parts):
-            return False
-        return self._settings == _settings(self._parts)
+        return model is self._model and self._parts.are_same()
 
     def put_back(self) -> bool:
         """Give the model the parts that it had. Returns whether it had others."""
-        changed = False
-        for whole, _, held in self._parts:
-            for key, part in held:
-                if whole[key] is not part:  # not in a tuple, which nobody can have written to
-                    whole[key], changed = part, True
-        return changed
+        return self._parts.put_back()
 
     def __call__(self, forward: Forward, tokens: mx.array, plan: StepPlan, table: WorkTable) -> mx.array:
         written, call = plan.one_slab, self._call
@@ -162,20 +153,47 @@ def _traced(
     return out, [arrays[slab, i] for i in range(len(slab.layers))]
 
 
-def _parts(model: nn.Module) -> _Parts:
-    """Returns every module and container of the model, with its length and its members."""
-    found: _Parts = []
-    waiting: list[Any] = [model]
-    while waiting:
-        whole = waiting.pop()
-        members = list(whole.items() if isinstance(whole, dict) else enumerate(whole))
-        held = [(k, x) for k, x in members if isinstance(x, mx.array | dict | list | tuple)]
-        found.append((whole, len(whole), held))
-        waiting += [x for _, x in held if isinstance(x, dict | list | tuple)]
-    return found
+class _Parts:
+    """The modules and containers of a model, with their members: weights, other modules, and settings. Compared before
+    each step, so what is compared are lists that are made without a loop in Python."""
+
+    def __init__(self, model: nn.Module) -> None:
+        wholes: list[Any] = []
+        waiting: list[Any] = [model]
+        while waiting:
+            whole = waiting.pop()
+            wholes.append(whole)
+            waiting += [x for x in _members(whole) if isinstance(x, dict | list | tuple)]
+        self._held = [(whole, list(whole.items() if isinstance(whole, dict) else enumerate(whole))) for whole in wholes]
+        self._views = [_members(whole) for whole in wholes]
+        self._members = list(itertools.chain.from_iterable(self._views))
+        self._ids = list(map(id, self._members))
+        self._settings = [vars(whole) for whole in wholes if isinstance(whole, nn.Module)]
+        named = [([name for name, x in own.items() if isinstance(x, int | float | str)], own) for own in self._settings]
+        self._getters = [(operator.itemgetter(*names), own) for names, own in named if names]
+        self._values = self._set()
+
+    def are_same(self) -> bool:
+        """Whether every part has the same members, and every module the same numbers and words as attributes."""
+        try:
+            same = list(map(id, itertools.chain.from_iterable(self._views))) == self._ids
+            return same and self._set() == self._values
+        except KeyError:  # an attribute was deleted
+            return False
+
+    def put_back(self) -> bool:
+        """Give the parts the members that they had. Returns whether they had others."""
+        changed = False
+        for whole, held in self._held:
+            for key, part in held:
+                if whole[key] is not part:  # not in a tuple, which nobody can have written to
+                    whole[key], changed = part, True
+        return changed
+
+    def _set(self) -> list[Any]:
+        return [*map(len, self._settings), *(get(own) for get, own in self._getters)]
 
 
-def _settings(parts: _Parts) -> list[Any]:
-    """Returns the numbers and words among the attributes of a model's modules."""
-    modules = [whole for whole, _, _ in parts if isinstance(whole, nn.Module)]
-    return [x for module in modules for x in vars(module).values() if isinstance(x, int | float | str)]
+def _members(whole: Any) -> Any:
+    """Returns a view of what a module, or a container, has."""
+    return whole.values() if isinstance(whole, dict) else whole

@@ -19,6 +19,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from onefold.cache.model import linear
 from onefold.errors import LeaseError
 
 ATTENTION = "scaled_dot_product_attention"
@@ -167,11 +168,13 @@ def _computed(
     """Returns what the model computes. A watcher of all rows may compute it, by other means than a call."""
     compute = getattr(watchers[0], "compute", None)
     if compute is None or inputs is None:
-        return call(*args, **kwargs)
+        with linear.in_forward():
+            return call(*args, **kwargs)
 
     def forward(x: mx.array) -> Any:
         here = {k: x if v is inputs else v for k, v in kwargs.items()}
-        return call(*(x if a is inputs else a for a in args), **here)
+        with linear.in_forward():
+            return call(*(x if a is inputs else a for a in args), **here)
 
     return compute(model, inputs, forward)
 

@@ -46,6 +46,7 @@ class Stepping:
         self._anatomy = anatomy
         self._state = state
         self.n_rows = len(rows)
+        self._scratch = anatomy.step_bytes(self.n_rows)
         self._turns = 0
         """Rows whose turn this thread has."""
         self._depth = 0
@@ -155,7 +156,7 @@ class Stepping:
             hold.refuse_closed()
             forward.time_prefill(hold, watcher, 1)
         longest = max(starts) + 1
-        yield from state.scratch.reserving(self._anatomy.step_bytes(self.n_rows, sum(starts), longest))
+        yield from state.scratch.reserving(self._scratch.at(sum(starts), longest))
         tracks = [hold.track for hold, _, _ in self._rows]
         if self._arena is not None:
             self._arena.seat(tracks)

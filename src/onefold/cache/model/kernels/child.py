@@ -1,4 +1,4 @@
-"""The child process of a trial: compares the device's decode kernel with plain operations, and prints the result."""
+"""The child process of a trial: compares a kernel of the device with plain operations, and prints the result."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import json
 import sys
 
 from onefold.cache.model.kernels import comparison, current
-from onefold.cache.model.kernels.trial import Trial
+from onefold.cache.model.kernels.trial import Trial, parsed
 
 
 def main(arguments: list[str]) -> int:
     """Prints why the kernel may not serve, or an empty reason, as one line of JSON."""
-    trial = Trial.parsed(json.loads(arguments[0]))
+    trial = parsed(json.loads(arguments[0]))
     kernel = current.device_kernel()
     if kernel is None:
         found = "this device has no kernel"
+    elif not isinstance(trial, Trial):
+        found = comparison.compare_products(trial.dtype)
     else:
         found = kernel.takes(trial.shape) or comparison.compare(kernel, *trial)
     print(json.dumps({"found": found}), flush=True)

@@ -1,4 +1,5 @@
-"""Compares a device's decode kernel with plain operations, over the edge cases of work tables.
+"""Compares a device's kernels with plain operations: the decode kernel over the edge cases of work tables, and products
+over those of their shapes.
 
 Each case has rows of different length that share a prefix or not, in one slab or many, with one query or several, with
 sinks or without; pieces of one token and pieces that end at a chunk's edge. Runs in a process of its own (`trial`).
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from onefold.cache.model.kernels import product
 from onefold.cache.model.kernels.decode import DecodeKernel, Shape
 from onefold.cache.model.kernels.work_table import CHUNK, MOST_QUERIES, Layout
 
@@ -76,6 +78,26 @@ def compare(kernel: DecodeKernel, shape: Shape, heads: int, n_kv: int, seed: int
         difference = _largest(out.astype(mx.float32) - wanted) / largest
         if not difference <= TOLERANCE[shape.dtype]:  # also NaN
             return f"{case} differs by {difference:.2g}"
+    return ""
+
+
+def compare_products(dtype: mx.Dtype, seed: int = 0) -> str:
+    """The same for products of a few rows with weights of a type."""
+    mx.random.seed(seed)
+    shapes = (2, 32, 1), (5, 4096, 1024), (8, 288, 33), (9, 1056, 40), (16, 64, 4096), (32, 1024, 130)
+    for rows, dims, columns in shapes:
+        for biased, strided, across in ((False, False, False), (True, True, False), (True, False, True)):
+            shape = (1, rows) if across else (rows, 1)
+            x = mx.random.normal((*shape, dims + 3 * strided)).astype(dtype)[..., 3 * strided :]
+            weight = mx.random.normal((columns, dims)).astype(dtype)
+            if strided:
+                weight = mx.contiguous(weight.T).T
+            bias = mx.random.normal((columns,)).astype(dtype) if biased else None
+            wanted = x.astype(mx.float32) @ weight.astype(mx.float32).T
+            wanted = wanted if bias is None else wanted + bias.astype(mx.float32)
+            difference = _largest(product.multiply(x, weight, bias).astype(mx.float32) - wanted) / _largest(wanted)
+            if not difference <= TOLERANCE[dtype]:  # also NaN
+                return f"{rows} rows of {dims} to {columns} differ by {difference:.2g}"
     return ""
 
 

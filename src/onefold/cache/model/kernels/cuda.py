@@ -14,7 +14,6 @@ MOST_ARRAYS = 240
 """Of slabs in one launch: a kernel has 4 KB of arguments, and each takes 8 bytes of them."""
 MOST_QUERIES = 512
 """Queries of one row: the tokens of a chunk of its prompt."""
-_NAMES = {mx.bfloat16: "bf16", mx.float16: "f16"}
 
 
 def _split(value_dim: int) -> int:
@@ -23,7 +22,7 @@ def _split(value_dim: int) -> int:
 
 def takes(shape: Shape) -> str:
     """Returns why there is no kernel for a shape; empty if there is one."""
-    if shape.dtype not in _NAMES:
+    if shape.dtype not in source.NAMES:
         return "keys and values that are not of 16 bits"
     width = shape.value_dim // _split(shape.value_dim)
     if shape.key_dim % 32 or not 32 <= shape.key_dim <= 256 or width % 32 or width > 160 or shape.value_dim < 32:
@@ -49,7 +48,7 @@ class CudaLauncher:
 
     def __init__(self, shape: Shape, slabs: int) -> None:
         self._shape, self._slabs = shape, slabs
-        name, dk, dv, form = _NAMES[shape.dtype], shape.key_dim, shape.value_dim, shape.format
+        name, dk, dv, form = source.NAMES[shape.dtype], shape.key_dim, shape.value_dim, shape.format
         assert form is not None
         load = source.LOADS[form.name].format(t=name, bits=form.bits, group=form.group)
         header = source.HEADER.format(t=name, load=load)
@@ -91,7 +90,7 @@ class CudaLauncher:
 
     def reduce(self, given: Reduction) -> mx.array:
         rows, heads, length, _ = given.shape
-        name, dv = _NAMES[self._shape.dtype], self._shape.value_dim
+        name, dv = source.NAMES[self._shape.dtype], self._shape.value_dim
         kernel = self._reduce if given.sinks is None else _reduction(name, dv, str(given.sinks.dtype))
         sinks = given.mixed if given.sinks is None else given.sinks
         found = kernel(

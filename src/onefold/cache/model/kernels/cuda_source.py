@@ -14,6 +14,11 @@ maximum, sum and weighted values for each of the row's queries.
 
 from __future__ import annotations
 
+import mlx.core as mx
+
+NAMES = {mx.bfloat16: "bf16", mx.float16: "f16"}
+"""The types that a kernel can read, by the names that instructions have for them."""
+
 
 def shortened(source: str) -> str:
     """Returns the source without indents and comments: MLX puts it together and hashes it at every call."""

@@ -1,4 +1,4 @@
-"""The decode kernel of MLX's default device, if there is one and it is not switched off."""
+"""The kernels of MLX's default device, if there are any and they are not switched off."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import mlx.core as mx
 
 from onefold.cache.memory import device
-from onefold.cache.model.kernels import cuda, metal, trial
+from onefold.cache.model.kernels import cuda, metal, product, trial
 from onefold.cache.model.kernels.decode import DecodeKernel, Shape
 
 log = logging.getLogger("onefold")
@@ -18,6 +18,9 @@ SWITCH = "ONEFOLD_KERNELS"
 
 _known: dict[bool, DecodeKernel] = {}
 """By whether the device is one of Metal."""
+_products: dict[tuple[mx.Dtype, bool], bool] = {}
+"""By the type of the weights, and whether there is a bias: whether the kernel for products may be used."""
+_product_types: frozenset[mx.Dtype] = frozenset()
 
 
 def is_switched_off() -> bool:
@@ -38,6 +41,33 @@ def kernel() -> DecodeKernel | None:
     """Returns the kernel with which attention of a decode step is computed; None: with MLX's own operations."""
     found = device_kernel()
     return None if found is None or is_switched_off() else found
+
+
+def product_types() -> frozenset[mx.Dtype]:
+    """Returns the types of weights whose products with a few rows a kernel computes."""
+    return _product_types
+
+
+def compile_products(dtype: mx.Dtype, biased: bool) -> None:
+    """Try the kernel for products with weights of a type, and compile it, unless that is done. If it fails the trial,
+    or cannot be compiled, it is not used; this is logged. CUDA only."""
+    global _product_types
+    if (dtype, biased) in _products or dtype not in product.TYPES or is_switched_off():
+        return
+    _products[dtype, biased] = passed = not trial.reason(trial.ProductTrial(dtype)) and _is_compiled(dtype, biased)
+    _product_types = frozenset(_product_types | {dtype}) if passed else _product_types - {dtype}
+
+
+def _is_compiled(dtype: mx.Dtype, biased: bool) -> bool:
+    """Compile the kernel for products. Returns whether it can be."""
+    weight, bias = mx.zeros((32, 32), dtype), mx.zeros((32,), dtype) if biased else None
+    try:
+        for rows in product.row_counts():
+            device.evaluate(product.multiply(mx.zeros((rows, 1, 32), dtype), weight, bias))
+    except RuntimeError as error:
+        log.warning("the kernel for products cannot be compiled, and MLX's own operations are used: %s", error)
+        return False
+    return True
 
 
 def calls() -> dict[str, int]:

@@ -1,8 +1,8 @@
-"""Tries a device's decode kernel in a process of its own before it serves, and keeps the result.
+"""Tries a device's kernels in a process of their own before they serve, and keeps the results.
 
 A wrong kernel may give wrong results, but also hang, or end its process. So it is compared with plain operations
-(`comparison`) in a child process (`child`) with a time limit: once for each device, shape, and version of MLX and
-Onefold. The results are in `kernels.json` in the user's cache folder. `onefold doctor` repeats the comparison.
+(`comparison`) in a child process (`child`) with a time limit: once for each device, shape or type, and version of MLX
+and Onefold. The results are in `kernels.json` in the user's cache folder. `onefold doctor` repeats the comparison.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
 
 class Trial(NamedTuple):
-    """What is tried: a shape, with the heads of the queries and of the keys."""
+    """What is tried of the decode kernel: a shape, with the heads of the queries and of the keys."""
 
     shape: Shape
     heads: int
@@ -64,33 +64,50 @@ class Trial(NamedTuple):
         return f"heads of {k if k == v else f'{k} and {v}'} in {stored}, {self.heads} on {self.n_kv}"
 
 
-def reason(trial: Trial) -> str:
+class ProductTrial(NamedTuple):
+    """What is tried of the kernel for products: a type of weights."""
+
+    dtype: mx.Dtype
+
+    def described(self) -> dict[str, Any]:
+        return {"product": str(self.dtype).rpartition(".")[2]}
+
+    def __str__(self) -> str:
+        return f"products of a few rows in {self.described()['product']}"
+
+
+def parsed(described: dict[str, Any]) -> Trial | ProductTrial:
+    """Raises KeyError, TypeError or ValueError if the description is invalid."""
+    return ProductTrial(_TYPES[described["product"]]) if "product" in described else Trial.parsed(described)
+
+
+def reason(trial: Trial | ProductTrial) -> str:
     """Returns why the kernel may not serve; empty if it may. Uses the result that is kept, or else runs the child."""
     known = _read().get(_key(trial))
     return str(known["reason"]) if isinstance(known, dict) and "reason" in known else repeat(trial)
 
 
-def repeat(trial: Trial, seconds: float = SECONDS) -> str:
+def repeat(trial: Trial | ProductTrial, seconds: float = SECONDS) -> str:
     """Runs the child, keeps its result, and returns it like `reason`."""
     found = _run(trial, seconds)
     if found:
-        log.warning("the decode kernel is not used for %s: %s; MLX's own operations are used instead", trial, found)
+        log.warning("the kernel is not used for %s: %s; MLX's own operations are used instead", trial, found)
     _keep(_key(trial), {"trial": trial.described(), "reason": found})
     return found
 
 
-def kept() -> dict[str, Trial]:
+def kept() -> dict[str, Trial | ProductTrial]:
     """Returns the trials whose results are kept for this device and these versions, with their reasons' keys."""
     found = {}
     for key, entry in _read().items():
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            trial = Trial.parsed(entry["trial"])
+            trial = parsed(entry["trial"])
             if _key(trial) == key:
                 found[key] = trial
     return found
 
 
-def _run(trial: Trial, seconds: float) -> str:
+def _run(trial: Trial | ProductTrial, seconds: float) -> str:
     """Returns what the child found, or how it ended."""
     command = [sys.executable, "-m", CHILD, json.dumps(trial.described())]
     try:
@@ -114,7 +131,7 @@ def _run(trial: Trial, seconds: float) -> str:
     return f"its trial ended with exit code {done.returncode}: {last[:300]}"
 
 
-def _key(trial: Trial) -> str:
+def _key(trial: Trial | ProductTrial) -> str:
     info = mx.device_info() if mx.default_device().type == mx.DeviceType.gpu else {}
     device = " ".join(str(info[name]) for name in ("device_name", "architecture") if info.get(name))
     versions = ", ".join(f"{name} {version_of(name) or 'unknown'}" for name in ("mlx", "onefold"))

@@ -27,8 +27,9 @@ class Decode:
     def run(self) -> None:
         """Starts the next step, reads the tokens of the last one, and finishes the requests that end with them."""
         jobs, recovery = self._jobs, self._recovery
+        alone = len(jobs.decoding) == 1  # or others would wait for its prompt before the next step begins
         for job in list(jobs.decoding):
-            if job.chosen is not None and job.n_read == 0:  # its first token does not wait for the next step to begin
+            if alone and job.chosen is not None and job.n_read == 0:  # its first token does not wait for the next step
                 recovery.run([job], functools.partial(jobs.read, job, job.chosen, job.seat))
                 job.tell()
         started = [(job, job.chosen, job.seat) for job in jobs.decoding if job.chosen is not None]

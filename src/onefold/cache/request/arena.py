@@ -132,4 +132,4 @@ def _clear(slab: Slab, lo: int) -> None:
         for j, array in enumerate(layer or ()):
             assert layer is not None
             blank = mx.zeros((*array.shape[:2], STEP, array.shape[3]), array.dtype)
-            layer[j] = mx.slice_update(array, blank, mx.array([lo]), axes=[2])
+            layer[j][..., lo : lo + STEP, :] = blank

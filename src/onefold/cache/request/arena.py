@@ -128,8 +128,9 @@ class Arena:
 def _clear(slab: Slab, lo: int) -> None:
     """Overwrite a region that another row has had: composed attention multiplies hidden columns by zero, and what is
     not a number would reach this row."""
-    for layer in slab.layers:
-        for j, array in enumerate(layer or ()):
-            assert layer is not None
-            blank = mx.zeros((*array.shape[:2], STEP, array.shape[3]), array.dtype)
-            layer[j][..., lo : lo + STEP, :] = blank
+    blanks: dict[tuple[int, int, mx.Dtype], mx.array] = {}
+    for array in (array for layer in slab.layers for array in layer or ()):
+        key = array.shape[1], array.shape[3], array.dtype
+        if key not in blanks:
+            blanks[key] = mx.zeros((1, key[0], STEP, key[1]), key[2])
+        array[..., lo : lo + STEP, :] = blanks[key]

@@ -1,11 +1,11 @@
 """Products of a few rows with a matrix of weights, on CUDA.
 
 MLX leaves products of more than one row to cuBLAS. At every call cuBLAS chooses an algorithm, and its kernels are
-captured into a graph: 14 to 30 µs of the host, more than most of these products take on the device. A kernel of our own
-takes 5 to 9 µs, and as long on the device for up to 16 rows (`benchmarks/gpu_products.py`). For one row it is one
-operation in place of MLX's four (two reshapes, a transpose and the product).
+captured into a graph: 14 to 30 µs of the host, more than most of these products take on the device. A kernel of our
+own takes 5 to 9 µs, and as long on the device for up to 16 rows (`benchmarks/gpu_products.py`). For one row MLX has a
+kernel that is faster on the device.
 
-What a row gets does not depend on the rows beside it: all variants add in the same order.
+What a row gets does not depend on how many rows are beside it: all variants add in the same order.
 
 - A block computes 16 or 32 columns of the result for all rows. Its eight warps split the inner dimension, and their
   sums are added in shared memory.
@@ -132,7 +132,7 @@ _BIAS = {
 
 def takes(x: mx.array, weight: mx.array, bias: mx.array | None) -> bool:
     """Whether there is a kernel for this product."""
-    if x.ndim != 3 or not 1 <= x.shape[0] * x.shape[1] <= MOST_ROWS or x.dtype not in NAMES:
+    if x.ndim != 3 or not 2 <= x.shape[0] * x.shape[1] <= MOST_ROWS or x.dtype not in NAMES:
         return False
     if weight.ndim != 2 or weight.dtype != x.dtype or weight.shape[1] != x.shape[2] or weight.shape[1] % _DIMS:
         return False

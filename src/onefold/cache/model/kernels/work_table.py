@@ -95,8 +95,12 @@ class WorkTable:
         self._padded = np.zeros((self._padded_to(len(entries)), COLUMNS), np.int32)
         self._entries = self._padded[: len(entries)]
         self._entries[:] = np.array(entries, np.int32).reshape(-1, COLUMNS)
-        self._last = np.array([last.get(r, -1) for r in range(self.rows)])
-        self._longest = least
+        self._grows = np.zeros(len(entries), np.int32)
+        """1 for the last entry of each row, which gets one more key in the next step."""
+        self._grows[list(last.values())] = 1
+        self._room = min((least - entries[i][_HI] + entries[i][_LO] for i in last.values()), default=0)
+        """Keys that every row's last entry has room for."""
+        self._has_ends = len(last) == self.rows
         firsts = np.cumsum([0, *(len(p) for p in parts)])
         self.first_at, self.parts_at = len(members), len(members) + len(firsts)
         lists = np.concatenate([members, firsts, *parts]).astype(np.int32)
@@ -115,12 +119,12 @@ class WorkTable:
             return True
         if self.queries > 1 or self._capacities != [slab.capacity for slab in self.slabs]:
             return False
-        at = self._last
-        if len(layout) != self.rows or not all(map(_is_next, self._layout, layout)) or (at < 0).any():
+        if not self._has_ends or self._room <= 0 or len(layout) != self.rows:
             return False
-        if (self._entries[at, _HI] - self._entries[at, _LO] >= self._longest).any():
+        if not all(map(_is_next, self._layout, layout)):
             return False
-        self._entries[at, _HI] += 1
+        self._entries[:, _HI] += self._grows
+        self._room -= 1
         self._layout, self._launches = layout, None
         return True
 

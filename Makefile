@@ -88,7 +88,7 @@ torture: setup ## Kill a process that serves and writes, 200 times: nothing ackn
 mac-check: setup ## The first hour on a Mac: check what docs/mac.md expects, and write one file; ARGS=--quick takes minutes.
 	$(PY) benchmarks/mac_check.py $(ARGS)
 
-mutants: setup ## Run the tests on 80 bugs that were put into the source, in JOBS processes: nine tenths must be noticed.
+mutants: setup ## Run the tests on 92 bugs that were put into the source, in JOBS processes: nine tenths must be noticed.
 	$(PY) mutants/run.py --jobs $(JOBS)
 
 problems: setup ## Run the problems benchmark.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-LISTS = ("memory.toml", "request.toml")
+LISTS = ("memory.toml", "request.toml", "model.toml")
 PACKAGE = Path("src") / "onefold" / "cache"
 
 

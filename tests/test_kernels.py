@@ -148,9 +148,10 @@ def test_a_table_follows_the_rows_while_each_grows_by_one():
 
 
 def test_a_row_that_fills_its_last_chunk_needs_another_table():
-    slab = slab_of(1024)
-    table = WorkTable([[(slab, 0, 256)]], 1, 8, 120)
-    assert not table.follow([[(slab, 0, 257)]])
+    slab, other = slab_of(1024), slab_of(64)
+    table = WorkTable([[(slab, 0, 254)], [(other, 0, 5)]], 1, 8, 120)
+    assert all(table.follow([[(slab, 0, 254 + n)], [(other, 0, 5 + n)]]) for n in (1, 2))
+    assert not table.follow([[(slab, 0, 257)], [(other, 0, 8)]])
     work = WorkTable([[(slab, 0, 257)]], 1, 8, 120).launches()[0].work
     assert (work[:, 5] > 0).sum().item() == 2
     assert len(work) % PADDING == 0

@@ -145,6 +145,17 @@ def test_the_kernel_is_used_where_it_passed_its_trial(monkeypatch):
     assert current.product_types() == {mx.bfloat16} and tried == [mx.float16, mx.bfloat16]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_type_whose_kernel_cannot_be_compiled_with_a_bias_is_not_used(fails, monkeypatch):
+    monkeypatch.setattr(current, "_products", {})
+    monkeypatch.setattr(current, "_product_types", frozenset())
+    monkeypatch.setattr(current, "_is_compiled", lambda _, biased: biased is not fails)
+    monkeypatch.setattr(trial, "reason", lambda _: "")
+    for biased in (False, True):
+        current.compile_products(mx.bfloat16, biased)
+    assert not current.product_types()
+
+
 def test_it_is_not_tried_where_kernels_are_switched_off(monkeypatch):
     monkeypatch.setenv("ONEFOLD_KERNELS", "off")
     monkeypatch.setattr(current, "_products", {})

@@ -54,8 +54,9 @@ def compile_products(dtype: mx.Dtype, biased: bool) -> None:
     global _product_types
     if (dtype, biased) in _products or dtype not in product.TYPES or is_switched_off():
         return
-    _products[dtype, biased] = passed = not trial.reason(trial.ProductTrial(dtype)) and _is_compiled(dtype, biased)
-    _product_types = frozenset(_product_types | {dtype}) if passed else _product_types - {dtype}
+    _products[dtype, biased] = not trial.reason(trial.ProductTrial(dtype)) and _is_compiled(dtype, biased)
+    failed = {one for (one, _), passed in _products.items() if not passed}
+    _product_types = frozenset(one for one, _ in _products) - failed
 
 
 def _is_compiled(dtype: mx.Dtype, biased: bool) -> bool:

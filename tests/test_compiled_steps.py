@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from driving import close, decode, fresh, prefilled, rows_on_a_prefix, words
 from kernel_reference import traceable_kernel
@@ -132,13 +133,57 @@ def test_other_weights_are_used_from_the_next_step_on(kernel: DecodeKernel, trac
         assert close(a, 2 * b)
 
 
-def test_other_settings_of_a_module_are_used_from_the_next_step_on(kernel: DecodeKernel, traces: list[int]) -> None:
+@pytest.mark.parametrize("change", ["number", "from none", "to an array", "other name", "other key", "moved"])
+def test_other_settings_of_a_module_are_used_from_the_next_step_on(
+    kernel: DecodeKernel, traces: list[int], change: str
+) -> None:
     model = tiny("llama")
+    norm = model.model.norm
+    norm.cap, norm.weights, norm.lists = None, {"a": mx.ones(1), "b": mx.zeros(1)}, [[mx.ones(1), mx.ones(1)], []]
     with two_rows(model) as (batch, said):
         decode(batch, said, AFTER + 3)
-        ran, model.model.norm.eps = len(traces), 0.5
-        decode(batch, said, 1)
+        ran = len(traces)
+        if change == "number":
+            norm.eps = 0.5
+        elif change == "from none":
+            norm.cap = 0.5
+        elif change == "to an array":
+            vars(norm)["eps"] = np.full(2, norm.eps)
+        elif change == "other name":
+            del norm.cap
+            norm.limit = 0.5
+        elif change == "other key":
+            norm.weights["c"] = norm.weights.pop("b")
+        else:
+            norm.lists[1].append(norm.lists[0].pop())
+        if change == "to an array":
+            with pytest.raises(TypeError):
+                decode(batch, said, 1)
+        else:
+            decode(batch, said, 1)
         assert len(traces) == ran > 0
+
+
+def test_a_model_that_counts_its_steps_is_compiled(
+    kernel: DecodeKernel, traces: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama")
+    norm, original = model.model.norm, type(model.model.norm).__call__
+    norm.seen, norm.left = {"calls": 0, "weight": mx.ones(1)}, [object() for _ in range(99)]
+
+    def counting(self: Any, x: mx.array) -> mx.array:
+        if self is norm:
+            self.seen["calls"] += 1
+            self.left.pop()
+        return original(self, x)
+
+    monkeypatch.setattr(type(norm), "__call__", counting)
+    with two_rows(model) as (batch, said):
+        decode(batch, said, AFTER + 6)
+        assert len(traces) > 1
+        before, norm.seen["weight"] = len(traces), mx.zeros(1)
+        decode(batch, said, 1)
+        assert len(traces) == before
 
 
 def test_a_batch_that_begins_with_other_rows_makes_new_graphs(kernel: DecodeKernel, traces: list[int]) -> None:

@@ -32,7 +32,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     monkeypatch.setattr(linear.device, "on_cuda", lambda: True)
     monkeypatch.setattr(product, "multiply", multiply)
     monkeypatch.setattr(product, "NAMES", {mx.float32: "f32"})
-    monkeypatch.setattr(current, "_product_types", frozenset({mx.float32}))
+    monkeypatch.setattr(current, "products", lambda: frozenset({(mx.float32, False), (mx.float32, True)}))
     return given
 
 
@@ -133,27 +133,20 @@ def test_the_kernel_is_used_where_it_passed_its_trial(monkeypatch):
         return "" if one.dtype == mx.bfloat16 else "it differs"
 
     monkeypatch.setattr(linear.device, "on_cuda", lambda: True)
+    monkeypatch.setattr(current, "kernel", object)
     monkeypatch.setattr(current, "_products", {})
-    monkeypatch.setattr(current, "_product_types", frozenset())
-    monkeypatch.setattr(current, "_is_compiled", lambda *_: True)
+    monkeypatch.setattr(current, "_is_compiled", lambda _, biased: biased)
     monkeypatch.setattr(trial, "reason", reason)
     for dtype in (mx.float32, mx.float16, mx.bfloat16):
-        model = nn.Linear(32, 32)
-        model.set_dtype(dtype)
-        linear.compile_kernels(model)
-        linear.compile_kernels(model)
-    assert current.product_types() == {mx.bfloat16} and tried == [mx.float16, mx.bfloat16]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_type_whose_kernel_cannot_be_compiled_with_a_bias_is_not_used(fails, monkeypatch):
-    monkeypatch.setattr(current, "_products", {})
-    monkeypatch.setattr(current, "_product_types", frozenset())
-    monkeypatch.setattr(current, "_is_compiled", lambda _, biased: biased is not fails)
-    monkeypatch.setattr(trial, "reason", lambda _: "")
-    for biased in (False, True):
-        current.compile_products(mx.bfloat16, biased)
-    assert not current.product_types()
+        for biased in (True, False):
+            model = nn.Linear(32, 32, bias=biased)
+            model.set_dtype(dtype)
+            linear.compile_kernels(model)
+            linear.compile_kernels(model)
+    assert tried == [mx.float16, mx.float16, mx.bfloat16, mx.bfloat16]
+    assert current.products() == {(mx.bfloat16, True)}  # it cannot be compiled without a bias
+    monkeypatch.setattr(current, "kernel", lambda: None)  # switched off, or on a CPU by now
+    assert not current.products()
 
 
 def test_it_is_not_tried_where_kernels_are_switched_off(monkeypatch):
@@ -161,7 +154,7 @@ def test_it_is_not_tried_where_kernels_are_switched_off(monkeypatch):
     monkeypatch.setattr(current, "_products", {})
     monkeypatch.setattr(trial, "reason", lambda _: pytest.fail("it was tried"))
     current.compile_products(mx.bfloat16, False)
-    assert not current.product_types()
+    assert not current.products()
 
 
 def test_a_wrong_product_fails_the_comparison(monkeypatch):
@@ -191,6 +184,24 @@ def test_a_rows_product_does_not_depend_on_the_rows_beside_it():
     whole = product.multiply(x, weight, None)
     for rows in (2, 5, 8, 11, 16, 27):
         assert mx.array_equal(product.multiply(x[:rows], weight, None), whole[:rows])
+
+
+def test_only_a_linear_layer_adds_a_bias(on_cuda):
+    embedding, x = nn.Embedding(10, 64), mx.random.normal((3, 1, 64))
+    wanted = embedding.as_linear(x)
+    embedding.bias = mx.ones((10,))
+    with replaced(embedding), linear.in_forward():
+        assert close(embedding.as_linear(x), wanted)
+    assert on_cuda
+
+
+def test_what_others_put_in_a_methods_place_stays(on_cuda, monkeypatch):
+    monkeypatch.setattr(nn.Linear, "__call__", nn.Linear.__call__)  # to restore it
+    installed = linear.install([tiny("llama")])
+    ours = nn.Linear.__call__
+    nn.Linear.__call__ = theirs = lambda self, x: ours(self, x)
+    linear.uninstall(installed)
+    assert nn.Linear.__call__ is theirs
 
 
 def test_layers_are_replaced_while_a_cache_is_open_on_cuda(monkeypatch):

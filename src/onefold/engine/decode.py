@@ -10,6 +10,7 @@ import functools
 
 import mlx.core as mx
 
+from onefold.cache.memory import device
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.engine.job import Job
 from onefold.engine.jobs import Jobs
@@ -23,13 +24,15 @@ class Decode:
         self._recovery = recovery
         self._chooser = chooser
         self._batch = cache.batch([])
+        self._on_cuda = device.on_cuda()
 
     def run(self) -> None:
         """Starts the next step, reads the tokens of the last one, and finishes the requests that end with them."""
         jobs, recovery = self._jobs, self._recovery
-        alone = len(jobs.decoding) == 1  # or others would wait for its prompt before the next step begins
+        # On CUDA the host is the slower one: while it waited for a new row, the others' next step would not begin.
+        waits = self._on_cuda and any(job.n_read for job in jobs.decoding)
         for job in list(jobs.decoding):
-            if alone and job.chosen is not None and job.n_read == 0:  # its first token does not wait for the next step
+            if not waits and job.chosen is not None and job.n_read == 0:  # its first token does not wait for the step
                 recovery.run([job], functools.partial(jobs.read, job, job.chosen, job.seat))
                 job.tell()
         started = [(job, job.chosen, job.seat) for job in jobs.decoding if job.chosen is not None]

@@ -155,45 +155,53 @@ def _traced(
 
 class _Parts:
     """The modules and containers of a model, with their members: weights, other modules, and settings. Compared before
-    each step, so what is compared are lists that are made without a loop in Python."""
+    each step, so most of what is compared are lists that are made without a loop in Python."""
 
     def __init__(self, model: nn.Module) -> None:
         wholes: list[Any] = []
         waiting: list[Any] = [model]
         while waiting:
-            whole = waiting.pop()
-            wholes.append(whole)
-            waiting += [x for x in _members(whole) if isinstance(x, dict | list | tuple)]
-        self._held = [(whole, list(whole.items() if isinstance(whole, dict) else enumerate(whole))) for whole in wholes]
-        self._views = [_members(whole) for whole in wholes]
-        self._members = list(itertools.chain.from_iterable(self._views))
-        self._ids = list(map(id, self._members))
-        self._settings = [vars(whole) for whole in wholes if isinstance(whole, nn.Module)]
-        named = [([name for name, x in own.items() if isinstance(x, int | float | str)], own) for own in self._settings]
+            wholes.append(waiting.pop())
+            waiting += [x for _, x in _members(wholes[-1]) if not isinstance(x, mx.array)]
+        self._held = [(whole, len(whole), _members(whole)) for whole in wholes]
+        self._mixed = [part for part in self._held if len(part[2]) < part[1]]
+        """Containers that also have members of other types, which are not compared."""
+        pure = [whole for whole, n, held in self._held if len(held) == n]
+        self._views = [whole.values() if isinstance(whole, dict) else whole for whole in pure]
+        settings = [vars(whole) for whole in wholes if isinstance(whole, nn.Module)]
+        self._named = [*(whole for whole in pure if isinstance(whole, dict)), *settings]
+        self._attributes = [own.values() for own in settings]
+        named = [([name for name, x in own.items() if isinstance(x, int | float | str)], own) for own in settings]
         self._getters = [(operator.itemgetter(*names), own) for names, own in named if names]
-        self._values = self._set()
+        self._known, self._values = self._seen(), self._numbers()
 
     def are_same(self) -> bool:
-        """Whether every part has the same members, and every module the same numbers and words as attributes."""
-        try:
-            same = list(map(id, itertools.chain.from_iterable(self._views))) == self._ids
-            return same and self._set() == self._values
-        except KeyError:  # an attribute was deleted
+        """Whether every part has the same members, and every module attributes of the same names and types, and the
+        same numbers and words."""
+        if self._seen() != self._known or self._numbers() != self._values:
             return False
+        return all(len(whole) == n and all(whole[k] is x for k, x in held) for whole, n, held in self._mixed)
 
     def put_back(self) -> bool:
         """Give the parts the members that they had. Returns whether they had others."""
         changed = False
-        for whole, held in self._held:
+        for whole, _, held in self._held:
             for key, part in held:
                 if whole[key] is not part:  # not in a tuple, which nobody can have written to
                     whole[key], changed = part, True
         return changed
 
-    def _set(self) -> list[Any]:
-        return [*map(len, self._settings), *(get(own) for get, own in self._getters)]
+    def _seen(self) -> tuple[list[Any], ...]:
+        """Returns the identities of the members, the names of members and attributes, and the types of attributes."""
+        every = itertools.chain.from_iterable
+        ids, lengths = list(map(id, every(self._views))), list(map(len, self._views))
+        return ids, lengths, list(every(self._named)), list(map(type, every(self._attributes)))
+
+    def _numbers(self) -> list[Any]:
+        return [get(own) for get, own in self._getters]
 
 
-def _members(whole: Any) -> Any:
-    """Returns a view of what a module, or a container, has."""
-    return whole.values() if isinstance(whole, dict) else whole
+def _members(whole: Any) -> list[tuple[Any, Any]]:
+    """Returns the arrays, modules and containers that a module or a container has, with their keys."""
+    items = whole.items() if isinstance(whole, dict) else enumerate(whole)
+    return [(key, x) for key, x in items if isinstance(x, mx.array | dict | list | tuple)]

@@ -29,13 +29,17 @@ WHOLE_ROWS = 8
 PADDED_BITS = (4, 8)
 
 _Method = Callable[[Any, mx.array], mx.array]
-_installed: dict[tuple[type[nn.Module], str], _Method] = {}
+_installed: dict[tuple[type[nn.Module], str], tuple[_Method, _Method]] = {}
+"""The original methods, and those in their places."""
 _count = 0
 
 
 class _Forward(threading.local):
+    """The forwards that this thread is running."""
+
     depth = 0
-    """Forwards that this thread is running."""
+    products: frozenset[tuple[mx.Dtype, bool]] = frozenset()
+    """For which products there is a kernel; none outside of a forward."""
 
 
 _forward = _Forward()
@@ -44,11 +48,14 @@ _forward = _Forward()
 @contextlib.contextmanager
 def in_forward() -> Iterator[None]:
     """While it is entered, layers of this thread may be computed here."""
+    before = _forward.products
+    _forward.products = current.products() if _count else before
     _forward.depth += 1
     try:
         yield
     finally:
         _forward.depth -= 1
+        _forward.products = before
 
 
 def install(models: Iterable[nn.Module]) -> bool:
@@ -60,8 +67,8 @@ def install(models: Iterable[nn.Module]) -> bool:
     if _count == 1:
         for cls, name, replaced in _PLACES:
             original = getattr(cls, name)
-            _installed[cls, name] = original
-            setattr(cls, name, replaced(original))
+            _installed[cls, name] = original, replaced(original)
+            setattr(cls, name, _installed[cls, name][1])
     return True
 
 
@@ -70,8 +77,9 @@ def uninstall(installed: bool) -> None:
     if installed:
         _count -= 1
         if _count == 0:
-            for (cls, name), original in _installed.items():
-                setattr(cls, name, original)
+            for (cls, name), (original, ours) in _installed.items():
+                if getattr(cls, name) is ours:  # not what somebody else has put there
+                    setattr(cls, name, original)
             _installed.clear()
 
 
@@ -100,13 +108,14 @@ def _folded(original: _Method) -> _Method:
     return call
 
 
-def _multiplied(original: _Method) -> _Method:
+def _multiplied(original: _Method, *, biased: bool) -> _Method:
+    """`biased`: a layer that has a bias adds it."""
+
     @functools.wraps(original)
     def call(self: Any, x: mx.array) -> mx.array:
-        if _forward.depth and x.dtype in current.product_types():
-            weight, bias = self["weight"], self.get("bias")
-            if product.takes(x, weight, bias):
-                return product.multiply(x, weight, bias)
+        weight, bias = self["weight"], self.get("bias") if biased else None
+        if (x.dtype, bias is not None) in _forward.products and product.takes(x, weight, bias):
+            return product.multiply(x, weight, bias)
         return original(self, x)
 
     return call
@@ -115,6 +124,6 @@ def _multiplied(original: _Method) -> _Method:
 _PLACES: tuple[tuple[type[nn.Module], str, Callable[[_Method], _Method]], ...] = (
     (nn.QuantizedLinear, "__call__", _folded),
     (nn.QuantizedEmbedding, "as_linear", _folded),
-    (nn.Linear, "__call__", _multiplied),
-    (nn.Embedding, "as_linear", _multiplied),
+    (nn.Linear, "__call__", functools.partial(_multiplied, biased=True)),
+    (nn.Embedding, "as_linear", functools.partial(_multiplied, biased=False)),
 )

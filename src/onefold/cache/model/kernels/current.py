@@ -20,7 +20,6 @@ _known: dict[bool, DecodeKernel] = {}
 """By whether the device is one of Metal."""
 _products: dict[tuple[mx.Dtype, bool], bool] = {}
 """By the type of the weights, and whether there is a bias: whether the kernel for products may be used."""
-_product_types: frozenset[mx.Dtype] = frozenset()
 
 
 def is_switched_off() -> bool:
@@ -43,20 +42,17 @@ def kernel() -> DecodeKernel | None:
     return None if found is None or is_switched_off() else found
 
 
-def product_types() -> frozenset[mx.Dtype]:
-    """Returns the types of weights whose products with a few rows a kernel computes."""
-    return _product_types
+def products() -> frozenset[tuple[mx.Dtype, bool]]:
+    """Returns for which products of a few rows there is a kernel now: types of weights, with a bias or without."""
+    usable = frozenset(which for which, passed in _products.items() if passed)
+    return usable if usable and kernel() is not None else frozenset()
 
 
 def compile_products(dtype: mx.Dtype, biased: bool) -> None:
     """Try the kernel for products with weights of a type, and compile it, unless that is done. If it fails the trial,
     or cannot be compiled, it is not used; this is logged. CUDA only."""
-    global _product_types
-    if (dtype, biased) in _products or dtype not in product.TYPES or is_switched_off():
-        return
-    _products[dtype, biased] = not trial.reason(trial.ProductTrial(dtype)) and _is_compiled(dtype, biased)
-    failed = {one for (one, _), passed in _products.items() if not passed}
-    _product_types = frozenset(one for one, _ in _products) - failed
+    if (dtype, biased) not in _products and dtype in product.TYPES and not is_switched_off():
+        _products[dtype, biased] = not trial.reason(trial.ProductTrial(dtype)) and _is_compiled(dtype, biased)
 
 
 def _is_compiled(dtype: mx.Dtype, biased: bool) -> bool:

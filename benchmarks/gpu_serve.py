@@ -126,11 +126,6 @@ class Words:
         return self._rng.integers(0, self._vocab, n).tolist()  # type: ignore[no-any-return]
 
 
-def wait_all(rows: list[Asked]) -> None:
-    for row in rows:
-        row.wait()
-
-
 def stock_alone(model: Any, long: list[int], out: Say) -> list[int]:
     """One conversation on mlx-lm's generate_step. Returns its tokens."""
     times, begun = [], time.perf_counter()
@@ -214,7 +209,7 @@ def together(engine: Engine, n_rows: int, words: Words, weights: int, out: Say) 
 
 
 def stock_together(model: Any, n_rows: int, words: Words, weights: int, out: Say, run: str) -> None:
-    """The same in mlx-lm's BatchGenerator. No engine may be open: it replaces methods of quantised layers."""
+    """The same in mlx-lm's BatchGenerator."""
     prompts = [words(1000 + 37 * i) for i in range(n_rows)]
     settle()
     prefilled = min(n_rows, 8)
@@ -260,7 +255,8 @@ def joining(engine: Engine, n_rows: int, words: Words, out: Say) -> None:
         while len(short) < n_rows - 1:
             short.append(Asked(engine, words(24 + 5 * len(short)), 60 + 9 * len(short)))
         time.sleep(0.002)
-    wait_all(short)
+    for asked in short:
+        asked.wait()
     took = sorted(b - a for a, b in itertools.pairwise(long.times))
     middle = statistics.median(took)
     slow = ", ".join(f"{1e3 * x:.1f}" for x in took[-5:])

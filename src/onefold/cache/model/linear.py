@@ -1,9 +1,10 @@
 """Computes the linear layers of a forward of few rows on CUDA in less time than MLX does.
 
 - Quantised layers: MLX computes an input of shape [rows, 1, dims] row by row: eight rows take six times as long as
-  [1, rows, dims] does, and that takes no longer than one row. So rows are folded into one matrix. Of 4 and 8 bits fewer
-  than eight rows are padded to eight, which take a third to a half of the time (`benchmarks/gpu_quantised.py`).
-- Others: up to 32 rows are multiplied by a kernel of our own, which costs the host less (`kernels.product`).
+  [1, rows, dims] does, and that takes no longer than one row. So rows are folded into one matrix. This gains nothing
+  for fewer than eight rows; with affine weights of 4 and 8 bits they are padded to eight, which are faster
+  (`benchmarks/gpu_quantised.py`).
+- Others: a kernel of our own multiplies up to 32 rows. It costs the host less than cuBLAS does (`kernels.product`).
 
 The methods of MLX's layers are replaced while a cache is open on CUDA, and act in the forwards that the seam watches
 only: elsewhere, in training say, they call the original. Counted like `seam.install`; the last one puts the original
@@ -35,11 +36,10 @@ _count = 0
 
 
 class _Forward(threading.local):
-    """The forwards that this thread is running."""
+    """The forward that this thread is running."""
 
-    depth = 0
-    products: frozenset[tuple[mx.Dtype, bool]] = frozenset()
-    """For which products there is a kernel; none outside of a forward."""
+    products: frozenset[tuple[mx.Dtype, bool]] | None = None
+    """For which products there is a kernel; None outside of a forward."""
 
 
 _forward = _Forward()
@@ -49,12 +49,10 @@ _forward = _Forward()
 def in_forward() -> Iterator[None]:
     """While it is entered, layers of this thread may be computed here."""
     before = _forward.products
-    _forward.products = current.products() if _count else before
-    _forward.depth += 1
+    _forward.products = current.products() if _count else frozenset()
     try:
         yield
     finally:
-        _forward.depth -= 1
         _forward.products = before
 
 
@@ -95,7 +93,7 @@ def compile_kernels(model: nn.Module) -> None:
 def _folded(original: _Method) -> _Method:
     @functools.wraps(original)
     def call(self: Any, x: mx.array) -> mx.array:
-        if not _forward.depth or x.ndim != 3 or x.shape[1] != 1 or x.shape[0] == 1:
+        if _forward.products is None or x.ndim != 3 or x.shape[1] != 1 or x.shape[0] == 1:
             return original(self, x)
         rows, _, dims = x.shape
         if rows >= WHOLE_ROWS:
@@ -113,9 +111,10 @@ def _multiplied(original: _Method, *, biased: bool) -> _Method:
 
     @functools.wraps(original)
     def call(self: Any, x: mx.array) -> mx.array:
-        weight, bias = self["weight"], self.get("bias") if biased else None
-        if (x.dtype, bias is not None) in _forward.products and product.takes(x, weight, bias):
-            return product.multiply(x, weight, bias)
+        if _forward.products:
+            weight, bias = self["weight"], self.get("bias") if biased else None
+            if (x.dtype, bias is not None) in _forward.products and product.takes(x, weight, bias):
+                return product.multiply(x, weight, bias)
         return original(self, x)
 
     return call

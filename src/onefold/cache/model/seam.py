@@ -166,17 +166,14 @@ def _computed(
     watchers: list[Any], model: nn.Module, inputs: mx.array | None, call: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """Returns what the model computes. A watcher of all rows may compute it, by other means than a call."""
-    compute = getattr(watchers[0], "compute", None)
-    if compute is None or inputs is None:
-        with linear.in_forward():
-            return call(*args, **kwargs)
 
-    def forward(x: mx.array) -> Any:
+    def forward(x: mx.array | None) -> Any:
         here = {k: x if v is inputs else v for k, v in kwargs.items()}
         with linear.in_forward():
             return call(*(x if a is inputs else a for a in args), **here)
 
-    return compute(model, inputs, forward)
+    compute = getattr(watchers[0], "compute", None)
+    return forward(inputs) if compute is None or inputs is None else compute(model, inputs, forward)
 
 
 def _schedule_for(watchers: list[Any], arrays: list[mx.array]) -> None:

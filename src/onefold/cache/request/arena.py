@@ -47,8 +47,6 @@ class Arena:
         between steps."""
         if not self._store.specs:
             return
-        if self._slab is not None and self._slab not in self._store.slabs:
-            self._slab = None
         rooms = [self._room(t) for t in tracks]
         standing = [t for t, room in zip(tracks, rooms, strict=True) if room == 0]
         soon = sorted((room, i) for i, room in enumerate(rooms) if 0 < room < EARLY)

@@ -124,7 +124,7 @@ class Batch:
         if len(self.leases) == 1:
             with self.leases[0].usage.in_turn(), self._state.lock:
                 self._state.placement.bring_home(self.leases[0].hold.track)
-            if self._layers is None and not self._anatomy.is_in_kernel:
+            if self._layers is None and not self._anatomy.is_in_kernel:  # asked once, where it is
                 return self.model(tokens, cache=self.leases[0].layers[: self._n_layers])[:, -1, :]
         if self.ragged and self.layers and self._plan.watcher is not None:
             return self.model(tokens, cache=self.layers)[:, -1, :]

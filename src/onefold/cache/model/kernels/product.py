@@ -1,11 +1,11 @@
 """Products of a few rows with a matrix of weights, on CUDA.
 
-MLX leaves products of more than one row to cuBLAS. At every call cuBLAS chooses an algorithm, and its kernels are
-captured into a graph: 14 to 30 µs of the host, more than most of these products take on the device. A kernel of our
-own takes 5 to 9 µs, and as long on the device for up to 16 rows (`benchmarks/gpu_products.py`). For one row MLX has a
-kernel that is faster on the device.
+MLX leaves products of more than one row to cuBLAS. At every call cuBLAS chooses an algorithm, and MLX captures its
+kernels into a graph. To schedule one product takes the host 14 to 31 µs, which is more than most of them take on the
+device. Our kernel takes 5 to 9 µs to schedule, and as long on the device for up to 16 rows
+(`benchmarks/gpu_products.py`). For one row MLX has a kernel that is faster on the device.
 
-What a row gets does not depend on how many rows are beside it: all variants add in the same order.
+The result of a row does not depend on how many rows are beside it: all variants add in the same order.
 
 - A block computes 16 or 32 columns of the result for all rows. Its eight warps split the inner dimension, and their
   sums are added in shared memory.
@@ -19,9 +19,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from onefold.cache.model.kernels.cuda_source import NAMES, shortened
+from onefold.cache.model.kernels.cuda_source import HEADER, NAMES, shortened
 
-MOST_ROWS = 32
 TYPES = tuple(NAMES)
 _DIMS = 32
 """The inner dimension is a multiple of it."""
@@ -29,17 +28,11 @@ _TILES = ((8, 1, 1, 4), (16, 2, 1, 4), (32, 4, 2, 2))
 """Up to how many rows; tiles of eight rows, tiles of 16 columns, and steps of the inner dimension that are loaded at
 once: the fastest on an H200. A thread may use 80 registers in the first, and 128 in the others, or fewer blocks run at
 once."""
+MOST_ROWS = _TILES[-1][0]
 _THREADS = 256
 
-_HEADER = """
-typedef unsigned int u32;
+_LOAD = """
 typedef unsigned short u16;
-__device__ __forceinline__ void of_mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.TYPE.TYPE.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 // eight neighbours of a row; FAST: they are contiguous and aligned; ONCE: nobody else reads them
 template <bool FAST, bool ONCE>
 __device__ __forceinline__ uint4 of_eight(const u16* p, long step) {
@@ -168,7 +161,7 @@ def _kernel(dtype: mx.Dtype, tiles: int, biased: bool) -> Any:
         name=f"onefold_product_{name}_{m}{'_biased' if biased else ''}",
         input_names=["x", "w", "bias"] if biased else ["x", "w"],
         output_names=["y"],
-        header=shortened(_HEADER.replace("TYPE", name)),
+        header=shortened(HEADER.format(t=name, load=_LOAD)),
         source=shortened(source.replace("TILES_M", str(m)).replace("TILES_N", str(n)).replace("STEPS", str(steps))),
         ensure_row_contiguous=False,
     )

@@ -76,18 +76,21 @@ class ProductTrial(NamedTuple):
         return f"products of a few rows in {self.described()['product']}"
 
 
-def parsed(described: dict[str, Any]) -> Trial | ProductTrial:
+AnyTrial = Trial | ProductTrial
+
+
+def parsed(described: dict[str, Any]) -> AnyTrial:
     """Raises KeyError, TypeError or ValueError if the description is invalid."""
     return ProductTrial(_TYPES[described["product"]]) if "product" in described else Trial.parsed(described)
 
 
-def reason(trial: Trial | ProductTrial) -> str:
+def reason(trial: AnyTrial) -> str:
     """Returns why the kernel may not serve; empty if it may. Uses the result that is kept, or else runs the child."""
     known = _read().get(_key(trial))
     return str(known["reason"]) if isinstance(known, dict) and "reason" in known else repeat(trial)
 
 
-def repeat(trial: Trial | ProductTrial, seconds: float = SECONDS) -> str:
+def repeat(trial: AnyTrial, seconds: float = SECONDS) -> str:
     """Runs the child, keeps its result, and returns it like `reason`."""
     found = _run(trial, seconds)
     if found:
@@ -96,7 +99,7 @@ def repeat(trial: Trial | ProductTrial, seconds: float = SECONDS) -> str:
     return found
 
 
-def kept() -> dict[str, Trial | ProductTrial]:
+def kept() -> dict[str, AnyTrial]:
     """Returns the trials whose results are kept for this device and these versions, with their reasons' keys."""
     found = {}
     for key, entry in _read().items():
@@ -107,7 +110,7 @@ def kept() -> dict[str, Trial | ProductTrial]:
     return found
 
 
-def _run(trial: Trial | ProductTrial, seconds: float) -> str:
+def _run(trial: AnyTrial, seconds: float) -> str:
     """Returns what the child found, or how it ended."""
     command = [sys.executable, "-m", CHILD, json.dumps(trial.described())]
     try:
@@ -131,7 +134,7 @@ def _run(trial: Trial | ProductTrial, seconds: float) -> str:
     return f"its trial ended with exit code {done.returncode}: {last[:300]}"
 
 
-def _key(trial: Trial | ProductTrial) -> str:
+def _key(trial: AnyTrial) -> str:
     info = mx.device_info() if mx.default_device().type == mx.DeviceType.gpu else {}
     device = " ".join(str(info[name]) for name in ("device_name", "architecture") if info.get(name))
     versions = ", ".join(f"{name} {version_of(name) or 'unknown'}" for name in ("mlx", "onefold"))

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ from asking import GREEDY, Pending, ask, ask_all, cold, prompt_of, request
 from effort import effort, quick
 from tiny import tiny, with_unknown_caches
 
+from onefold.engine import decode
 from onefold.engine.config import EngineConfig, EngineOptions
 from onefold.engine.engine import Engine
 from onefold.engine.limits import Limits
@@ -132,6 +134,27 @@ def test_one_forward_per_step_for_all_rows(engine, forwards, loaded):
     # each row has 60 tokens, and a step that serves six is counted once; prompts have half of the time
     assert stats.steps <= 60 + 6 * 6
     assert sum(rows for rows, _ in decoded) >= 6 * 59
+
+
+def test_on_cuda_a_row_does_not_join_right_after_a_chunk(loaded, forwards, monkeypatch):
+    monkeypatch.setattr(decode, "device", SimpleNamespace(on_cuda=lambda: True))
+    long, others = words(40), [words(20 + 70 * (i % 2), seed=1 + i) for i in range(5)]
+    with Engine(*loaded, budget="256MB") as engine:
+        stream = Pending(engine, request(long, 120))
+        stream.wait_for_text()
+        forwards.shapes.clear()
+        answers = ask_all(engine, [request(p, 12) for p in others])
+        forwards_run = list(forwards.shapes)
+        assert stream.wait().tokens == cold(loaded[0], long, 120)
+    assert [a.tokens for a in answers] == [cold(loaded[0], p, 12) for p in others]
+    rows, joined, after_chunk = 1, 0, False
+    for n, tokens in forwards_run:
+        if tokens == 1:
+            assert n <= rows or not after_chunk, "rows joined right after a chunk of a prompt"
+            joined += n > rows
+            rows = n
+        after_chunk = tokens > 1
+    assert joined
 
 
 def test_identical_prompts_that_come_together_are_prefilled_once(loaded, forwards):

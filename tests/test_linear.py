@@ -215,3 +215,34 @@ def test_layers_are_replaced_while_a_cache_is_open_on_cuda(monkeypatch):
     assert nn.Linear.__call__ is not original
     linear.uninstall(second)
     assert nn.Linear.__call__ is original
+
+
+def test_warming_runs_every_kind_of_layer_with_every_length(on_cuda, monkeypatch):
+    monkeypatch.setattr(linear, "LENGTHS", range(33, 36))
+    model, ran = tiny("llama"), []
+    nn.quantize(model, group_size=32, bits=4, class_predicate=lambda path, _: path.endswith("down_proj"))
+    for cls in (nn.Linear, nn.QuantizedLinear):
+
+        def call(self: nn.Module, x: mx.array, original: Any = cls.__call__) -> mx.array:
+            ran.append((type(self), self["weight"].shape[0], x.shape))
+            return original(self, x)
+
+        monkeypatch.setattr(cls, "__call__", call)
+    linear.warm(model)
+    down = model.layers[0].mlp.down_proj
+    dims = down["scales"].shape[1] * 32
+    quantised = [x[1] for cls, _, x in ran if cls is nn.QuantizedLinear]
+    assert quantised == [16, 32, 64, 128, 256] and {x[2] for c, _, x in ran if c is nn.QuantizedLinear} == {dims}
+    plain = {(layer["weight"].shape) for _, layer in model.named_modules() if type(layer) is nn.Linear}
+    assert sorted((n, x[2], x[1]) for cls, n, x in ran if cls is nn.Linear) == sorted(
+        (n, dims, length) for n, dims in plain for length in (33, 34, 35)
+    )
+    del ran[:]
+    monkeypatch.setattr(linear, "MOST_WARMED_BYTES", 34 * max(n for n, _ in plain) * 4)
+    linear.warm(model)
+    largest = max(n for n, _ in plain)
+    assert {x[1] for cls, n, x in ran if cls is nn.Linear and n == largest} == {33, 34}
+    del ran[:]
+    monkeypatch.setattr(linear.device, "on_cuda", lambda: False)
+    linear.warm(model)
+    assert not ran

@@ -2,6 +2,9 @@
 
 The next step is started before the tokens of the last one are read, so a row that ends has run one token too far: that
 token is its end, and is kept.
+
+On CUDA the host is slower than the device, and the first step with another row costs it two to three times a usual one.
+So a new row does not join a step right after a chunk of a prompt, which delays the streams as long.
 """
 
 from __future__ import annotations
@@ -25,9 +28,18 @@ class Decode:
         self._chooser = chooser
         self._batch = cache.batch([])
         self._on_cuda = device.on_cuda()
+        self._seated: frozenset[int] = frozenset()
+        """The numbers of the rows of the last step."""
 
-    def run(self) -> None:
-        """Starts the next step, reads the tokens of the last one, and finishes the requests that end with them."""
+    @property
+    def delays_prompts(self) -> bool:
+        """Whether a new row waits to join streams that run: the next step is to begin without a chunk of a prompt."""
+        seated = [job.number in self._seated for job in self._jobs.decoding]
+        return self._on_cuda and any(seated) and not all(seated)
+
+    def run(self, *, after_chunk: bool) -> None:
+        """Starts the next step, reads the tokens of the last one, and finishes the requests that end with them.
+        `after_chunk`: a chunk of a prompt has run since the last step."""
         jobs, recovery = self._jobs, self._recovery
         # On CUDA the host is the slower one: while it waited for a new row, the others' next step would not begin.
         waits = self._on_cuda and any(job.n_read for job in jobs.decoding)
@@ -36,7 +48,8 @@ class Decode:
                 recovery.run([job], functools.partial(jobs.read, job, job.chosen, job.seat))
                 job.tell()
         started = [(job, job.chosen, job.seat) for job in jobs.decoding if job.chosen is not None]
-        rows = [job for job in jobs.decoding if job.left > 0]
+        only_seated = after_chunk and self.delays_prompts
+        rows = [job for job in jobs.decoding if job.left > 0 and (job.number in self._seated or not only_seated)]
         short = rows and not recovery.run(rows, lambda: self._step(rows), preempt=False)
         for job, chosen, seat in started:
             if not job.over:
@@ -55,6 +68,7 @@ class Decode:
         chosen = self._chooser.choose(logits, [job.turn() for job in rows])
         chosen.start()
         self._jobs.counts["steps"] += 1
+        self._seated = frozenset(job.number for job in rows)
         for seat, job in enumerate(rows):
             job.position += 1
             job.seated(chosen, seat)

@@ -52,12 +52,12 @@ class Scheduler:
         streams, begun = bool(self.jobs.decoding), time.perf_counter()
         if not streams or self._share.tolerates:
             self._admission.read_records()
-        prompt_seconds = time.perf_counter() - begun
-        prompt_seconds += self._prefill.run()
-        self._decode.run()
+        disk_seconds = time.perf_counter() - begun
+        chunk_seconds = 0.0 if self._decode.delays_prompts else self._prefill.run()
+        self._decode.run(after_chunk=chunk_seconds > 0)
         self._recovery.look_for_failures()
         if streams:
-            self._share.prefilled(prompt_seconds)
-            self._share.streamed(time.perf_counter() - begun - prompt_seconds)
+            self._share.prefilled(disk_seconds + chunk_seconds)
+            self._share.streamed(time.perf_counter() - begun - disk_seconds - chunk_seconds)
         else:
             self._share.rested()

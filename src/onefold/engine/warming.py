@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from onefold.cache.memory import device
+from onefold.cache.model import linear
 from onefold.cache.prefix_cache import PrefixCache, empty_twin
 from onefold.engine.job import Job
 from onefold.engine.limits import Limits
@@ -53,6 +54,9 @@ def warm(
         if room < LEAST_TOKENS:
             log.debug("not warmed: there is room for %d tokens, and %d are needed", room, LEAST_TOKENS)
             return
+        if device.on_cuda() and cache.model is not None:
+            log.info("warming the device: this takes a minute or two on a machine where this model has never run")
+            linear.warm(cache.model)
         with empty_twin(cache) as twin:
             _run(twin, limits, tokenizer, vocab, sampling, room)
     except (BudgetError, TooLong) as error:

@@ -28,6 +28,12 @@ from onefold.cache.model.kernels import current, product
 WHOLE_ROWS = 8
 """From so many rows on MLX computes a quantised matrix as a whole."""
 PADDED_BITS = (4, 8)
+LENGTHS = range(product.MOST_ROWS + 1, 513)
+"""Chunks beside streams are seldom longer, and cuBLAS has few kernels for longer ones."""
+QUANTISED_LENGTHS = (16, 32, 64, 128, 256)
+"""The last one of each range for which MLX has a kernel of quantised weights."""
+MOST_WARMED_BYTES = 16 << 20
+"""Of a product that is computed to warm the device."""
 
 _Method = Callable[[Any, mx.array], mx.array]
 _installed: dict[tuple[type[nn.Module], str], tuple[_Method, _Method]] = {}
@@ -88,6 +94,36 @@ def compile_kernels(model: nn.Module) -> None:
     layers = [module for _, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)]
     for dtype, biased in {(layer["weight"].dtype, "bias" in layer) for layer in layers if "weight" in layer}:
         current.compile_products(dtype, biased)
+
+
+def warm(model: nn.Module) -> None:
+    """Run this model's linear layers once for every length of a prompt's chunk, unless MLX computes elsewhere. cuBLAS
+    has another kernel for every few lengths, and takes 4 to 5 ms to load each; MLX compiles one for each of five ranges
+    of lengths if weights are quantised, which takes up to 20 s on a machine that has none of them."""
+    if not device.on_cuda():
+        return
+    layers = [layer for _, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.QuantizedLinear)]
+    for layer in {_kind(layer): layer for layer in layers}.values():
+        dims, dtype = _input_of(layer)
+        for n in QUANTISED_LENGTHS if "scales" in layer else LENGTHS:
+            if n * len(layer["weight"]) * dtype.size > MOST_WARMED_BYTES:
+                break  # a head, whose logits are computed for short prompts only
+            device.evaluate(layer(mx.zeros((1, n, dims), dtype)))
+
+
+def _kind(layer: nn.Module) -> tuple[object, ...]:
+    """Returns what a kernel for this layer depends on."""
+    numbers = [getattr(layer, name, None) for name in ("group_size", "bits", "mode")]
+    return layer["weight"].shape, layer["weight"].dtype, "bias" in layer, _input_of(layer), *numbers
+
+
+def _input_of(layer: nn.Module) -> tuple[int, mx.Dtype]:
+    """Returns the dimensions and the type of what this layer multiplies."""
+    if "scales" not in layer:
+        return layer["weight"].shape[1], layer["weight"].dtype
+    scales = layer["scales"]
+    floats = mx.issubdtype(scales.dtype, mx.floating)
+    return scales.shape[1] * layer.group_size, scales.dtype if floats else mx.bfloat16
 
 
 def _folded(original: _Method) -> _Method:

@@ -1,12 +1,16 @@
 """Attention of one row over several pieces, composed of MLX's operations.
 
-- In a decode step each piece is attended separately, and the results are weighted by their log-sum-exps. K and V are
-  read in place, and nothing as long as a piece is concatenated or cut.
+- In a decode step on a GPU each piece is attended separately, and the results are weighted by their log-sum-exps. K and
+  V are read in place, and nothing as long as a piece is concatenated or cut. On a CPU, where each operation costs some
+  10 µs, the scores of all pieces are concatenated for one softmax.
 - For a prefill chunk one layer's pieces are concatenated temporarily, for the stock fused kernel.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 from typing import Any
 
 import mlx.core as mx
@@ -27,7 +31,7 @@ def attend_row(
         if length * n_q * 8 > widths:
             return _attend_joined(q, row, scale, mask, sinks)
     folded = (q * scale).reshape(1, n_kv, n_q // n_kv * length, q.shape[3])
-    if mask is None:
+    if mask is None and device.on_gpu():
         blocks = []
         for v in row:
             block = Block(codec.scores(folded, v.arrays, v.lo, v.hi))
@@ -36,14 +40,24 @@ def attend_row(
         column = None if sinks is None else mx.repeat(sinks.reshape(1, n_kv, -1, 1), length, axis=2)
         out = weigh(blocks, column)
         return out.reshape(1, n_q, length, out.shape[-1]).astype(q.dtype)
-    total = sum(v.hi - v.lo for v in row)
+    return _attend_at_once(q, folded, row, codec, mask, sinks)
+
+
+def _attend_at_once(
+    q: mx.array, folded: mx.array, row: list[View], codec: Codec, mask: Any, sinks: mx.array | None
+) -> mx.array:
+    """Attends all pieces with one softmax, whose columns are those of the pieces side by side."""
+    n_q, length = q.shape[1:3]
+    n_kv, total = folded.shape[1], sum(v.hi - v.lo for v in row)
     scores = cat([codec.scores(folded, v.arrays, v.lo, v.hi) for v in row])
-    scores = _masked(scores.reshape(1, n_kv, n_q // n_kv, length, total), mask)
-    probs = _softmax(scores, sinks).reshape(1, n_kv, n_q // n_kv * length, total)
-    out, at = mx.array(0, q.dtype), 0
-    for v in row:
-        out = out + codec.mix(probs[..., at : at + v.hi - v.lo], v.arrays, v.lo, v.hi)
-        at += v.hi - v.lo
+    if mask is None and sinks is None:
+        probs = mx.softmax(scores, axis=-1, precise=True)
+    else:
+        scores = _masked(scores.reshape(1, n_kv, n_q // n_kv, length, total), mask)
+        probs = _softmax(scores, sinks).reshape(1, n_kv, n_q // n_kv * length, total)
+    cuts = itertools.accumulate(v.hi - v.lo for v in row[:-1])
+    parts = zip(mx.split(probs, list(cuts), axis=-1), row, strict=True)
+    out = functools.reduce(operator.add, [codec.mix(p, v.arrays, v.lo, v.hi) for p, v in parts])
     return out.reshape(1, n_q, length, out.shape[-1]).astype(q.dtype)
 
 

@@ -40,9 +40,10 @@ class Scratch:
 
     def reserving(self, n_bytes: int) -> Work[None]:
         """Like `reserve`, but may release the lock while room is made."""
-        wanted = max(n_bytes, self._batched.get(threading.get_ident(), 0))
-        yield from self._ledger.granting(Purpose.SCRATCH, wanted - self.bytes)
-        self.reserve(n_bytes)
+        more = max(n_bytes, self._batched.get(threading.get_ident(), 0)) - self.bytes
+        if more:
+            yield from self._ledger.granting(Purpose.SCRATCH, more)
+            self.reserve(n_bytes)
 
     @contextlib.contextmanager
     def for_a_batch(self, n_bytes: int) -> Iterator[None]:

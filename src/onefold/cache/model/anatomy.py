@@ -9,6 +9,7 @@ Knows nothing of trees, leases or budgets.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -110,7 +111,7 @@ class Anatomy:
         """Whether some layers are of a class of the model's own, which can only be copied whole."""
         return any(leaf.of_the_model for leaf in self.leaves)
 
-    @property
+    @functools.cached_property
     def needs_checkpoints(self) -> bool:
         """Whether resuming needs a checkpoint."""
         return any(not leaf.sliceable and leaf.used for leaf in self.leaves)

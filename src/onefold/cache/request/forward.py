@@ -26,15 +26,16 @@ def begin(hold: Hold, watcher: Watcher) -> None:
     """Begin a forward: undo an unfinished one, handle a rewind, and take a checkpoint if one is due. Raises LeaseError
     if the model's layers are at different positions, or hold tokens that a refused rewind should have removed."""
     watcher.undo()
-    watcher.rounds.check_refused(watcher.position)
     offsets = sorted({leaf.offset for leaf in watcher.leaves})
+    position = offsets[0] if offsets else 0
+    watcher.rounds.check_refused(position)
     if len(offsets) > 1:
         raise LeaseError(
             f"the layers are at different positions, from {offsets[0]} to {offsets[-1]}: pass all of them to each "
             "forward, and trim all by the same number"
         )
-    if watcher.position < watcher.reached:
-        _note_rewind(hold, watcher.position)
+    if position < watcher.reached:
+        _note_rewind(hold, position)
     _maybe_checkpoint(hold)
 
 
@@ -81,14 +82,16 @@ def _reserving_step(hold: Hold, watcher: Watcher, n_tokens: int) -> Work[None]:
     time_prefill(hold, watcher, n_tokens)
     yield from state.scratch.reserving(watcher.scratch_bytes(n_tokens) + 2 * hold.points.bytes)
     hold.refuse_closed()
-    if not watcher.rotated and any(x.sliceable and x.outgrows(n_tokens) for x in watcher.leaves):
+    bounded = watcher.anatomy.bound is not None and not watcher.rotated
+    if bounded and any(x.sliceable and x.outgrows(n_tokens) for x in watcher.leaves):
         _rotate(hold, watcher)
     if not hold.is_outside_track:
         yield from reserving_rest(hold)
         yield from hold.track.ensuring(start, n_tokens, keep=max(offsets, default=0))
         hold.refuse_closed()
-    kept = sum(w.rounds.bytes(w.leaves) for w in hold.watchers)
-    hold.count_points(kept + sum(hold.point_bytes(w, n_tokens) for w in hold.watchers))
+    if hold.has_points:
+        kept = sum(w.rounds.bytes(w.leaves) for w in hold.watchers)
+        hold.count_points(kept + sum(hold.point_bytes(w, n_tokens) for w in hold.watchers))
 
 
 def reserving_rest(hold: Hold) -> Work[None]:

@@ -164,6 +164,12 @@ class Hold:
 
     # -- bytes of windows and states ---------------------------------------------------------------
 
+    @property
+    def has_points(self) -> bool:
+        """Whether some layer may have state outside of the track."""
+        anatomies = [w.anatomy for w in self.watchers]
+        return bool(self.uncached) or any(a.needs_checkpoints or a.bound is not None for a in anatomies)
+
     def point_bytes(self, watcher: Watcher, n_tokens: int) -> int:
         """Returns the bytes that windows and states of a model may occupy after `n_tokens` more."""
         start = watcher.position

@@ -20,6 +20,7 @@ import mlx.nn as nn
 
 from onefold.cache.memory import device
 from onefold.cache.memory.ledger import Account, Purpose
+from onefold.cache.memory.segment import round_up
 from onefold.cache.memory.state import Holder
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.model.anatomy import Anatomy
@@ -30,6 +31,9 @@ from onefold.cache.request.hold import Hold
 from onefold.cache.request.rounds import Marks, Rounds
 from onefold.cache.request.usage import Usage
 from onefold.errors import BudgetError, LeaseClosed, LeaseError
+
+SCRATCH_TOKENS = 64
+"""Scratch is reserved for a multiple of so many tokens, so that the reservation is the same in most decode steps."""
 
 
 class Owner(Holder, Protocol):
@@ -129,12 +133,13 @@ class ForwardWatcher:
         self._entered += 1
         if n_tokens is not None and not self._sized:
             self._sized = True
+            rotated = self.rotated
             try:
                 forward.reserve_step(self.hold, self, n_tokens)
             except BudgetError as error:
                 self.undo()
                 raise error.advised("end other leases, release pins, or raise the budget") from None
-            if self.unfinished is not None:  # mark layers that have just become rings again
+            if self.unfinished is not None and self.rotated != rotated:  # mark those again that are rings now
                 kept = zip(self.leaves, self.unfinished, strict=True)
                 self.unfinished = [x.mark() if x.sliceable else m for x, m in kept]
         if not self._depth and self._entered == len(self.leaves):
@@ -152,7 +157,8 @@ class ForwardWatcher:
     def scratch_bytes(self, n_tokens: int) -> int:
         bound = self.anatomy.bound
         seen = self.position if bound is None else min(self.position, bound.max_size)
-        return self.anatomy.scratch_bytes(n_tokens, seen + n_tokens, joins=self.joins(n_tokens))
+        total = round_up(seen + n_tokens, SCRATCH_TOKENS)
+        return self.anatomy.scratch_bytes(n_tokens, total, joins=self.joins(n_tokens))
 
     def joins(self, n_tokens: int) -> bool:
         """Whether a forward of `n_tokens` may concatenate a layer's pieces."""

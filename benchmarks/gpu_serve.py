@@ -311,6 +311,8 @@ def main() -> None:
     for n_rows in stock_rows:
         stock_together(model, n_rows, words, weights, out, "before the engine")
     engine = Engine(model, Numbers(), budget="60GB")
+    gc.collect()
+    gc.freeze()  # as the server does
     out("the engine has started")
     if "alone" in given.only:
         alone(engine, long, stock_tokens, words, out)

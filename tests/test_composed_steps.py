@@ -13,8 +13,11 @@ from mlx_lm.models.cache import BatchKVCache, trim_prompt_cache
 from tiny import tiny
 
 import onefold
+from onefold.cache.memory import device
 from onefold.cache.memory.segment import STEP
+from onefold.cache.memory.shapes import View
 from onefold.cache.model import seam
+from onefold.cache.model.composed_row import attend_row
 from onefold.cache.model.composed_shared import attend_shared
 from onefold.cache.model.composed_step import attend_step
 from onefold.cache.model.kinds.plain import PlainCodec
@@ -292,3 +295,19 @@ def test_what_a_discarded_request_left_behind_a_prefix_does_not_reach_the_next_o
             assert close(found[None], fresh(model, row))
         for lease in leases:
             lease.cancel()
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("codec", [PlainCodec(), AffineCodec(8, 32)], ids=["plain", "8 bits"])
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_one_row_over_several_pieces(on_gpu, codec, with_sinks, queries, monkeypatch):
+    monkeypatch.setattr(device, "on_gpu", lambda: on_gpu)
+    slabs = [Layer(n, codec, mx.float32) for n in (64, 256, 32)]
+    row = list(zip(slabs, (0, 17, 3), (64, 200, 32), strict=True))
+    views = [View(slab.arrays(0), lo, hi, id(slab)) for slab, lo, hi in row]
+    q = mx.random.normal((1, HEADS * REPEATS, queries, DIM))
+    sinks = mx.random.normal((HEADS * REPEATS,)) if with_sinks else None
+    for n in (1, 2, 3):
+        found = attend_row(q, views[:n], codec, 0.2, None, sinks)
+        assert mx.allclose(found, attended(q, row[:n], 0.2, sinks), atol=1e-5).item()

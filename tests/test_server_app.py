@@ -3,6 +3,7 @@ hung up on, and that nothing keeps running for nobody."""
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import logging
@@ -148,6 +149,13 @@ def test_names_of_the_model(client, name):
 def test_another_model_is_not_served(client, path, body):
     response = client.post(path, json={**body, "model": "gpt-5"})
     assert response.status_code == 404 and "some/folder/scripted" in error_of(response)["message"]
+
+
+def test_what_was_loaded_is_left_out_of_garbage_collections_while_it_listens(engine):
+    before = gc.get_freeze_count()
+    with listening(engine):
+        assert gc.get_freeze_count() > before + 1000
+    assert gc.get_freeze_count() == 0
 
 
 def test_aliases(engine):

@@ -12,7 +12,7 @@ import pytest
 from onefold.engine import prefill, scheduler
 from onefold.engine.jobs import Jobs
 from onefold.engine.limits import Limits
-from onefold.engine.share import LEAST_TOKENS, LEAST_TOKENS_ALONE, Share, Speed
+from onefold.engine.share import LEAST_TOKENS, LEAST_TOKENS_ALONE, FixedCost, Share, Speed
 from onefold.errors import ConfigError
 
 STEP = 0.02
@@ -86,6 +86,37 @@ def test_chunks_are_long_enough_where_each_costs_more_than_a_step(noise: float) 
     device.run(30_000)
     assert device.chunks < 150
     assert device.times(1) <= 12
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_short_rests_of_prompts_do_not_make_chunks_short(seed: int) -> None:
+    """Starting a chunk takes 2.5 steps, and the last chunk of each prompt may have a few tokens only."""
+    device = Device(0.5, noise=0.1, token_seconds=3e-4, chunk_seconds=2.5 * STEP, seed=seed)
+    for n in range(30):
+        device.run(900 + 7 * n)
+    assert device.chunks < 30 * 14  # of about 100 tokens
+    assert device.times(1) <= 12
+
+
+def test_what_a_chunk_costs_in_any_case_stays_known_and_is_not_that_of_an_outlier() -> None:
+    fixed = FixedCost()
+    for n in (512, 512, 512):
+        fixed.note(0, n, 0.015 + 1e-4 * n)
+    assert fixed.seconds == 0
+    for n in (64, 64):
+        fixed.note(0, n, 0.015 + 1e-4 * n)
+    assert fixed.seconds == pytest.approx(0.015)
+    fixed.note(0, 60, 0.5)  # the first use of a kernel
+    assert fixed.seconds == pytest.approx(0.015)
+    for _ in range(50):  # all alike: nothing new is learnt
+        fixed.note(0, 64, 0.015 + 1e-4 * 64)
+    assert fixed.seconds == pytest.approx(0.015)
+    for n in (512, 64, 64) * 6:
+        fixed.note(0, n, 0.005 + 1e-4 * n)
+    assert fixed.seconds == pytest.approx(0.005)
+    for i in range(16):  # at the end of a long conversation tokens cost more, and chunks are shorter
+        fixed.note(30_000 * (i % 2), 64 if i % 2 else 512, 0.0562)
+    assert fixed.seconds == pytest.approx(0.005)
 
 
 def test_a_chunk_that_took_too_long_is_made_up_for() -> None:
@@ -215,7 +246,7 @@ class Queue(scheduler.Scheduler):
         self.jobs = Jobs(32)
         self.jobs.decoding.append(self.prompt(1))
         self._prefill = Chunks(self.jobs, self._share, clock)
-        self._decode: Any = SimpleNamespace(run=self.decode)
+        self._decode: Any = SimpleNamespace(run=self.decode, delays_prompts=False)
         self._recovery: Any = SimpleNamespace(look_for_failures=nothing)
         self._admission: Any = SimpleNamespace(expire=nothing, admit=nothing, read_records=nothing)
 
@@ -225,7 +256,7 @@ class Queue(scheduler.Scheduler):
             tokens=[0] * n, position=0, passed_over=0, chosen=None, tell=nothing, progressed=nothing, left=1
         )
 
-    def decode(self) -> None:
+    def decode(self, *, after_chunk: bool) -> None:
         self._clock.now += STEP
         del self.jobs.decoding[1:]
 

@@ -12,7 +12,10 @@ Knows nothing of MLX, of requests or of memory.
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
+from collections import deque
 
 CHUNK_STEPS = 2.4
 """Decode steps that a chunk may cost, if the share is not larger than that. At a share of a half fewer than half of the
@@ -38,15 +41,18 @@ DEBT_MOST = 20.0
 WEIGHT = 0.2
 """The weight of the newest figure in a mean."""
 FIXED_OF, FIXED_RATIO = 16, 1.9
-"""How many of the latest chunks are compared, and the least ratio of their lengths. Most are of one length: the others
-are the last ones of their prompts."""
+"""How many of the latest chunks are compared, with those about as far into a conversation, and the least ratio of their
+lengths. Most are of one length: the others are the last ones of their prompts."""
+LEAST_USEFUL = 0.25
+"""Of the time of a chunk, the least that is taken to depend on its length."""
 WEIGHT_WARNING = 0.6
 """The weight of a figure that makes chunks shorter: a chunk that takes too long delays every stream, one that is too
 short costs little."""
 
 
 class Speed:
-    """Prompt tokens a second, of late, by how far into a conversation they are: attention makes later ones slower."""
+    """Prompt tokens a second, of late, by how far into a conversation they are: attention makes later ones slower. What
+    a chunk costs whatever its length is left out."""
 
     def __init__(self) -> None:
         self._rates: dict[int, float] = {}
@@ -66,26 +72,22 @@ class Speed:
 
 
 class FixedCost:
-    """What a chunk costs whatever its length, of late: what is left if two chunks of different length are compared."""
+    """What a chunk costs whatever its length: what is left of the latest ones without what each token costs."""
 
     def __init__(self) -> None:
-        self._latest: dict[int, tuple[int, int, float]] = {}
-        """The latest chunk of each power of two: how many were before it, its length, and its seconds."""
-        self._count = 0
+        self._latest: deque[tuple[int, float, int]] = deque(maxlen=FIXED_OF)
+        """Lengths, seconds and depths."""
+        self.seconds = 0.0
+        """0 until chunks of different length were timed; then the latest figure that they gave."""
 
-    def note(self, n_tokens: int, seconds: float) -> None:
-        self._latest[n_tokens.bit_length()] = self._count, n_tokens, seconds
-        self._count += 1
-
-    @property
-    def seconds(self) -> float:
-        """Returns 0 if the latest chunks are too much alike to tell."""
-        latest = [(n, took) for at, n, took in self._latest.values() if at >= self._count - FIXED_OF]
-        short, long = min(latest, default=(0, 0.0)), max(latest, default=(0, 0.0))
-        if long[0] < FIXED_RATIO * short[0] or len(latest) < 2:
-            return 0.0
-        per_token = max(0.0, long[1] - short[1]) / (long[0] - short[0])
-        return max(0.0, short[1] - per_token * short[0])
+    def note(self, position: int, n_tokens: int, seconds: float) -> None:
+        self._latest.append((n_tokens, seconds, _depth(position)))
+        ordered = itertools.combinations(sorted(self._latest), 2)
+        pairs = [(a, b) for a, b in ordered if b[0] >= FIXED_RATIO * a[0] and abs(a[2] - b[2]) <= 1]
+        if pairs:  # medians, because the first use of a kernel may take ten times as long
+            slope = max(0.0, statistics.median((b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs))
+            compared = {id(chunk): chunk for pair in pairs for chunk in pair}.values()
+            self.seconds = max(0.0, statistics.median(took - slope * n for n, took, _ in compared))
 
 
 class Share:
@@ -129,20 +131,24 @@ class Share:
 
     def timed(self, position: int, n_tokens: int, seconds: float) -> None:
         """Notes that a chunk that began at `position` took so long."""
-        self._fixed.note(n_tokens, seconds)
-        self._speed.note(position, n_tokens, seconds)
+        self._fixed.note(position, n_tokens, seconds)
+        self._speed.note(position, n_tokens, self._useful(seconds))
 
     def chunk(self, position: int, *, streams: bool) -> int:
         """Returns how many tokens of a prompt to compute at once, from `position` on."""
         rate = self._speed.at(position)
         if streams:
             longest = max(self.chunk_seconds, min(2 * self._fixed.seconds, MOST_STEPS * self._step_seconds))
-            wanted = int(rate * longest) if rate else FIRST_TOKENS
+            wanted = int(rate * self._useful(longest)) if rate and longest else FIRST_TOKENS
             least = LEAST_TOKENS
         else:
-            wanted = int(rate * ALONE_SECONDS) if rate else self._most_tokens
+            wanted = int(rate * self._useful(ALONE_SECONDS)) if rate else self._most_tokens
             least = LEAST_TOKENS_ALONE
         return min(self._most_tokens, max(least, _rounded(wanted)))
+
+    def _useful(self, seconds: float) -> float:
+        """Returns how much of a chunk's time depends on its length."""
+        return max(LEAST_USEFUL * seconds, seconds - self._fixed.seconds)
 
 
 def _rounded(n_tokens: int) -> int:

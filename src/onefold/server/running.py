@@ -3,11 +3,15 @@
 When it is asked to end, the server accepts no more connections and gives running requests a little time; none, if it is
 told once more. Then the engine is stopped, which tells each of those that are left, in the words of its API, that it
 failed. The caller that runs the server waits for the engine to write dirty data.
+
+While it listens, Python's cyclic garbage collector leaves out what was loaded before: to go through these objects, a
+few hundred thousand, takes some 90 ms in the middle of a decode step.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -61,6 +65,8 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        gc.collect()
+        gc.freeze()
         await super().startup(sockets)
         if self.started:
             self._ready()
@@ -71,6 +77,7 @@ class Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             stopping.cancel()
+            gc.unfreeze()
 
     async def _stop_engine(self) -> None:
         loop = asyncio.get_running_loop()

@@ -349,8 +349,13 @@ def test_a_shape_serves_only_after_it_was_tried():
     assert kernel.shape_reason(other) == "its trial failed"
 
 
-@pytest.mark.parametrize(("value", "off"), [("off", True), ("0", True), ("OFF", True), ("", False), ("on", False)])
-def test_kernels_can_be_switched_off(monkeypatch, value, off):
+@pytest.mark.parametrize(
+    ("value", "off"), [("off", True), ("0", True), ("OFF", True), ("", False), ("on", False), ("of", True)]
+)
+def test_kernels_can_be_switched_off(monkeypatch, value, off, caplog):
     monkeypatch.setenv("ONEFOLD_KERNELS", value)
     monkeypatch.setattr(current, "device_kernel", reference_kernel)
     assert (current.kernel() is None) == off
+    current.kernel()
+    said = [r.getMessage() for r in caplog.records if "ONEFOLD_KERNELS=of is not known" in r.getMessage()]
+    assert len(said) == (value == "of")

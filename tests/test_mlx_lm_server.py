@@ -159,6 +159,15 @@ def test_the_command_passes_its_arguments_on(model: Path, monkeypatch: pytest.Mo
     seen["cache"].close()  # the class above is a cycle that holds it
 
 
+@pytest.mark.parametrize("given", [["--model", "demo"], ["--model=demo"]])
+def test_the_command_knows_the_demo_model(model: Path, monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr("onefold.engine.demo_model.folder", lambda: model)
+    monkeypatch.setattr("onefold.mlx_lm.serve", lambda **_: seen.extend(sys.argv[1:]))
+    assert main(["mlx-lm-server", *given, "--host", "demo"]) == 0
+    assert seen == [a.replace("demo", str(model)) for a in given] + ["--host", "demo"]
+
+
 def test_the_command_serves(model: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -32,6 +32,10 @@ def run(arguments: list[str]) -> int:
         LRUPromptCache(**options).close()  # checks the options before the model is loaded
     except ConfigError as error:
         return complain(COMMAND, str(error))
+    try:
+        theirs = _with_demo(theirs)
+    except ConfigError as error:
+        return complain(COMMAND, str(error))
     if ours.prompt_cache_bytes is not None:
         theirs = [*theirs, "--prompt-cache-bytes", str(ours.prompt_cache_bytes)]
     before, sys.argv = sys.argv, [COMMAND, *theirs]  # where mlx-lm's parser looks
@@ -64,6 +68,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--prompt-cache-bytes", type=_bytes, help=argparse.SUPPRESS)  # mlx-lm's help lists it
     return parser
+
+
+def _with_demo(arguments: list[str]) -> list[str]:
+    """Returns mlx-lm's arguments with the folder of the demo model in place of its name. Raises ConfigError."""
+    before = ["", *arguments[:-1]]
+    named = [(a == "demo" and b == "--model") or a == "--model=demo" for b, a in zip(before, arguments, strict=True)]
+    if not any(named):
+        return arguments
+    from onefold.engine import demo_model
+
+    folder = str(demo_model.folder())
+    return [a.removesuffix("demo") + folder if is_named else a for a, is_named in zip(arguments, named, strict=True)]
 
 
 def _bytes(text: str) -> int:

@@ -3,8 +3,9 @@
 The next step is started before the tokens of the last one are read, so a row that ends has run one token too far: that
 token is its end, and is kept.
 
-On CUDA the host is slower than the device, and the first step with another row costs it two to three times a usual one.
-So a new row does not join a step right after a chunk of a prompt, which delays the streams as long.
+On CUDA the host is slower than the device, and the first step with other rows costs it two to three times a usual one.
+So a new row does not join a step right after a chunk of a prompt, which delays the streams as long, and no chunk runs
+before a step whose rows have changed.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ class Decode:
 
     @property
     def delays_prompts(self) -> bool:
-        """Whether a new row waits to join streams that run: the next step is to begin without a chunk of a prompt."""
-        seated = [job.number in self._seated for job in self._jobs.decoding]
-        return self._on_cuda and any(seated) and not all(seated)
+        """Whether the next step is to begin without a chunk of a prompt: it has other rows than the last one, and some
+        that were in that."""
+        rows = {job.number for job in self._jobs.decoding if job.left > 0}
+        return self._on_cuda and rows != self._seated and not rows.isdisjoint(self._seated)
 
     def run(self, *, after_chunk: bool) -> None:
         """Starts the next step, reads the tokens of the last one, and finishes the requests that end with them.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -22,6 +23,9 @@ from starlette.types import ASGIApp
 from onefold.engine.engine import Engine
 from onefold.server.hang_up import Protocol
 from onefold.server.settings import Settings
+from onefold.sizes import show_count
+
+log = logging.getLogger("onefold.server")
 
 LONGEST_HEADERS = 64 << 10
 """Bytes."""
@@ -72,6 +76,9 @@ class Server(uvicorn.Server):
             self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if running := len(self.server_state.tasks):
+            told = "%s may take %g s to end; interrupt again to end %s now"
+            log.info(told, show_count(running, "request"), self._grace_seconds, "it" if running == 1 else "them")
         stopping = asyncio.create_task(self._stop_engine())
         try:
             await super().shutdown(sockets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 
@@ -14,7 +15,8 @@ from onefold.cache.model.kernels.decode import DecodeKernel, Shape
 log = logging.getLogger("onefold")
 
 SWITCH = "ONEFOLD_KERNELS"
-"""The environment variable that switches kernels off."""
+"""The environment variable that switches kernels off. So does a value that is not known: it may be a misspelt off."""
+ON, OFF = ("on", "1", "yes", "true"), ("off", "0", "no", "false")
 
 _known: dict[bool, DecodeKernel] = {}
 """By whether the device is one of Metal."""
@@ -23,7 +25,15 @@ _products: dict[tuple[mx.Dtype, bool], bool] = {}
 
 
 def is_switched_off() -> bool:
-    return os.environ.get(SWITCH, "").strip().lower() in ("off", "0", "no", "false")
+    return _is_off(os.environ.get(SWITCH, ""))
+
+
+@functools.cache
+def _is_off(value: str) -> bool:
+    told = value.strip().lower()
+    if told not in ("", *ON, *OFF):
+        log.warning("%s=%s is not known, and kernels are not used: set it to on or off, or unset it", SWITCH, value)
+    return told not in ("", *ON)
 
 
 def device_kernel() -> DecodeKernel | None:

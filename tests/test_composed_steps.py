@@ -311,3 +311,13 @@ def test_one_row_over_several_pieces(on_gpu, codec, with_sinks, queries, monkeyp
     for n in (1, 2, 3):
         found = attend_row(q, views[:n], codec, 0.2, None, sinks)
         assert mx.allclose(found, attended(q, row[:n], 0.2, sinks), atol=1e-5).item()
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_many_pieces_are_added_up_without_loss(dtype: mx.Dtype) -> None:
+    slabs = [Layer(16, PlainCodec(), dtype) for _ in range(200)]
+    views = [View(slab.arrays(0), 0, 16, id(slab)) for slab in slabs]
+    q = mx.random.normal((1, HEADS * REPEATS, 1, DIM)).astype(dtype)
+    expected = attended(q, [(slab, 0, 16) for slab in slabs], 0.2, None)
+    found = attend_row(q, views, PlainCodec(), 0.2, None, None).astype(mx.float32)
+    assert (mx.abs(found - expected).max() / mx.abs(expected).max()).item() < 0.01

@@ -98,6 +98,16 @@ def test_the_short_rests_of_prompts_do_not_make_chunks_short(seed: int) -> None:
     assert device.times(1) <= 12
 
 
+@pytest.mark.parametrize("steps", [4, 8.5, 20])
+def test_chunks_do_not_collapse_where_each_costs_many_steps(steps: float) -> None:
+    """As those of a model with many experts, all of which a chunk reads."""
+    device = Device(0.5, noise=0.1, token_seconds=0.002 * STEP, chunk_seconds=steps * STEP)
+    for n in range(10):
+        device.run(900 + 70 * n)
+    assert device.chunks < 100  # of about 120 tokens
+    assert device.times(1) <= 2.5 * steps + 4
+
+
 def test_what_a_chunk_costs_in_any_case_stays_known_and_is_not_that_of_an_outlier() -> None:
     fixed = FixedCost()
     for n in (512, 512, 512):

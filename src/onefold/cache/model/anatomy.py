@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from onefold.cache.memory import device
+from onefold.cache.memory.segment import round_up
 from onefold.cache.memory.shapes import ArraySpec, LayerSpec
 from onefold.cache.memory.track import Track
 from onefold.cache.model.fused import FEW_QUERIES, is_fused
@@ -30,6 +31,8 @@ from onefold.cache.model.kinds.rotating import ring_entries
 from onefold.cache.model.region_plan import padding
 from onefold.cache.model.step_plan import StepPlan
 from onefold.errors import ConfigError
+
+SCRATCH_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,9 @@ class Anatomy:
 
     def scratch_bytes(self, n_tokens: int, total_tokens: int, *, joins: bool = True) -> int:
         """Returns an upper estimate of one forward's activations and attention scratch. Where attention is fused, the
-        scores of a chunk are never stored whole. `joins`: whether the pieces of a layer may be concatenated."""
+        scores of a chunk are never stored whole. `joins`: whether the pieces of a layer may be concatenated. It is the
+        same for every `SCRATCH_TOKENS` tokens, so most decode steps need not change their reservation."""
+        total_tokens = round_up(total_tokens, SCRATCH_TOKENS)
         per_token = self.widest * self.itemsize * 8
         scores = 3 * self.heads * n_tokens * total_tokens * 4
         if self._is_fused(n_tokens):
@@ -180,9 +185,9 @@ class Anatomy:
 
     def step_bytes(self, rows: int) -> StepBytes:
         """Returns an upper estimate of the scratch of decode steps of so many rows."""
-        least, more = (self.scratch_bytes(1, n, joins=self._joins) for n in (1, 2))
+        least, more = (self.scratch_bytes(1, n, joins=self._joins) for n in (1, SCRATCH_TOKENS + 1))
         padded = 0 if device.on_gpu() else 3 * self.heads * 4
-        return StepBytes(rows, rows * least + self._kernel_bytes(rows, 1), more - least, padded)
+        return StepBytes(rows, rows * least + self._kernel_bytes(rows, 1), (more - least) // SCRATCH_TOKENS, padded)
 
     def _kernel_bytes(self, rows: int, queries: int) -> int:
         """Returns the most bytes of the decode kernel's partial results. The device may hold those of all layers at

@@ -46,18 +46,23 @@ def attend_row(
 def _attend_at_once(
     q: mx.array, folded: mx.array, row: list[View], codec: Codec, mask: Any, sinks: mx.array | None
 ) -> mx.array:
-    """Attends all pieces with one softmax, whose columns are those of the pieces side by side."""
+    """Attends all pieces with one softmax, whose columns are those of the pieces side by side, and that of the sinks.
+    The outputs are added up in fp32: a row may have hundreds of pieces."""
     n_q, length = q.shape[1:3]
     n_kv, total = folded.shape[1], sum(v.hi - v.lo for v in row)
-    scores = cat([codec.scores(folded, v.arrays, v.lo, v.hi) for v in row])
-    if mask is None and sinks is None:
-        probs = mx.softmax(scores, axis=-1, precise=True)
+    scores = [codec.scores(folded, v.arrays, v.lo, v.hi) for v in row]
+    if mask is None:
+        if sinks is not None:
+            column = mx.repeat(sinks.reshape(1, n_kv, -1, 1), length, axis=2)
+            scores.append(column.astype(scores[0].dtype))
+        probs = mx.softmax(cat(scores), axis=-1, precise=True)
     else:
-        scores = _masked(scores.reshape(1, n_kv, n_q // n_kv, length, total), mask)
-        probs = _softmax(scores, sinks).reshape(1, n_kv, n_q // n_kv * length, total)
-    cuts = itertools.accumulate(v.hi - v.lo for v in row[:-1])
-    parts = zip(mx.split(probs, list(cuts), axis=-1), row, strict=True)
-    out = functools.reduce(operator.add, [codec.mix(p, v.arrays, v.lo, v.hi) for p, v in parts])
+        masked = _masked(cat(scores).reshape(1, n_kv, n_q // n_kv, length, total), mask)
+        probs = _softmax(masked, sinks).reshape(1, n_kv, n_q // n_kv * length, total)
+    widths = [x.shape[-1] for x in scores[:-1]]
+    parts = zip(mx.split(probs, list(itertools.accumulate(widths)), axis=-1), row, strict=False)
+    outs = [codec.mix(p, v.arrays, v.lo, v.hi) for p, v in parts]
+    out = outs[0] if len(outs) == 1 else functools.reduce(operator.add, [x.astype(mx.float32) for x in outs])
     return out.reshape(1, n_q, length, out.shape[-1]).astype(q.dtype)
 
 

@@ -20,7 +20,6 @@ import mlx.nn as nn
 
 from onefold.cache.memory import device
 from onefold.cache.memory.ledger import Account, Purpose
-from onefold.cache.memory.segment import round_up
 from onefold.cache.memory.state import Holder
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.model.anatomy import Anatomy
@@ -31,9 +30,6 @@ from onefold.cache.request.hold import Hold
 from onefold.cache.request.rounds import Marks, Rounds
 from onefold.cache.request.usage import Usage
 from onefold.errors import BudgetError, LeaseClosed, LeaseError
-
-SCRATCH_TOKENS = 64
-"""Scratch is reserved for a multiple of so many tokens, so that the reservation is the same in most decode steps."""
 
 
 class Owner(Holder, Protocol):
@@ -157,8 +153,7 @@ class ForwardWatcher:
     def scratch_bytes(self, n_tokens: int) -> int:
         bound = self.anatomy.bound
         seen = self.position if bound is None else min(self.position, bound.max_size)
-        total = round_up(seen + n_tokens, SCRATCH_TOKENS)
-        return self.anatomy.scratch_bytes(n_tokens, total, joins=self.joins(n_tokens))
+        return self.anatomy.scratch_bytes(n_tokens, seen + n_tokens, joins=self.joins(n_tokens))
 
     def joins(self, n_tokens: int) -> bool:
         """Whether a forward of `n_tokens` may concatenate a layer's pieces."""

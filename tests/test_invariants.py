@@ -15,6 +15,7 @@ from tiny import tiny
 import onefold
 from onefold.cache.memory.device import weight_bytes
 from onefold.cache.memory.ledger import Purpose
+from onefold.cache.memory.segment import STEP
 
 
 def words(n: int, seed: int = 0) -> list[int]:
@@ -297,15 +298,18 @@ def test_9_reclaiming_frees_bytes_and_spares_leased_and_pinned_nodes():
         cache.check()
 
 
-def test_9_a_victim_is_ranked_by_what_it_would_really_free():
+@pytest.mark.parametrize("prompt", [100, 400])
+def test_9_a_victim_is_ranked_by_what_it_would_really_free(prompt: int):
     model = tiny("llama")
     with onefold.PrefixCache(model, "64MB") as cache:
-        _, known = turn(cache, model, words(100))
+        _, known = turn(cache, model, words(prompt))
         lease = cache.lease([*known[:50], 91])
-        for node in cache.state.nodes.nodes():
-            if not node.children:
-                assert cache.state.reclaiming.frees(node) == 0
+        (leaf,) = [node for node in cache.state.nodes.nodes() if not node.children]
+        moved = leaf.end - 50 <= STEP  # out of the slab in which the lease continues
+        assert (len(lease.hold.track.pieces) == 1) == moved
+        assert (cache.state.reclaiming.frees(leaf) > 0) == moved
         lease.cancel()
+        cache.check()
 
 
 def test_9_reclaiming_allocates_at_most_one_layer(long_model):

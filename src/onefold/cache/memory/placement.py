@@ -15,12 +15,13 @@ from onefold.cache.memory.lock import Work
 from onefold.cache.memory.nodes import NodeStore
 from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.pieces import Piece
-from onefold.cache.memory.segment import ROOM_SHARE, Slab, Span, rest_capacity
+from onefold.cache.memory.segment import ROOM_SHARE, STEP, Slab, Span, rest_capacity
 from onefold.cache.memory.track import Track
 from onefold.errors import BudgetError, DeviceError
 
 REMAINDER = 1024
-"""The most tokens of another branch that are moved so that a conversation continues in one buffer."""
+"""The most tokens of another branch that are moved so that a conversation continues in one buffer. More than `STEP`
+are moved only if the conversation is as long."""
 
 
 class Placement:
@@ -78,7 +79,9 @@ class Placement:
             return False
         if any(p.slab is slab and p.lo >= last.hi for p in track.pieces):
             return False  # its own earlier tokens lie there
-        if not behind or tokens > min(track.end, REMAINDER) or not self._ledger.fits(tokens * self._store.token_bytes):
+        if not behind or tokens > min(max(track.end, STEP), REMAINDER):
+            return False
+        if not self._ledger.fits(tokens * self._store.token_bytes):
             return False
         self._move_out(behind, room=0)
         return True

@@ -13,6 +13,7 @@ only the ends of the last pieces change; the rest of the plan is kept.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -183,8 +184,11 @@ def _regions(layout: Layout, plain: bool) -> Regions | None:
         if last is not slab or (hi - 1) // STEP != lo // STEP:
             return None
         numbers.append(lo // STEP)
-    if len(layout) < 2 or len(set(numbers)) < len(numbers) or slab.capacity % STEP:
+    if len(layout) < 2 or slab.capacity % STEP:
         return None
+    ordered = sorted(numbers)
+    if any(map(operator.eq, ordered, ordered[1:])):
+        return None  # not by a set: its memory is the first large piece that malloc is asked for after an evaluation
     if not plain:
         return Regions(slab, 0, slab.capacity // STEP, numbers)
     first = min(numbers)

@@ -36,8 +36,10 @@ class Decode:
     def delays_prompts(self) -> bool:
         """Whether the next step is to begin without a chunk of a prompt: it has other rows than the last one, and some
         that were in that."""
+        if not self._on_cuda:
+            return False
         rows = {job.number for job in self._jobs.decoding if job.left > 0}
-        return self._on_cuda and rows != self._seated and not rows.isdisjoint(self._seated)
+        return rows != self._seated and not rows.isdisjoint(self._seated)
 
     def run(self, *, after_chunk: bool) -> None:
         """Starts the next step, reads the tokens of the last one, and finishes the requests that end with them.

@@ -33,6 +33,7 @@ from onefold.cache.model.step_plan import StepPlan
 from onefold.errors import ConfigError
 
 SCRATCH_TOKENS = 64
+"""Scratch is estimated for a multiple of so many tokens."""
 
 
 @dataclass(frozen=True)

@@ -136,25 +136,26 @@ def test_one_forward_per_step_for_all_rows(engine, forwards, loaded):
     assert sum(rows for rows, _ in decoded) >= 6 * 59
 
 
-def test_on_cuda_a_row_does_not_join_right_after_a_chunk(loaded, forwards, monkeypatch):
+@pytest.mark.parametrize("most_rows", [3, 8])
+def test_on_cuda_rows_do_not_change_right_after_a_chunk(loaded, forwards, monkeypatch, most_rows):
     monkeypatch.setattr(decode, "device", SimpleNamespace(on_cuda=lambda: True))
-    long, others = words(40), [words(20 + 70 * (i % 2), seed=1 + i) for i in range(5)]
-    with Engine(*loaded, budget="256MB") as engine:
+    long, others = words(40), [words(20 + 70 * (i % 2), seed=1 + i) for i in range(6)]
+    with Engine(*loaded, budget="256MB", limits=Limits(rows=most_rows)) as engine:
         stream = Pending(engine, request(long, 120))
         stream.wait_for_text()
         forwards.shapes.clear()
-        answers = ask_all(engine, [request(p, 12) for p in others])
+        answers = ask_all(engine, [request(p, 7) for p in others])
         forwards_run = list(forwards.shapes)
         assert stream.wait().tokens == cold(loaded[0], long, 120)
-    assert [a.tokens for a in answers] == [cold(loaded[0], p, 12) for p in others]
-    rows, joined, after_chunk = 1, 0, False
+    assert [a.tokens for a in answers] == [cold(loaded[0], p, 7) for p in others]
+    rows, changes, after_chunk = 1, 0, False
     for n, tokens in forwards_run:
         if tokens == 1:
-            assert n <= rows or not after_chunk, "rows joined right after a chunk of a prompt"
-            joined += n > rows
+            assert n == rows or not after_chunk, "rows joined or left right after a chunk of a prompt"
+            changes += n != rows
             rows = n
         after_chunk = tokens > 1
-    assert joined
+    assert changes
 
 
 def test_identical_prompts_that_come_together_are_prefilled_once(loaded, forwards):

@@ -1,7 +1,8 @@
 """`onefold mlx-lm-server`: mlx-lm's own server, with its own arguments, on our prompt cache.
 
-The options that are ours are taken off the command line before mlx-lm's parser reads it. `--prompt-cache-bytes` is
-mlx-lm's, and read here all the same: it takes every size that our options take, and is handed on in bytes.
+The options that are ours are taken off the command line before mlx-lm's parser reads it. Two are mlx-lm's, and read
+here all the same: `--prompt-cache-bytes` takes every size that our options take, and is handed on in bytes; `--model`
+takes "demo", and is handed on as its folder.
 """
 
 from __future__ import annotations
@@ -30,10 +31,8 @@ def run(arguments: list[str]) -> int:
     options = {"max_kv_size": ours.max_kv_size, "keep": ours.keep, "device_limit": limit}
     try:
         LRUPromptCache(**options).close()  # checks the options before the model is loaded
-    except ConfigError as error:
-        return complain(COMMAND, str(error))
-    try:
-        theirs = _with_demo(theirs)
+        if ours.model is not None:
+            theirs = [*theirs, "--model", _source(ours.model)]
     except ConfigError as error:
         return complain(COMMAND, str(error))
     if ours.prompt_cache_bytes is not None:
@@ -66,20 +65,17 @@ def _parser() -> argparse.ArgumentParser:
         help="device memory for weights and KV, such as 24GB or 80%%; requests that do not fit are "
         "refused (default: 95%%; off: no limit)",
     )
-    parser.add_argument("--prompt-cache-bytes", type=_bytes, help=argparse.SUPPRESS)  # mlx-lm's help lists it
+    parser.add_argument("--prompt-cache-bytes", type=_bytes, help=argparse.SUPPRESS)  # mlx-lm's help lists them
+    parser.add_argument("--model", help=argparse.SUPPRESS)
     return parser
 
 
-def _with_demo(arguments: list[str]) -> list[str]:
-    """Returns mlx-lm's arguments with the folder of the demo model in place of its name. Raises ConfigError."""
-    before = ["", *arguments[:-1]]
-    named = [(a == "demo" and b == "--model") or a == "--model=demo" for b, a in zip(before, arguments, strict=True)]
-    if not any(named):
-        return arguments
+def _source(model: str) -> str:
+    """Returns the model as mlx-lm knows it: the folder of the demo model. Raises ConfigError."""
     from onefold.engine import demo_model
+    from onefold.engine.loading import DEMO
 
-    folder = str(demo_model.folder())
-    return [a.removesuffix("demo") + folder if is_named else a for a, is_named in zip(arguments, named, strict=True)]
+    return str(demo_model.folder()) if model == DEMO else model
 
 
 def _bytes(text: str) -> int:

@@ -34,8 +34,8 @@ class Decode:
 
     @property
     def delays_prompts(self) -> bool:
-        """Whether the next step is to begin without a chunk of a prompt: it has other rows than the last one, and some
-        that were in that."""
+        """Whether the next step is to begin without a chunk of a prompt: rows have joined or left since the last step,
+        and some of that step's rows go on."""
         if not self._on_cuda:
             return False
         rows = {job.number for job in self._jobs.decoding if job.left > 0}

@@ -57,7 +57,8 @@ class Scheduler:
         self._decode.run(after_chunk=chunk_seconds > 0)
         self._recovery.look_for_failures()
         if streams:
-            self._share.prefilled(disk_seconds + chunk_seconds)
-            self._share.streamed(time.perf_counter() - begun - disk_seconds - chunk_seconds)
+            prompt_seconds = disk_seconds + chunk_seconds
+            self._share.prefilled(prompt_seconds)
+            self._share.streamed(time.perf_counter() - begun - prompt_seconds)
         else:
             self._share.rested()

@@ -24,8 +24,9 @@ CATCH_UP = 1.5
 """Times what streams earn in one step, that a chunk takes at least: at most one chunk runs between two steps, so one
 that took no more than was earned could never make up for a step that was shorter than usual."""
 MOST_STEPS = 8.0
-"""Decode steps that a chunk may cost where most of it does not depend on its length; more, if it costs about as many
-whatever its length."""
+"""Decode steps that a chunk may cost where most of it does not depend on its length."""
+OVER_FIXED = 1.25
+"""Times its fixed cost, that such a chunk may take in any case: with less it would have hardly any token."""
 LEAST_TOKENS = 8
 """The shortest chunk, however slow it is."""
 FIRST_TOKENS = 64
@@ -45,7 +46,7 @@ FIXED_OF, FIXED_RATIO = 16, 1.9
 """How many of the latest chunks are compared, with those about as far into a conversation, and the least ratio of their
 lengths. Most are of one length: the others are the last ones of their prompts."""
 LEAST_USEFUL = 0.1
-"""Of the time of a chunk, the least that is taken to depend on its length."""
+"""The least share of a chunk's time that is taken to depend on its length."""
 WEIGHT_WARNING = 0.6
 """The weight of a figure that makes chunks shorter: a chunk that takes too long delays every stream, one that is too
 short costs little."""
@@ -140,7 +141,7 @@ class Share:
         rate = self._speed.at(position)
         if streams:
             fixed = self._fixed.seconds
-            longest = max(self.chunk_seconds, min(2 * fixed, max(1.25 * fixed, MOST_STEPS * self._step_seconds)))
+            longest = max(self.chunk_seconds, min(2 * fixed, max(OVER_FIXED * fixed, MOST_STEPS * self._step_seconds)))
             wanted = int(rate * self._useful(longest)) if rate and longest else FIRST_TOKENS
             least = LEAST_TOKENS
         else:

@@ -4,8 +4,8 @@ When it is asked to end, the server accepts no more connections and gives runnin
 told once more. Then the engine is stopped, which tells each of those that are left, in the words of its API, that it
 failed. The caller that runs the server waits for the engine to write dirty data.
 
-While it listens, Python's cyclic garbage collector leaves out what was loaded before: to go through these objects, a
-few hundred thousand, takes some 90 ms in the middle of a decode step.
+Python's cyclic garbage collector takes some 90 ms, in the middle of a decode step, to go through the few hundred
+thousand objects of a loaded model and its libraries. So it leaves these out while the server listens.
 """
 
 from __future__ import annotations

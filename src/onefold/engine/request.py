@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from onefold.cache.memory.tokens import frozen
+from onefold.engine.constraint import Constraint
 from onefold.errors import OnefoldError
 
 Finish = Literal["stop", "length", "tool_calls"]
@@ -73,6 +74,8 @@ class Request:
     """As OpenAI writes them; parsers of tool calls take types from their schemas."""
     plain: bool = False
     """Text as it comes: no reasoning and no tool calls are looked for."""
+    constraint: Constraint | None = None
+    """What the answer must keep to."""
     namespace: Hashable = ""
 
 

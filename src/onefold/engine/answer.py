@@ -18,6 +18,7 @@ from typing import Any
 
 from onefold.engine import stock
 from onefold.engine.request import Event, Logprob, Reasoning, Request, Text, ToolCall
+from onefold.engine.tool_schemas import for_parsers
 
 log = logging.getLogger("onefold.engine")
 
@@ -73,7 +74,7 @@ class Answer:
         """`calls`: parses the whole text, which is calls of tools, and nothing else is."""
         self._tokenizer = tokenizer
         self._ends = set(tokenizer.eos_token_ids)
-        self._tools = list(request.tools) if request.tools else None
+        self._tools = for_parsers(request.tools) if request.tools else None
         self._stops = StopStrings(request.stop)
         self._detokenizer = tokenizer.detokenizer
         # mlx-lm drops the space that a text begins with: let this one begin with something else

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
@@ -20,8 +20,23 @@ from onefold.faults import UNEXPECTED
 
 NAME, OTHER = "probefn", "otherfn"
 KEY, SECOND, TEXT = "probekey", "secondkey", "probetext"
-IDS = (("abcdefgh1", "abcdefgh2"), (f"functions.{NAME}:0", f"functions.{OTHER}:1"))
-"""Ids of the two calls: some templates take nine letters and digits only, and some print the name as part of it."""
+SLOT = "\x00"
+"""Stands in a format for what differs from call to call: an id, or a number of it."""
+
+
+class Ids(NamedTuple):
+    """Ids of two calls, what of them differs from call to call, and how that is written."""
+
+    ids: tuple[str, str]
+    changing: tuple[str, str]
+    pattern: str
+
+
+IDS = (
+    Ids(("abcdefgh1", "abcdefgh2"), ("abcdefgh1", "abcdefgh2"), "[a-zA-Z0-9]{9}"),
+    Ids((f"functions.{NAME}:7731", f"functions.{OTHER}:7732"), ("7731", "7732"), "[0-9]{1,3}"),
+)
+"""Some templates take nine letters and digits only, and some print the name as part of the id."""
 VALUES: dict[str, Any] = {"string": TEXT, "integer": 731, "boolean": True, "array": [731], "object": {"x": 731}}
 
 
@@ -32,20 +47,31 @@ class CallFormat:
     start: str
     end: str
     head: str
-    """From the marker to the tool's name."""
+    """From the first marker to the tool's name."""
     between: str | None
-    """From the end of one call to the head of the next; None: an answer has one call."""
+    """From the end of one call to the name of the next; None: an answer has one call."""
+    close: str
+    """From the end of the last call to the last marker."""
+    slot: str
+    """The regular expression of what stands in a `SLOT`."""
     calls: Callable[[str], list[tuple[str, Any]]]
     """Parses the text between the markers; raises what mlx-lm's parser raises."""
 
     def parses(self, name: str) -> bool:
         """Whether a call of a tool of this name can be read back."""
+        if not name or any(mark in name for mark in (self.start, self.end) if mark):
+            return False
         try:
-            return self.calls(self.sample(name, {})) == [(name, {})]
+            return self.calls(filled(self.sample(name, {}))) == [(name, {})]
         except UNEXPECTED:  # broad on purpose: parsers are not ours
             return False
 
     def sample(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Returns what the model writes between the markers for one call."""
+        return f"{self.head}{self.body(name, arguments)}{self.close}"
+
+    def body(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Returns the call from its name to its end."""
         raise NotImplementedError
 
 
@@ -57,10 +83,10 @@ class JsonCalls(CallFormat):
     tail: str
     style: Mapping[str, Any]
 
-    def sample(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def body(self, name: str, arguments: Mapping[str, Any]) -> str:
         separators = (self.style["item_separator"], self.style["key_separator"])
         written = json.dumps(arguments, ensure_ascii=False, separators=separators)
-        return f"{self.head}{name}{self.middle}{written}{self.tail}"
+        return f"{name}{self.middle}{written}{self.tail}"
 
 
 @dataclass(frozen=True)
@@ -78,10 +104,10 @@ class ListedCalls(CallFormat):
     tails: Mapping[str, str]
     """From the last value to the end."""
 
-    def sample(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def body(self, name: str, arguments: Mapping[str, Any]) -> str:
         if not arguments:
-            return f"{self.head}{name}{self.empty}"
-        made, before = f"{self.head}{name}", self.middle
+            return f"{name}{self.empty}"
+        made, before = name, self.middle
         kind = ""
         for key, value in arguments.items():
             kind = type_of(value)
@@ -96,7 +122,12 @@ PLAIN = '{"name": "'
 
 def plain_calls() -> JsonCalls:
     """The format for models that have none: the answer is one JSON object for each call, on a line each."""
-    return JsonCalls("", "", PLAIN, "\n", parse_plain, '", "arguments": ', "}", SPACED)
+    return JsonCalls("", "", PLAIN, f"\n{PLAIN}", "", "", parse_plain, '", "arguments": ', "}", SPACED)
+
+
+def filled(text: str) -> str:
+    """A sample with something in its slots. Nine digits are an id, and the number of one."""
+    return text.replace(SLOT, "123456789")
 
 
 def parse_plain(text: str) -> list[tuple[str, Any]]:
@@ -125,7 +156,7 @@ def learn(tokenizer: Any) -> CallFormat | None:
 
 
 class _Probe:
-    def __init__(self, tokenizer: Any, ids: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, ids: Ids) -> None:
         self._tokenizer = tokenizer
         self._ids = ids
         self._start: str = tokenizer.tool_call_start
@@ -146,9 +177,10 @@ class _Probe:
             written = json.dumps({KEY: TEXT}, separators=(style["item_separator"], style["key_separator"]))  # type: ignore[arg-type]
             middle, found, tail = rest.partition(written)
             if name and found:
-                return JsonCalls(
-                    self._start, self._end, head, self._between({KEY: TEXT}), self._parse, middle, tail, style
-                )
+                between, close = self._between(middle, written, tail)
+                tail = tail.removesuffix(close)
+                common = (self._start, self._end, head, between, close, self._ids.pattern, self._parse)
+                return JsonCalls(*common, middle, tail, style)
         return None
 
     def _listed(self) -> ListedCalls | None:
@@ -165,29 +197,34 @@ class _Probe:
             middles.add(middle)
             if not (key and found and second):
                 return None
-        if len(middles) != 1:
+        middle = middles.pop()
+        between, close = self._between(f"{middle}{KEY}{links['string']}", TEXT, tails["string"])
+        if middles or not all(text.endswith(close) for text in (empty, *tails.values())):
             return None
-        between = self._between({KEY: TEXT})
-        return ListedCalls(
-            self._start, self._end, head, between, self._parse, empty, middles.pop(), links, glue, tails
-        )
+        tails, empty = {kind: text.removesuffix(close) for kind, text in tails.items()}, empty.removesuffix(close)
+        common = (self._start, self._end, head, between, close, self._ids.pattern, self._parse)
+        return ListedCalls(*common, empty, middle, links, glue, tails)
 
     def _inside(self, arguments: Mapping[str, Any]) -> str:
         """The text between the markers of the only call."""
         text = self._rendered([(NAME, arguments)]).partition(self._start)[2]
         return text.partition(self._end)[0] if self._end else self._without_end(text)
 
-    def _between(self, arguments: Mapping[str, Any]) -> str | None:
-        one = self._inside(arguments)
-        text = self._rendered([(NAME, arguments), (OTHER, arguments)])
-        _, found, after = text.partition(one)
-        between, second, _ = after.partition(one.replace(NAME, OTHER).replace(self._ids[0], self._ids[1]))
-        return between if found and second else None
+    def _between(self, middle: str, value: str, tail: str) -> tuple[str | None, str]:
+        """Returns what stands between two calls, and what stands behind the last one and not behind others. `middle`,
+        `value`, `tail`: of a call with one argument, from its name on."""
+        text = self._rendered([(NAME, {KEY: TEXT}), (OTHER, {KEY: TEXT})]).partition(self._start)[2]
+        after = text.partition(f"{middle}{value}")[2]
+        gap, found, second = after.partition(OTHER)
+        if not found or not second.startswith(f"{middle}{value}{tail}"):
+            return None, ""
+        same = next(n for n in range(min(len(gap), len(tail)), -1, -1) if gap[:n] == tail[:n])
+        return gap[same:], tail[same:]
 
     def _rendered(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         """The assistant's turn. The tools are not rendered: their description has the markers, too."""
         said = [
-            {"id": self._ids[i], "type": "function", "function": {"name": name, "arguments": arguments}}
+            {"id": self._ids.ids[i], "type": "function", "function": {"name": name, "arguments": arguments}}
             for i, (name, arguments) in enumerate(calls)
         ]
         messages = [
@@ -196,6 +233,8 @@ class _Probe:
             *({"role": "tool", "tool_call_id": one["id"], "name": NAME, "content": "y"} for one in said),
         ]
         text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+        for changing in self._ids.changing:
+            text = text.replace(changing, SLOT)
         return text
 
     def _without_end(self, text: str) -> str:
@@ -216,7 +255,7 @@ def _agrees(found: CallFormat) -> bool:
     """Whether the parser reads samples of the format back, with no argument and with one of each type."""
     everything = {f"a{i}": value for i, value in enumerate(VALUES.values())}
     for arguments in ({}, {"a0": TEXT}, everything):
-        if found.calls(found.sample(NAME, arguments)) != [(NAME, arguments)]:
+        if found.calls(filled(found.sample(NAME, arguments))) != [(NAME, arguments)]:
             return False
     return True
 

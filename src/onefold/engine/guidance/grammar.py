@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from onefold.engine.constraint import Constraint, Shape, ToolRule
 from onefold.engine.guidance.call_format import CallFormat
@@ -69,7 +69,7 @@ def _choice(rules: Rules, shape: Shape) -> str:
 def _grammar(rules: Rules, shape: Shape) -> str:
     try:
         lark: str = any_to_lark(shape.text)
-    except UNEXPECTED as error:  # broad on purpose: the converter is not ours
+    except (GbnfToLarkError, *UNEXPECTED) as error:  # broad on purpose: the converter is not ours
         raise PromptError(f"the grammar can be read neither as Lark nor as GBNF: {error}", where=shape.where) from error
     return rules.nested("grammar", lark)
 

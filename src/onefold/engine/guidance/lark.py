@@ -21,6 +21,8 @@ class Rules:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._rules: dict[str, str] = {}
+        self.slots: dict[str, str] = {}
+        """Characters of literals that stand for a regular expression."""
 
     def add(self, name: str, body: str, *, lazy: bool = False) -> str:
         """Adds a rule, and returns the name to use it by. `lazy`: it ends as early as it can."""
@@ -29,6 +31,9 @@ class Rules:
 
     def literal(self, text: str) -> str:
         """Text as it is. Special tokens in it are tokens: a model writes them as one."""
+        for slot, pattern in self.slots.items():
+            if slot in text:
+                return f" /{pattern}/ ".join(self.literal(part) for part in text.split(slot))
         pieces = self._vocabulary.pieces(text)
         return " ".join(f"<[{piece}]>" if isinstance(piece, int) else quoted(piece) for piece in pieces)
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from onefold.engine.guidance.call_format import ListedCalls
 from onefold.engine.guidance.lark import SPACED, Rules, json_value
+from onefold.engine.tool_schemas import DEFINITIONS, definition
 
 RAW, WORD = "raw", "word"
 """Kinds of strings: any text, and one of a list."""
 KINDS = {"integer": "integer", "number": "integer", "boolean": "boolean", "array": "array", "object": "object"}
-DEFINITIONS = ("$defs", "definitions")
 
 
 class ListedArguments:
@@ -68,7 +68,7 @@ class ListedArguments:
         if grammar is not None:
             return WORD, self._rules.nested(f"input_{self._number}", grammar)
         if self._quote:
-            return WORD, rf"/[^{self._close}\\\n]*/"
+            return WORD, rf"/[^{self._close}\\\x00-\x1f\x7f]*/"
         return RAW, self._rules.until(f"text_{self._number}_{i}", self._close)
 
 
@@ -78,7 +78,7 @@ def _kind(inside: Any, root: Mapping[str, Any], depth: int = 0) -> tuple[str, Ma
         return RAW, {}
     if _words(inside):
         return WORD, inside
-    found = _resolved(inside.get("$ref"), root)
+    found = definition(inside.get("$ref"), root)
     if found is not None:
         return _kind(found, root, depth + 1)
     given = inside.get("type")
@@ -89,12 +89,6 @@ def _kind(inside: Any, root: Mapping[str, Any], depth: int = 0) -> tuple[str, Ma
         return (kinds.pop() if len(kinds) == 1 and not kinds & {RAW, WORD} else RAW), inside
     named = [KINDS.get(str(name), RAW) for name in types if name != "null"]
     return (named[0] if len(named) == 1 else RAW), inside
-
-
-def _resolved(reference: Any, root: Mapping[str, Any]) -> Any:
-    """The definition that a reference of the usual form names; None if there is none."""
-    match = re.fullmatch(r"#/(\$defs|definitions)/([^/]+)", reference) if isinstance(reference, str) else None
-    return (root.get(match[1]) or {}).get(match[2]) if match else None
 
 
 def _words(schema: Mapping[str, Any]) -> list[str] | None:

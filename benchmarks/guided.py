@@ -91,7 +91,8 @@ def requests(engine: Engine, rows: int, tokens: int, constraint: Constraint | No
 
 def measure(engine: Engine, rows: int, tokens: int, repeats: int) -> tuple[list[float], list[float]]:
     shape = Constraint(shape=Shape("json_schema", json.dumps(SCHEMA)))
-    free, guided = [], []
+    free: list[float] = []
+    guided: list[float] = []
     for turn in range(repeats + 1):
         for constraint, found in ((None, free), (shape, guided)):
             run = Together(engine, requests(engine, rows, tokens, constraint, turn))

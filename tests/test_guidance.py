@@ -184,18 +184,17 @@ def test_forced_tokens_are_computed_at_once_and_change_nothing(engine, monkeypat
 
 
 def test_what_follows_a_guided_answer_reuses_it(engine):
-    """The template renders the answer as the tokens that were generated."""
-    first = ask(engine, shaped(PERSON), "A person, please, with all there is to know about them.")
-    said = [
-        {"role": "user", "content": "A person, please, with all there is to know about them."},
-        {"role": "assistant", "content": first.text},
-        {"role": "user", "content": "Another one."},
-    ]
+    """JSON is written as templates write it, and forced tokens are those that a tokenizer makes of the text. So the
+    next turn, which may have another schema, reuses the answer."""
+    fixed = {"const": {"title": "a fixed text", "items": ["one", "two", 3]}}
+    question = {"role": "user", "content": "A person, please, with all there is to know about them."}
+    first = ask(engine, shaped(fixed), question["content"])
+    said = [question, {"role": "assistant", "content": first.text}, {"role": "user", "content": "Another one."}]
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     request = Request(prompt=engine.chat(said), constraint=shaped(schema), sampling=DRAWN, max_tokens=50)
     second = Answer(list(engine.ask(request)))
     jsonschema.validate(json.loads(second.text), schema)
-    assert second.hit.cached >= 0.9 * (first.hit.prompt_tokens + first.done.completion_tokens)
+    assert second.hit.cached >= first.hit.prompt_tokens + first.done.completion_tokens
 
 
 def test_an_answer_that_was_preempted_goes_on_where_it_was(monkeypatch):
@@ -304,7 +303,7 @@ def test_a_model_without_a_format_is_forced_to_call_all_the_same():
         (Shape("regex", "(("), "cannot be enforced"),
         (Shape("regex", ""), "empty"),
         (Shape("choice", "[]"), "at least one"),
-        (Shape("grammar", "%%% }{"), "cannot be"),
+        (Shape("grammar", "%%% }{"), "neither as Lark nor as GBNF"),
         (Shape("grammar", "start: nothing"), "cannot be enforced"),
         (Shape("grammar", 'start: "' + "x" * (1 << 20) + '"'), "is the most"),
     ],

@@ -55,8 +55,6 @@ def choices(request: Request, n: int) -> tuple[Request, ...]:
 
 
 class ChatWriter:
-    keep_alive = chunks.KEEP_ALIVE
-
     def __init__(
         self,
         model: str,
@@ -94,6 +92,9 @@ class ChatWriter:
                 return self._chunk(choice, {}, finish=self._finish(event))
             case _:
                 return b""
+
+    def keep_alive(self) -> bytes:
+        return chunks.KEEP_ALIVE
 
     def end(self) -> bytes:
         if not self._include_usage:

@@ -79,8 +79,6 @@ def refuse(asked: CompletionRequest, given: list[str | list[int]], n: int) -> No
 
 
 class CompletionWriter:
-    keep_alive = chunks.KEEP_ALIVE
-
     def __init__(
         self, model: str, echoed: list[str], *, per_prompt: int = 1, include_usage: bool = False, logprobs: bool = False
     ) -> None:
@@ -106,6 +104,9 @@ class CompletionWriter:
                 return self._chunk(choice, "", finish=event.finish)
             case _:
                 return b""
+
+    def keep_alive(self) -> bytes:
+        return chunks.KEEP_ALIVE
 
     def end(self) -> bytes:
         if not self._include_usage:

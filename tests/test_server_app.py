@@ -133,12 +133,6 @@ def test_prompts_as_tokens(client, engine):
     assert error_of(client.post(TEXT[0], json={"prompt": [1], "echo": True}))["param"] == "echo"
 
 
-def test_formats_that_are_not_there(client):
-    assert client.post(CHAT[0], json={**CHAT[1], "response_format": {"type": "text"}}).status_code == 200
-    response = client.post(CHAT[0], json={**CHAT[1], "response_format": {"type": "json_object"}})
-    assert response.status_code == 400 and error_of(response)["param"] == "response_format.type"
-
-
 @pytest.mark.parametrize("name", [None, "default", "some/folder/scripted", "scripted", ""])
 def test_names_of_the_model(client, name):
     for path, body in (CHAT, TEXT, TALK):

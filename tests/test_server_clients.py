@@ -365,14 +365,6 @@ def test_anthropic_a_thread_is_refused_with_the_code_that_its_client_looks_for(t
     assert refused.value.error_code == "thread_unsupported_request"
 
 
-def test_anthropic_a_schema_for_the_answer_is_refused(talker):
-    import anthropic
-
-    wanted: Any = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
-    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format"):
-        talker.anthropic.messages.create(model=talker.name, max_tokens=5, messages=[QUESTION], output_config=wanted)
-
-
 def test_anthropic_stops(talker):
     ask = talker.anthropic.messages.create
     answer = ask(model=talker.name, max_tokens=50, messages=[QUESTION], stop_sequences=[" in"])

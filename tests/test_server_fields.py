@@ -90,13 +90,14 @@ def unknown(theirs: Any, schema: type[Fields], path: str = "", seen: frozenset[A
         hints = typing_extensions.get_type_hints(their)
         if not taken(schema, hints):
             continue
+        honoured = {field.alias or name: field for name, field in schema.model_fields.items()}
         for name, hint in hints.items():
             if name in schema.ignored or name in schema.refused:
-                assert name not in schema.model_fields, f"{schema.__name__}.{name} is honoured as well"
-            elif name not in schema.model_fields:
+                assert name not in honoured, f"{schema.__name__}.{name} is honoured as well"
+            elif name not in honoured:
                 yield f"{path}.{name} ({their.__name__})"
             else:
-                for own in inside(schema.model_fields[name].annotation):
+                for own in inside(honoured[name].annotation):
                     if issubclass(own, BaseModel):
                         assert issubclass(own, Fields)
                         yield from unknown(hint, own, f"{path}.{name}", seen | {(their, schema)})
@@ -154,7 +155,8 @@ def test_what_is_refused_is_refused_by_name_and_null_asks_for_nothing(root):
 @pytest.mark.parametrize(
     "root, fields, where",
     [
-        (MessagesRequest, {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        (MessagesRequest, {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        (MessagesRequest, {"output_format": {"type": "grammar", "schema": {}}}, "output_format.type"),
         (MessagesRequest, {"tools": [{"name": "f", "allowed_callers": ["code"]}]}, "tools.0.allowed_callers"),
         (MessagesRequest, {"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools.0.type"),
         (MessagesRequest, {"tools": [{"type": "browser_toolset_20260801"}]}, "tools.0.type"),
@@ -162,7 +164,8 @@ def test_what_is_refused_is_refused_by_name_and_null_asks_for_nothing(root):
         (ChatRequest, {"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages.0.audio"),
         (ChatRequest, {"modalities": ["text", "audio"]}, "modalities"),
         (ChatRequest, {"web_search_options": {}}, "web_search_options"),
-        (ChatRequest, {"response_format": {"type": "json_schema"}}, "response_format.type"),
+        (ChatRequest, {"response_format": {"type": "xml"}}, "response_format.type"),
+        (ChatRequest, {"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
     ],
 )
 def test_what_is_further_in_is_refused_by_its_path(root, fields, where):

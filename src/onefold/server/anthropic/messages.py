@@ -7,6 +7,7 @@ import uuid
 from typing import Any
 
 from onefold.engine.request import Done, Event, Reasoning, Request, Started, Text, ToolCall
+from onefold.server import constraints
 from onefold.server.anthropic import errors, translate
 from onefold.server.anthropic.schemas import Conversation, MessagesRequest
 from onefold.server.body import parse, parse_arguments
@@ -27,14 +28,16 @@ def plan(service: Service, body: bytes, namespace: str) -> Plan:
     asked = parse(body, MessagesRequest)
     service.check_model(asked.model)
     sampling = asked.sampling(service.defaults())
-    tools = translate.tools(asked)
+    offer = translate.offer(asked)
     options = translate.template_options(asked)
+    constraint = constraints.constraint(translate.shape(asked), offer.rule)
     request = Request(
-        prompt=service.engine.chat(translate.messages(asked), tools=tools, template_options=options),
+        prompt=service.engine.chat(translate.messages(asked), tools=offer.tools, template_options=options),
         max_tokens=most_tokens(asked.max_tokens),
         stop=stop_strings(asked.stop_sequences, "stop_sequences"),
         sampling=sampling,
-        tools=tools,
+        tools=offer.tools,
+        constraint=constraint,
         namespace=namespace,
     )
     return Plan((request,), MessageWriter(service.model, request.max_tokens), bool(asked.stream))
@@ -44,7 +47,7 @@ def count_tokens(service: Service, body: bytes) -> dict[str, int]:
     """Blocks while the prompt is made. Raises RequestError."""
     asked = parse(body, Conversation)
     service.check_model(asked.model)
-    tools, options = translate.tools(asked), translate.template_options(asked)
+    tools, options = translate.offer(asked).tools, translate.template_options(asked)
     messages = translate.messages(asked)
     prompt = service.engine.chat(messages, tools=tools, template_options=options, of_any_length=True)
     return {"input_tokens": len(prompt)}

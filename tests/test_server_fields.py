@@ -9,7 +9,7 @@ import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 import typing_extensions
@@ -19,6 +19,7 @@ from onefold.errors import BadRequest
 from onefold.server.anthropic.schemas import Conversation, MessagesRequest
 from onefold.server.body import Fields, parse
 from onefold.server.openai.schemas import ChatRequest, CompletionRequest
+from onefold.server.responses.schemas import InputTokensRequest, ResponsesRequest
 
 DOCS = (Path(__file__).resolve().parents[1] / "docs" / "server.md").read_text()
 USER = {"role": "user", "content": "hi"}
@@ -27,10 +28,14 @@ LEAST: dict[type[Fields], dict[str, Any]] = {
     CompletionRequest: {"prompt": "so"},
     MessagesRequest: {"messages": [USER], "max_tokens": 9},
     Conversation: {"messages": [USER]},
+    ResponsesRequest: {"input": "hi"},
+    InputTokensRequest: {"input": [USER]},
 }
 ROOTS = {
     "chat": ("openai.types.chat.completion_create_params.CompletionCreateParams", ChatRequest),
     "completions": ("openai.types.completion_create_params.CompletionCreateParams", CompletionRequest),
+    "responses": ("openai.types.responses.response_create_params.ResponseCreateParams", ResponsesRequest),
+    "input_tokens": ("openai.types.responses.input_token_count_params.InputTokenCountParams", InputTokensRequest),
     "messages": ("anthropic.types.message_create_params.MessageCreateParams", MessagesRequest),
     "beta messages": ("anthropic.types.beta.message_create_params.MessageCreateParams", MessagesRequest),
     "count_tokens": ("anthropic.types.message_count_tokens_params.MessageCountTokensParams", Conversation),
@@ -138,6 +143,20 @@ def test_the_comparison_goes_deep_and_finds_what_is_missing():
     assert ".messages.content.citations (BetaTextBlockParam)" in found
 
 
+def test_the_comparison_goes_into_items_and_tools_that_their_type_tells_apart():
+    names = {schema.__name__ for schema in schemas(ResponsesRequest)}
+    assert {"MessageItem", "Part", "ReasoningItem", "CustomCallOutput", "FunctionTool", "CustomFormat"} <= names
+
+    class Call(Fields):
+        type: Literal["function_call"]
+
+    class Request(Fields):
+        input: str | list[Annotated[Annotated[Call, "(call)"] | Annotated[dict[str, Any], "(other)"], "by type"]]
+
+    found = set(unknown(theirs_of("responses"), Request))
+    assert ".input.caller (ResponseFunctionToolCallParam)" in found and ".input.call_id (ComputerCallOutput)" not in found
+
+
 def test_the_documentation_names_all_that_is_ignored_and_refused():
     names = {name for schema in ALL for name in {*schema.ignored, *schema.refused}}
     assert not sorted(name for name in names - {"from", "to", "trigger"} if f"`{name}`" not in DOCS)
@@ -163,6 +182,14 @@ def test_what_is_refused_is_refused_by_name_and_null_asks_for_nothing(root):
         (Conversation, {"system": [{"type": "image"}]}, "system.0.type"),
         (ChatRequest, {"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages.0.audio"),
         (ChatRequest, {"modalities": ["text", "audio"]}, "modalities"),
+        (ResponsesRequest, {"background": True}, "background"),
+        (ResponsesRequest, {"tool_choice": {"type": "web_search_preview"}}, "tool_choice.type"),
+        (ResponsesRequest, {"input": [{**USER, "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
+        (
+            InputTokensRequest,
+            {"tools": [{"type": "function", "name": "f", "allowed_callers": ["programmatic"]}]},
+            "tools.0.allowed_callers",
+        ),
         (ChatRequest, {"web_search_options": {}}, "web_search_options"),
         (ChatRequest, {"response_format": {"type": "xml"}}, "response_format.type"),
         (ChatRequest, {"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),

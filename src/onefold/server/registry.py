@@ -7,8 +7,9 @@ from collections.abc import Set
 from onefold.server.anthropic.api import ANTHROPIC
 from onefold.server.api import Api
 from onefold.server.openai.api import OPENAI
+from onefold.server.responses.api import RESPONSES
 
-APIS: tuple[Api, ...] = (OPENAI, ANTHROPIC)
+APIS: tuple[Api, ...] = (OPENAI, RESPONSES, ANTHROPIC)
 """The first one's errors are for clients that do not show which API they use."""
 
 

@@ -39,7 +39,11 @@ def finite(logprob: float) -> float:
 
 
 def chat_logprobs(found: Iterable[Logprob]) -> dict[str, Any]:
-    return {"content": [_token(lp) for lp in found], "refusal": None}
+    return {"content": token_logprobs(found), "refusal": None}
+
+
+def token_logprobs(found: Iterable[Logprob]) -> list[dict[str, Any]]:
+    return [_token(lp) for lp in found]
 
 
 def _token(lp: Logprob) -> dict[str, Any]:

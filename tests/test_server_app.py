@@ -28,7 +28,9 @@ USER = {"role": "user", "content": "hi"}
 CHAT = ("/v1/chat/completions", {"messages": [USER]})
 TEXT = ("/v1/completions", {"prompt": "so"})
 TALK = ("/v1/messages", {"messages": [USER], "max_tokens": 9})
-EACH = pytest.mark.parametrize("path, body", [CHAT, TEXT, TALK], ids=["chat", "text", "messages"])
+RESPOND = ("/v1/responses", {"input": "hi"})
+ALL = [CHAT, TEXT, TALK, RESPOND]
+EACH = pytest.mark.parametrize("path, body", ALL, ids=["chat", "text", "messages", "responses"])
 
 
 @pytest.fixture(scope="module")
@@ -265,6 +267,8 @@ def test_an_error_after_the_start_ends_the_stream(client, engine, path, body):
     last = response.text.strip().split("\n\n")[-1]
     if path == TALK[0]:
         assert last.startswith("event: error\n") and '"overloaded_error"' in last
+    elif path == RESPOND[0]:
+        assert last.startswith("event: response.failed\n") and '"server_is_overloaded"' in last
     else:
         assert json.loads(last.removeprefix("data: "))["error"]["message"] == "gone"
     assert "[DONE]" not in response.text and "message_stop" not in response.text
@@ -277,7 +281,7 @@ def test_a_bug_is_an_error_of_the_apis_shape_that_tells_nothing(client, engine, 
 
     engine.script = broken
     with caplog.at_level(logging.CRITICAL, "uvicorn.error"):
-        for path, body in (CHAT, TALK):
+        for path, body in (CHAT, TALK, RESPOND):
             response = client.post(path, json=body)
             assert response.status_code == 500 and "SECRET" not in error_of(response)["message"]
             assert response.headers["connection"] == "close"

@@ -22,6 +22,7 @@ TALK = ("/v1/messages", {"messages": [USER], "max_tokens": 9})
 OBJECT = '{"type":"object"}'
 SCHEMA = {"type": "object", "properties": {"z": {"type": "string"}, "ä": {"const": 1}}, "required": ["ä"]}
 WRITTEN = '{"type":"object","properties":{"z":{"type":"string"},"ä":{"const":1}},"required":["ä"]}'
+RESPONSE = ("/v1/responses", {"input": "hi"})
 F = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 STRICT = {"type": "function", "function": {"name": "s", "parameters": SCHEMA, "strict": True}}
 LARK = {"name": "patch", "format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "x"'}}}
@@ -242,6 +243,57 @@ def test_the_format_of_a_message(ask, refused):
     assert ask(TALK, output_config={"effort": "low", "format": None}) is None
     both = refused(TALK, output_format=given, output_config={"format": given})
     assert both["message"].startswith("output_config.format.schema: The answer has a format already")
+
+
+FLAT = [
+    {"type": "function", "name": "f", "parameters": SCHEMA},
+    {"type": "function", "name": "s", "parameters": SCHEMA, "strict": True},
+    {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}},
+    {"type": "custom", "name": "digits", "format": {"type": "grammar", "syntax": "regex", "definition": "[0-9]+"}},
+    {"type": "custom", "name": "free", "format": {"type": "text"}},
+    {"type": "web_search"},
+]
+FLAT_ALLOWED = [{"type": "function", "name": "f"}, {"type": "custom", "name": "patch"}, {"type": "web_search"}]
+
+
+@pytest.mark.parametrize(
+    "fields, rule",
+    [
+        ({}, RULE),
+        ({"parallel_tool_calls": False}, {**RULE, "parallel": False}),
+        ({"tool_choice": "required"}, {**RULE, "required": True}),
+        ({"tool_choice": {"type": "function", "name": "f"}}, {**RULE, "only": "f"}),
+        ({"tool_choice": {"type": "custom", "name": "patch"}}, {**RULE, "only": "patch"}),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": FLAT_ALLOWED}},
+            {"required": True, "grammars": RULE["grammars"]},
+        ),
+    ],
+)
+def test_calls_of_tools_in_a_response_are_as_in_a_chat(ask, engine, fields, rule):
+    rule = {**rule, "strict": frozenset(rule.get("strict", ()))}
+    assert ask(RESPONSE, tools=FLAT, **fields) == Constraint(tools=ToolRule(**rule))
+    if "tool_choice" not in fields:
+        flat = engine.requests[-1].tools
+        ask(CHAT, tools=TOOLS)
+        assert engine.requests[-1].tools == flat
+
+
+@pytest.mark.parametrize(
+    "given, shape",
+    [
+        (None, None),
+        ({"format": {"type": "text"}, "verbosity": "low"}, None),
+        ({"format": {"type": "json_object"}}, Shape("json_schema", OBJECT, "text.format")),
+        ({"format": {"type": "json_schema", "name": "n"}}, Shape("json_schema", OBJECT, "text.format")),
+        (
+            {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}},
+            Shape("json_schema", WRITTEN, "text.format.schema"),
+        ),
+    ],
+)
+def test_the_format_of_a_response(ask, given, shape):
+    assert ask(RESPONSE, text=given) == (Constraint(shape=shape) if shape else None)
 
 
 def test_counting_tokens_takes_the_same_fields(client):

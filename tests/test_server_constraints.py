@@ -124,6 +124,7 @@ def test_the_format_of_an_answer(ask, to, fields, shape):
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": ["a", ""]}, "guided_choice"),
         ({"guided_grammar": " "}, "guided_grammar"),
+        ({"guided_regex": ""}, "guided_regex"),
         ({"guided_regex": "x" * (MOST_BYTES + 1)}, "guided_regex"),
         ({"grammar": "ä" * (MOST_BYTES // 2 + 1)}, "grammar"),
         ({"json_schema": {"description": "x" * MOST_BYTES}}, "json_schema"),

@@ -13,7 +13,7 @@ import openai
 import pytest
 from listening import listening
 from openai.types.responses import ResponseStreamEvent
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 from scripted_engine import HIT, ScriptedEngine, says
 
 from onefold.engine.request import Done, Failed, Logprob, Progress, Reasoning, Started, Text, ToolCall
@@ -281,6 +281,22 @@ def test_a_choice_and_a_format_are_given_back(http):
     ).json()
     assert made["tool_choice"] == {"type": "function", "name": "look"} and made["truncation"] == "auto"
     assert made["text"] == {"format": wanted, "verbosity": "low"}
+
+
+class Weather(BaseModel):
+    city: str
+    days: int
+
+
+def test_the_clients_own_helper_asks_for_a_format_and_parses_it(client, engine):
+    engine.script = lambda request: says('{"city": "Paris",', ' "days": 3}')
+    made = client.responses.parse(model="default", input="hi", text_format=Weather)
+    assert made.output_parsed == Weather(city="Paris", days=3)
+    with client.responses.stream(model="default", input="hi", text_format=Weather) as stream:
+        assert stream.get_final_response().output_parsed == Weather(city="Paris", days=3)
+    for request in engine.requests:
+        shape = request.constraint.shape
+        assert shape.kind == "json_schema" and set(json.loads(shape.text)["properties"]) == {"city", "days"}
 
 
 def test_tools_that_only_openai_can_run_are_left_out_and_named_once(http, engine, caplog):

@@ -87,9 +87,11 @@ class Service:
 
     def log_once(self, told: str) -> None:
         """Logs this, unless it was logged before. Of what clients can vary, the first hundred are logged."""
-        if told not in self._told and len(self._told) < MOST_TOLD:
+        with self._counting:
+            if told in self._told or len(self._told) >= MOST_TOLD:
+                return
             self._told.add(told)
-            log.info("%s", told)
+        log.info("%s", told)
 
     def defaults(self) -> Sampling:
         return self.settings.defaults(self.engine.defaults)

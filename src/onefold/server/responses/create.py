@@ -53,7 +53,7 @@ def input_tokens(service: Service, body: bytes) -> dict[str, Any]:
 
 def repeated(asked: ResponsesRequest, model: str, sampling: Sampling) -> dict[str, Any]:
     """Returns the fields of a response that repeat its request, as it was understood: the sampling that was used, the
-    tools that were offered."""
+    tools that the model can be offered."""
     text = asked.text.model_dump(by_alias=True, exclude_unset=True) if asked.text else {}
     choice = asked.tool_choice
     return {

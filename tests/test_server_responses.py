@@ -539,6 +539,8 @@ def test_a_bad_item_is_named(item, where, said):
         ({}, "input"),
         ({"input": None}, "input"),
         ({"input": "hi", "tools": [{"type": "function"}]}, "tools.0.name"),
+        ({"input": "hi", "tools": [{"name": "f"}]}, "tools.0.type"),
+        ({"input": "hi", "tools": ["f"]}, "tools.0"),
         ({"input": "hi", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.name"),
         ({"input": "hi", "tools": [{**PATCH, "format": {"type": "grammar"}}]}, "tools.0.format.syntax"),
         ({"input": "hi", "tools": [LOOK], "tool_choice": {"type": "function"}}, "tool_choice.name"),

@@ -31,7 +31,7 @@ def json_schema(schema: Any, where: str) -> Shape:
 
 
 def regex(expression: str, where: str) -> Shape:
-    """Returns the shape of text that matches the expression as a whole. Raises BadRequest if it is empty or too large."""
+    """Returns the shape of text that matches the whole expression. Raises BadRequest if it is empty or too large."""
     if not expression:
         raise BadRequest("An expression must not be empty.", where=where)
     return _shape("regex", expression, where)

@@ -150,14 +150,18 @@ def _unreadable(item: object, where: str) -> BadRequest:
 
 def offer(asked: InputTokensRequest) -> Offer:
     """Returns the tools for the template and the rule for the engine. Raises BadRequest for a choice that cannot be."""
-    given = {f"tools.{i}": tool for i, tool in enumerate(asked.tools or ()) if not isinstance(tool, dict)}
-    made = {where: _tool(tool, where) for where, tool in given.items()}
+    made = {}
+    for i, tool in enumerate(asked.tools or ()):
+        if not isinstance(tool, dict):
+            made[f"tools.{i}"] = _tool(tool, f"tools.{i}")
+        elif not isinstance(tool.get("type"), str):
+            raise BadRequest("This field is required.", where=f"tools.{i}.type")
     return tools.offer(made, _choice(asked.tool_choice), parallel=asked.parallel_tool_calls is not False)
 
 
 def left_out(asked: InputTokensRequest) -> list[str]:
     """Returns the types of the tools that the model is not offered, as only OpenAI could run them."""
-    return [str(tool.get("type"))[:40] for tool in asked.tools or () if isinstance(tool, dict)]
+    return [tool["type"][:40] for tool in asked.tools or () if isinstance(tool, dict)]
 
 
 def _tool(tool: FunctionTool | CustomTool, where: str) -> Tool:

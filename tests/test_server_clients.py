@@ -529,6 +529,11 @@ def test_responses_and_chat_share_what_is_known(babbler):
     assert counted.input_tokens == made.usage.input_tokens
 
 
+def test_responses_an_empty_input_is_answered(babbler):
+    made = babbler.openai.responses.create(model="default", input="", max_output_tokens=1)
+    assert made.status == "incomplete" and made.usage.output_tokens == 1
+
+
 def test_whoever_goes_away_frees_the_row(babbler):
     stats = babbler.engine.stats
     before = stats().cancelled

@@ -1,6 +1,7 @@
 """Measures what keeping answers to a schema costs: 8 rows with a schema against 8 free ones, in one engine, by turns.
 
     python benchmarks/guided.py [--rows 8] [--tokens 96] [--repeats 5] [--model demo]
+    python benchmarks/guided.py --model llama-8b --most 1.2          (on a GPU: random weights, 128,256 tokens)
 
 The schema allows long answers, so that all rows decode together for as long as the measurement lasts. Forced tokens are
 not fed ahead in it: with 8 rows a forward of its own for a few tokens would not pay.
@@ -9,14 +10,26 @@ not fed ahead in it: with 8 rows a forward of its own for a few tokens would not
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import onefold
+
+# isort: split
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).parent))
+from shapes import llama_model
+
 from onefold.engine.constraint import Constraint, Shape
 from onefold.engine.engine import Engine
 from onefold.engine.request import Done, Event, Failed, Generated, Request, Sampling
@@ -111,9 +124,38 @@ def main(given: list[str]) -> int:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--most", type=float, default=1.1, help="the target, as a ratio")
     options = parser.parse_args(given)
-    model, tokenizer = onefold.load(options.model)
+    model, tokenizer = llama_8b() if options.model == "llama-8b" else onefold.load(options.model)
     with Engine(model, tokenizer, budget="4GB") as engine:
         return report(engine, options)
+
+
+def llama_8b() -> tuple[Any, Any]:
+    """A model of that shape with random weights in bf16, and a vocabulary of made-up words."""
+    shape = {"hidden": 4096, "heads": 32, "kv_heads": 8, "intermediate": 14336, "vocab": 128256}
+    model = llama_model(layers=32, dtype=mx.bfloat16, **shape)  # type: ignore[arg-type]
+    return model, made_up_words(shape["vocab"])
+
+
+def made_up_words(size: int) -> Any:
+    """A byte-level tokenizer of so many tokens: bytes, and words of syllables as languages have them."""
+    vowels, consonants = "aeiou", "bcdfghklmnprstvw"
+    syllables = [c + v + e for c in consonants for v in vowels for e in ("", "n", "r", "st", "l")]
+    ends = [f" {syllable}" for syllable in syllables[:100]]
+    words = itertools.chain(("".join(w) for n in (1, 2, 3) for w in itertools.product(syllables, repeat=n)), ends)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = dict.fromkeys(alphabet)
+    for word in words:
+        for written in (word, f"\u0120{word}"):
+            vocab.setdefault(written.replace(" ", "\u0120"))
+        if len(vocab) >= size - 2:
+            break
+    made = Tokenizer(models.BPE({word: i for i, word in enumerate([*vocab][: size - 2])}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>")
+    fast.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    return TokenizerWrapper(fast, BPEStreamingDetokenizer)
 
 
 def report(engine: Any, options: argparse.Namespace) -> int:

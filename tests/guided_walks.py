@@ -11,7 +11,7 @@ import numpy as np
 from onefold.engine.answer import Answer
 from onefold.engine.guidance.compiler import Guided
 from onefold.engine.guidance.guide import Guide
-from onefold.engine.guidance.masks import _bits as bits_of
+from onefold.engine.guidance.masks import allowed_bits
 from onefold.engine.request import Event, Request, Text, ToolCall
 
 
@@ -31,7 +31,7 @@ class Walk:
 
 
 def allowed(guide: Guide, vocab: int) -> np.ndarray:
-    bits = np.unpackbits(bits_of([guide], vocab)[0].view(np.uint8), bitorder="little")[:vocab]
+    bits = np.unpackbits(allowed_bits([guide], vocab)[0].view(np.uint8), bitorder="little")[:vocab]
     return np.flatnonzero(bits)
 
 

@@ -420,7 +420,7 @@ def test_a_mask_forbids_what_the_guide_forbids_and_nothing_else(engine, dtype):
     logits = mx.random.normal((3, engine.vocab)).astype(dtype)
     found = masks.masked(logits, guides)
     assert found.dtype == dtype
-    bits = masks._bits(guides, engine.vocab)
+    bits = masks.allowed_bits(guides, engine.vocab)
     for row in range(3):
         may = np.unpackbits(bits[row].view(np.uint8), bitorder="little")[: engine.vocab].astype(bool)
         values = np.array(found[row].astype(mx.float32))

@@ -25,14 +25,14 @@ def masked(logits: mx.array, guides: Sequence[Guide | None]) -> mx.array:
     """Returns the logits [rows, vocabulary] with minus infinity for each token that its row's guide forbids. A guide
     whose grammar fails here allows nothing more; its `check` raises then."""
     vocab = logits.shape[-1]
-    bits = mx.array(_bits(guides, vocab).view(np.uint8))
+    bits = mx.array(allowed_bits(guides, vocab).view(np.uint8))
     added = _table(logits.dtype)[bits].reshape(len(guides), -1)
     if added.shape[1] < vocab:
         raise ValueError(f"the model has logits for {vocab} tokens, and its tokenizer has {added.shape[1]}")
     return logits + added[:, :vocab]
 
 
-def _bits(guides: Sequence[Guide | None], vocab: int) -> np.ndarray:
+def allowed_bits(guides: Sequence[Guide | None], vocab: int) -> np.ndarray:
     """One row of bits for each guide: 1 is a token that may come."""
     size = max([vocab, *(guide.vocab for guide in guides if guide is not None)])
     bits = allocate_token_bitmask(len(guides), size)

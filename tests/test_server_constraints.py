@@ -297,6 +297,16 @@ def test_the_format_of_a_response(ask, given, shape):
     assert ask(RESPONSE, text=given) == (Constraint(shape=shape) if shape else None)
 
 
+OTHERS = [(fields, shape) for fields, shape in FORMATS if "response_format" not in fields]
+
+
+@pytest.mark.parametrize("fields, shape", OTHERS)
+def test_a_response_takes_the_formats_of_other_servers_too(ask, refused, fields, shape):
+    assert ask(RESPONSE, **fields) == (Constraint(shape=shape) if shape else None)
+    if shape:
+        assert refused(RESPONSE, text={"format": {"type": "json_object"}}, **fields)["param"] == shape.where
+
+
 def test_counting_tokens_takes_the_same_fields(client):
     body = {"messages": [USER], "tools": [{**MINE, "strict": True}], "tool_choice": {"type": "any"}}
     body["output_config"] = {"format": {"type": "json_schema", "schema": SCHEMA}}

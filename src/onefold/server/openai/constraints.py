@@ -7,17 +7,18 @@ from collections.abc import Iterator
 from onefold.engine.constraint import Shape
 from onefold.errors import BadRequest
 from onefold.server import constraints
-from onefold.server.openai.schemas import Common, ResponseFormat, StructuredOutputs
+from onefold.server.openai.schemas import Common, FormatFields, ResponseFormat, StructuredOutputs
 
 
 def shape(asked: Common) -> Shape | None:
     """Returns the shape of the answer; None if any text will do. Raises BadRequest if two are asked for."""
-    return constraints.only_one(_shapes(asked))
+    given = asked.response_format
+    own = [] if given is None or given.type == "text" else [_format(given)]
+    return constraints.only_one([*own, *others(asked)])
 
 
-def _shapes(asked: Common) -> Iterator[Shape]:
-    if asked.response_format is not None and asked.response_format.type != "text":
-        yield _format(asked.response_format)
+def others(asked: FormatFields) -> Iterator[Shape]:
+    """Yields the shapes that the fields of other servers ask for. Raises BadRequest for one that cannot be."""
     if asked.structured_outputs is not None:
         yield _structured(asked.structured_outputs)
     if asked.guided_json is not None:

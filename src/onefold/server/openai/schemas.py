@@ -152,16 +152,9 @@ class StructuredOutputs(Fields):
     json_object: bool | None = None
 
 
-class Common(SamplingFields):
-    ignored = frozenset({"user"})
+class FormatFields(Fields):
+    """Fields of other servers that give the answer a format."""
 
-    model: str | None = None
-    max_tokens: MaxTokens | None = None
-    stop: str | list[str] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | bool | str | None = None
     """What `structured_outputs` was before, as are the next three."""
@@ -172,6 +165,18 @@ class Common(SamplingFields):
     """llama.cpp's; "" is none."""
     json_schema: dict[str, Any] | bool | None = None
     """llama.cpp's."""
+
+
+class Common(SamplingFields, FormatFields):
+    ignored = frozenset({"user"})
+
+    model: str | None = None
+    max_tokens: MaxTokens | None = None
+    stop: str | list[str] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
 
 
 class ChatRequest(Common):

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from onefold.server.body import Fields, Kinds, Refusal
+from onefold.server.openai.schemas import FormatFields
 from onefold.server.openai.schemas import Part as ChatPart
 from onefold.server.options import TEXT_ONLY, MaxTokens, SamplingFields
 
@@ -241,7 +242,7 @@ class InputTokensRequest(Fields):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class ResponsesRequest(InputTokensRequest, SamplingFields):
+class ResponsesRequest(InputTokensRequest, SamplingFields, FormatFields):
     ignored = frozenset(
         {
             "access_programs",

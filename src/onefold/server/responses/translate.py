@@ -13,6 +13,7 @@ from onefold.engine.constraint import Shape
 from onefold.errors import BadRequest
 from onefold.server import constraints, normalise, tools
 from onefold.server.body import parse_arguments
+from onefold.server.openai.constraints import others
 from onefold.server.openai.translate import effort_options, text
 from onefold.server.options import for_the_template
 from onefold.server.responses.schemas import (
@@ -28,6 +29,8 @@ from onefold.server.responses.schemas import (
     LocalShellCallOutput,
     MessageItem,
     ReasoningItem,
+    ResponsesRequest,
+    TextFormat,
     ToolChoice,
 )
 from onefold.server.tools import CUSTOM_INPUT, Offer, Tool
@@ -189,11 +192,14 @@ def _choice(given: Literal["none", "auto", "required"] | ToolChoice | None) -> t
     return tools.Choice(only=given.name)
 
 
-def shape(asked: InputTokensRequest) -> Shape | None:
-    """Returns the shape of the answer's text; None if any will do. Raises BadRequest for a schema that is none."""
+def shape(asked: ResponsesRequest) -> Shape | None:
+    """Returns the shape of the answer's text; None if any will do. Raises BadRequest if two are asked for."""
     given = asked.text.format if asked.text else None
-    if given is None or given.type == "text":
-        return None
+    own = [] if given is None or given.type == "text" else [_format(given)]
+    return constraints.only_one([*own, *others(asked)])
+
+
+def _format(given: TextFormat) -> Shape:
     if given.type == "json_object" or given.schema_ is None:
         return constraints.json_schema(constraints.ANY_OBJECT, "text.format")
     return constraints.json_schema(given.schema_, "text.format.schema")

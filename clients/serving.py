@@ -25,7 +25,7 @@ WAIT = 120.0
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 _LISTENS = re.compile(r"(http://127\.0\.0\.1:\d+)")
-_REQUEST = re.compile(r"POST (/v1/\S+) (\d+|hung up)(?: prompt=(\d+) matched=(\d+) cached=(\d+) generated=(\d+))?")
+_REQUEST = re.compile(r"POST (\S+) (\d+|hung up)(?: prompt=(\d+) matched=(\d+) cached=(\d+) generated=(\d+))?")
 _DIVERGED = re.compile(r'diverged="(.*)" seconds=')
 
 

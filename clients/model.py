@@ -55,11 +55,17 @@ class Script:
         yield [f"<|{self.name} answered|>", *answer]
 
     def _call(self) -> list[str]:
-        """The call as the template writes it."""
+        """The call as the template writes it, in pieces that end where a value or the choice of a tool begins: a
+        grammar leaves no choice between these places, and there the server puts tokens that the model did not say."""
         assert self.call is not None
         name, given = self.call
-        arguments = json.dumps(given, ensure_ascii=False)
-        return [CALL_START, f'\n{{"name": "{name}", ', f'"arguments": {arguments}}}\n', CALL_END, END]
+        said, text = [CALL_START, '\n{"name": "'], f'{name}", "arguments": {{'
+        for i, (key, value) in enumerate(given.items()):
+            quote = '"' if isinstance(value, str) else ""
+            written = json.dumps(value, ensure_ascii=False).strip('"')
+            said += [f'{text}{", " if i else ""}"{key}": {quote}', written]
+            text = quote
+        return [*said, f"{text}}}}}\n", CALL_END, END]
 
 
 def pieces(text: str) -> list[str]:

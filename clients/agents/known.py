@@ -37,7 +37,7 @@ class Agent:
     name: str
     package: str
     call: Callable[[Place], tuple[str, dict[str, Any]]]
-    """One of the agent's own tools, with arguments that write `CONTENT` to the note."""
+    """One of the agent's own tools, with arguments that write `CONTENT` to the note, in the order of its schema."""
     configure: Callable[[Place], dict[str, str]]
     """Writes the agent's files, and returns its environment variables."""
     first: Callable[[Place, str], list[str]]
@@ -136,7 +136,7 @@ AGENTS = (
     Agent(
         "opencode",
         "opencode-ai",
-        call=lambda place: ("write", {"filePath": str(place.note), "content": CONTENT}),
+        call=lambda place: ("write", {"content": CONTENT, "filePath": str(place.note)}),
         configure=_opencode,
         first=lambda place, prompt: [*OPENCODE, prompt],
         again=lambda prompt: [*OPENCODE, "--continue", prompt],

@@ -17,6 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +32,8 @@ from serving import Request, Server, serving  # noqa: E402
 ROOT = HERE.parent.parent
 INSTALLED = ROOT / ".clients" / "agents"
 RUNS = ROOT / ".clients" / "runs"
-"""Not in the system's temporary folder: Codex takes no home there."""
+"""Homes, logs and outputs; Codex takes no home in the system's temporary folder. The folders that agents work in are
+there, as agents look for a repository around them."""
 TURN = 240.0
 """Seconds after which an agent hangs."""
 LEAST = 0.99
@@ -156,18 +158,19 @@ def check_note(note: Path) -> None:
 
 def try_agent(agent: Agent, folder: Path) -> Result:
     result = Result(agent.name, version(agent))
-    place = Place(folder / "home", folder / "work", "")
-    place.home.mkdir(parents=True)
-    place.note.parent.mkdir(parents=True)
-    call = {"write": agent.call(place)}
-    scripts = [Script(name, answer, call.get(name)) for name, answer in ANSWERS.items()]
-    model = write_scripted_model(folder / "model", scripts)
+    (folder / "home").mkdir(parents=True)
     began = time.monotonic()
-    try:
-        with serving(model, folder / "server.log", "--budget", "1GB", "--alias", "*") as server:
-            turns(agent, replace(place, url=server.url), server, result)
-    except Failure as failure:
-        result.problem = str(failure)
+    with tempfile.TemporaryDirectory() as work:
+        place = Place(folder / "home", Path(work).resolve(), "")
+        place.note.parent.mkdir()
+        call = {"write": agent.call(place)}
+        scripts = [Script(name, answer, call.get(name)) for name, answer in ANSWERS.items()]
+        model = write_scripted_model(folder / "model", scripts)
+        try:
+            with serving(model, folder / "server.log", "--budget", "1GB", "--alias", "*") as server:
+                turns(agent, replace(place, url=server.url), server, result)
+        except Failure as failure:
+            result.problem = str(failure)
     result.seconds = time.monotonic() - began
     return result
 

@@ -1,6 +1,6 @@
 """Clients of OpenAI's and Anthropic's API against `onefold serve`: one row per client, one column per feature.
 
-    python clients/run.py [--only CLIENT ...]
+    python clients/run.py [--only CLIENT ...] [--write]
 
 `make clients` installs them first. Each cell is a small program of that client (`cells/`) on a server of the real
 command, with a tiny model that says a script (`model.py`). A cell passes if what the client itself made of the answer
@@ -28,6 +28,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import page
 from model import Script, write_scripted_model
 from serving import Server, serving
 
@@ -108,12 +109,12 @@ def try_client(client: Client, server: Server, home: Path) -> dict[str, str]:
     return {cell: found.get(cell, why[0]) for cell in COLUMNS if cell not in client.missing}
 
 
-def table(results: dict[Client, dict[str, str]]) -> str:
-    rows = [["client", "version", *COLUMNS], ["---", "---", *["---"] * len(COLUMNS)]]
+def shown(results: dict[Client, dict[str, str]]) -> str:
+    rows = [["client", "version", *COLUMNS]]
     for client, found in results.items():
         marks = ["-" if cell in client.missing else "FAIL" if found[cell] else "ok" for cell in COLUMNS]
         rows.append([client.name, version(client), *marks])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return page.table(rows)
 
 
 def install_programs() -> None:
@@ -126,7 +127,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     names = [client.name for client in CLIENTS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CLIENT", help=", ".join(names))
+    parser.add_argument("--write", action="store_true", help="write the table into docs/clients.md")
     options = parser.parse_args()
+    if options.write and options.only != names:
+        parser.error("--write is for a table of all clients: leave --only out")
     chosen = [client for client in CLIENTS if client.name in options.only]
     for client in chosen:
         if not Path(command_of(client)[0]).exists():
@@ -143,7 +147,9 @@ def main() -> None:
             for client in chosen:
                 print(f"{client.name} ...", flush=True)
                 results[client] = try_client(client, server, Path(folder))
-    print(table(results))
+    print(shown(results))
+    if options.write:
+        page.write("clients", shown(results))
     failed = [(client.name, cell, why) for client, found in results.items() for cell, why in found.items() if why]
     for name, cell, why in failed:
         print(f"FAIL {name}, {cell}: {why[:300]}")

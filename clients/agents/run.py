@@ -1,6 +1,6 @@
 """Coding agents against `onefold serve`: each calls a tool of its own, goes on in the same session, and resumes it.
 
-    python clients/agents/run.py [--only NAME ...] [--keep]
+    python clients/agents/run.py [--only NAME ...] [--keep] [--write]
 
 `make agents` installs them first. Each agent gets a home, a folder, a server and a tiny model of its own; the model
 says a script (`model.py`). Passed: the tool call wrote its file, every answer is in the agent's output, no request was
@@ -25,6 +25,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+import page  # noqa: E402
 from agents.known import AGENTS, CONTENT, Agent, Place  # noqa: E402
 from model import Script, write_scripted_model  # noqa: E402
 from serving import Request, Server, serving  # noqa: E402
@@ -182,9 +183,9 @@ def version(agent: Agent) -> str:
     return str(json.loads(manifest.read_text())["version"])
 
 
-def table(results: list[Result]) -> str:
+def shown(results: list[Result]) -> str:
     head = ["agent", "version", "requests", "prompt tokens", "reused by turn 2", "by the resumed", "seconds", "result"]
-    rows = [head, ["---", "---", *["---:"] * 5, "---"]]
+    rows = [head]
     for r in results:
         shares = []
         for turn in (1, 2):
@@ -192,7 +193,7 @@ def table(results: list[Result]) -> str:
             shares.append("" if share is None else f"{r.cached[turn]:,} ({share:.1%})")
         prompt = f"{r.prompts[0]:,}" if r.prompts else ""
         rows.append([r.agent, r.version, str(r.requests), prompt, *shares, f"{r.seconds:.0f}", r.problem or "ok"])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return page.table(rows, numbers=range(2, 7))
 
 
 def main() -> None:
@@ -200,14 +201,19 @@ def main() -> None:
     names = [agent.name for agent in AGENTS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--keep", action="store_true", help="keep homes, logs and outputs in .clients/runs")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/clients.md")
     options = parser.parse_args()
+    if options.write and options.only != names:
+        parser.error("--write is for a table of all agents: leave --only out")
     shutil.rmtree(RUNS, ignore_errors=True)
     results = []
     for agent in AGENTS:
         if agent.name in options.only:
             results.append(try_agent(agent, RUNS / agent.name.lower().replace(" ", "-")))
             print(f"{agent.name}: {results[-1].problem or 'ok'}", flush=True)
-    print(table(results))
+    print(shown(results))
+    if options.write:
+        page.write("agents", shown(results))
     failed = [r for r in results if r.problem]
     if failed:
         print(f"\n{len(failed)} of {len(results)} failed; .clients/runs has their outputs and the server's logs")

@@ -28,8 +28,8 @@ QUESTION: Any = [{"role": "system", "content": SYSTEM}, {"role": "user", "conten
 TOOL: Any = {"type": "function", "function": {"name": CALL["name"], "description": "", "parameters": SCHEMA}}
 
 
-class Forecast(BaseModel):
-    """Lists of values, so that an answer of any model ends: some clients leave the bounds of numbers out."""
+class Forecast(BaseModel, extra="forbid"):
+    """Lists of values and no other fields, so that an answer of any model ends. Some clients leave bounds out."""
 
     city: Literal["Oslo", "Paris", "Lima"]
     days: Literal[1, 2, 3, 4, 5, 6, 7]

@@ -120,7 +120,7 @@ def test_reading_from_disk_holds_no_stream_up(
 
         def noted(rows: Any) -> None:
             order.append("step")
-            decode(rows)
+            return decode(rows)
 
         monkeypatch.setattr("onefold.engine.admission.READ_SECONDS", -1.0)
         monkeypatch.setattr(Restore, "step", slow)

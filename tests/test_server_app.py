@@ -28,7 +28,9 @@ USER = {"role": "user", "content": "hi"}
 CHAT = ("/v1/chat/completions", {"messages": [USER]})
 TEXT = ("/v1/completions", {"prompt": "so"})
 TALK = ("/v1/messages", {"messages": [USER], "max_tokens": 9})
-EACH = pytest.mark.parametrize("path, body", [CHAT, TEXT, TALK], ids=["chat", "text", "messages"])
+RESPOND = ("/v1/responses", {"input": "hi"})
+ALL = [CHAT, TEXT, TALK, RESPOND]
+EACH = pytest.mark.parametrize("path, body", ALL, ids=["chat", "text", "messages", "responses"])
 
 
 @pytest.fixture(scope="module")
@@ -131,12 +133,6 @@ def test_prompts_as_tokens(client, engine):
     for extra in ({"suffix": "x"}, {"echo": True, "logprobs": 1}, {"best_of": 2}, {"prompt": ["x"] * 65}):
         assert error_of(client.post(TEXT[0], json={**TEXT[1], **extra}))["param"] in extra
     assert error_of(client.post(TEXT[0], json={"prompt": [1], "echo": True}))["param"] == "echo"
-
-
-def test_formats_that_are_not_there(client):
-    assert client.post(CHAT[0], json={**CHAT[1], "response_format": {"type": "text"}}).status_code == 200
-    response = client.post(CHAT[0], json={**CHAT[1], "response_format": {"type": "json_object"}})
-    assert response.status_code == 400 and error_of(response)["param"] == "response_format.type"
 
 
 @pytest.mark.parametrize("name", [None, "default", "some/folder/scripted", "scripted", ""])
@@ -271,6 +267,8 @@ def test_an_error_after_the_start_ends_the_stream(client, engine, path, body):
     last = response.text.strip().split("\n\n")[-1]
     if path == TALK[0]:
         assert last.startswith("event: error\n") and '"overloaded_error"' in last
+    elif path == RESPOND[0]:
+        assert last.startswith("event: response.failed\n") and '"server_is_overloaded"' in last
     else:
         assert json.loads(last.removeprefix("data: "))["error"]["message"] == "gone"
     assert "[DONE]" not in response.text and "message_stop" not in response.text
@@ -283,7 +281,7 @@ def test_a_bug_is_an_error_of_the_apis_shape_that_tells_nothing(client, engine, 
 
     engine.script = broken
     with caplog.at_level(logging.CRITICAL, "uvicorn.error"):
-        for path, body in (CHAT, TALK):
+        for path, body in (CHAT, TALK, RESPOND):
             response = client.post(path, json=body)
             assert response.status_code == 500 and "SECRET" not in error_of(response)["message"]
             assert response.headers["connection"] == "close"

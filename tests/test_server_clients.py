@@ -159,6 +159,32 @@ def test_openai_functions_as_before_there_were_tools(talker, stream):
     assert none.choices[0].message.content == SAID
 
 
+RESPONSES_TOOL: Any = {"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": False}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_tools_there_and_back(talker, stream):
+    """The output, sent back as it is, renders what the model generated: the second prompt goes on from the first."""
+
+    def ask(given: Any) -> Any:
+        asked: Any = {"model": talker.name, "input": given, "tools": [RESPONSES_TOOL], "store": False}
+        if not stream:
+            return talker.openai.responses.create(**asked)
+        with talker.openai.responses.stream(**asked) as events:
+            return events.get_final_response()
+
+    first = ask([QUESTION])
+    thought, call = first.output
+    assert thought.content[0].text == THOUGHT and call.name == CALL["name"]
+    assert json.loads(call.arguments) == CALL["arguments"] and first.usage.output_tokens_details.reasoning_tokens > 0
+    sent_back = [item.model_dump(include={*type(item).model_fields} - {"parsed_arguments"}) for item in first.output]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    second = ask([QUESTION, *[{k: v for k, v in item.items() if v is not None} for item in sent_back], result])
+    assert second.output_text == SAID and second.status == "completed"
+    generated = first.usage.input_tokens + first.usage.output_tokens
+    assert second.usage.input_tokens_details.cached_tokens >= generated - 1  # the last token's KV is not computed
+
+
 def test_openai_without_the_tools_that_it_may_not_use(talker):
     ask = talker.openai.chat.completions.create
     answer = ask(model=talker.name, messages=[QUESTION], tools=[OPENAI_TOOL], tool_choice="none")
@@ -365,14 +391,6 @@ def test_anthropic_a_thread_is_refused_with_the_code_that_its_client_looks_for(t
     assert refused.value.error_code == "thread_unsupported_request"
 
 
-def test_anthropic_a_schema_for_the_answer_is_refused(talker):
-    import anthropic
-
-    wanted: Any = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
-    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format"):
-        talker.anthropic.messages.create(model=talker.name, max_tokens=5, messages=[QUESTION], output_config=wanted)
-
-
 def test_anthropic_stops(talker):
     ask = talker.anthropic.messages.create
     answer = ask(model=talker.name, max_tokens=50, messages=[QUESTION], stop_sequences=[" in"])
@@ -497,6 +515,23 @@ def test_the_two_apis_share_what_is_known(babbler):
     first = babbler.openai.chat.completions.create(model="default", messages=messages, max_tokens=1)
     second = babbler.anthropic.messages.create(model="default", messages=messages, max_tokens=1)
     assert second.usage.cache_read_input_tokens == first.usage.prompt_tokens - 1
+
+
+def test_responses_and_chat_share_what_is_known(babbler):
+    system = "You are a baker. " * 20
+    chat = babbler.openai.chat.completions.create(
+        model="default", messages=[{"role": "system", "content": system}, QUESTION], max_tokens=2
+    )
+    made = babbler.openai.responses.create(model="default", instructions=system, input=[QUESTION], max_output_tokens=3)
+    assert made.usage.input_tokens == chat.usage.prompt_tokens and made.status == "incomplete"
+    assert made.usage.input_tokens_details.cached_tokens >= chat.usage.prompt_tokens - 1
+    counted = babbler.openai.responses.input_tokens.count(model="default", instructions=system, input=[QUESTION])
+    assert counted.input_tokens == made.usage.input_tokens
+
+
+def test_responses_an_empty_input_is_answered(babbler):
+    made = babbler.openai.responses.create(model="default", input="", max_output_tokens=1)
+    assert made.status == "incomplete" and made.usage.output_tokens == 1
 
 
 def test_whoever_goes_away_frees_the_row(babbler):

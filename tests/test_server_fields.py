@@ -9,7 +9,7 @@ import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 import typing_extensions
@@ -19,6 +19,7 @@ from onefold.errors import BadRequest
 from onefold.server.anthropic.schemas import Conversation, MessagesRequest
 from onefold.server.body import Fields, parse
 from onefold.server.openai.schemas import ChatRequest, CompletionRequest
+from onefold.server.responses.schemas import InputTokensRequest, ResponsesRequest
 
 DOCS = (Path(__file__).resolve().parents[1] / "docs" / "server.md").read_text()
 USER = {"role": "user", "content": "hi"}
@@ -27,10 +28,14 @@ LEAST: dict[type[Fields], dict[str, Any]] = {
     CompletionRequest: {"prompt": "so"},
     MessagesRequest: {"messages": [USER], "max_tokens": 9},
     Conversation: {"messages": [USER]},
+    ResponsesRequest: {"input": "hi"},
+    InputTokensRequest: {"input": [USER]},
 }
 ROOTS = {
     "chat": ("openai.types.chat.completion_create_params.CompletionCreateParams", ChatRequest),
     "completions": ("openai.types.completion_create_params.CompletionCreateParams", CompletionRequest),
+    "responses": ("openai.types.responses.response_create_params.ResponseCreateParams", ResponsesRequest),
+    "input_tokens": ("openai.types.responses.input_token_count_params.InputTokenCountParams", InputTokensRequest),
     "messages": ("anthropic.types.message_create_params.MessageCreateParams", MessagesRequest),
     "beta messages": ("anthropic.types.beta.message_create_params.MessageCreateParams", MessagesRequest),
     "count_tokens": ("anthropic.types.message_count_tokens_params.MessageCountTokensParams", Conversation),
@@ -90,13 +95,14 @@ def unknown(theirs: Any, schema: type[Fields], path: str = "", seen: frozenset[A
         hints = typing_extensions.get_type_hints(their)
         if not taken(schema, hints):
             continue
+        honoured = {field.alias or name: field for name, field in schema.model_fields.items()}
         for name, hint in hints.items():
             if name in schema.ignored or name in schema.refused:
-                assert name not in schema.model_fields, f"{schema.__name__}.{name} is honoured as well"
-            elif name not in schema.model_fields:
+                assert name not in honoured, f"{schema.__name__}.{name} is honoured as well"
+            elif name not in honoured:
                 yield f"{path}.{name} ({their.__name__})"
             else:
-                for own in inside(schema.model_fields[name].annotation):
+                for own in inside(honoured[name].annotation):
                     if issubclass(own, BaseModel):
                         assert issubclass(own, Fields)
                         yield from unknown(hint, own, f"{path}.{name}", seen | {(their, schema)})
@@ -137,6 +143,21 @@ def test_the_comparison_goes_deep_and_finds_what_is_missing():
     assert ".messages.content.citations (BetaTextBlockParam)" in found
 
 
+def test_the_comparison_goes_into_items_and_tools_that_their_type_tells_apart():
+    names = {schema.__name__ for schema in schemas(ResponsesRequest)}
+    assert {"MessageItem", "Part", "ReasoningItem", "CustomCallOutput", "FunctionTool", "CustomFormat"} <= names
+
+    class Call(Fields):
+        type: Literal["function_call"]
+
+    class Request(Fields):
+        input: str | list[Annotated[Annotated[Call, "(call)"] | Annotated[dict[str, Any], "(other)"], "by type"]]
+
+    found = set(unknown(theirs_of("responses"), Request))
+    assert ".input.caller (ResponseFunctionToolCallParam)" in found
+    assert ".input.call_id (ComputerCallOutput)" not in found
+
+
 def test_the_documentation_names_all_that_is_ignored_and_refused():
     names = {name for schema in ALL for name in {*schema.ignored, *schema.refused}}
     assert not sorted(name for name in names - {"from", "to", "trigger"} if f"`{name}`" not in DOCS)
@@ -154,15 +175,25 @@ def test_what_is_refused_is_refused_by_name_and_null_asks_for_nothing(root):
 @pytest.mark.parametrize(
     "root, fields, where",
     [
-        (MessagesRequest, {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        (MessagesRequest, {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        (MessagesRequest, {"output_format": {"type": "grammar", "schema": {}}}, "output_format.type"),
         (MessagesRequest, {"tools": [{"name": "f", "allowed_callers": ["code"]}]}, "tools.0.allowed_callers"),
         (MessagesRequest, {"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools.0.type"),
         (MessagesRequest, {"tools": [{"type": "browser_toolset_20260801"}]}, "tools.0.type"),
         (Conversation, {"system": [{"type": "image"}]}, "system.0.type"),
         (ChatRequest, {"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages.0.audio"),
         (ChatRequest, {"modalities": ["text", "audio"]}, "modalities"),
+        (ResponsesRequest, {"background": True}, "background"),
+        (ResponsesRequest, {"tool_choice": {"type": "web_search_preview"}}, "tool_choice.type"),
+        (ResponsesRequest, {"input": [{**USER, "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
+        (
+            InputTokensRequest,
+            {"tools": [{"type": "function", "name": "f", "allowed_callers": ["programmatic"]}]},
+            "tools.0.allowed_callers",
+        ),
         (ChatRequest, {"web_search_options": {}}, "web_search_options"),
-        (ChatRequest, {"response_format": {"type": "json_schema"}}, "response_format.type"),
+        (ChatRequest, {"response_format": {"type": "xml"}}, "response_format.type"),
+        (ChatRequest, {"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
     ],
 )
 def test_what_is_further_in_is_refused_by_its_path(root, fields, where):

@@ -23,6 +23,11 @@ from starlette.testclient import TestClient
 from onefold.server.app import make_app
 from onefold.server.settings import Settings
 
+RESPONSES = ("ResponsesRequest", "InputTokensRequest")
+PATHS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/responses", "/v1/responses/input_tokens"),
+)
 CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance, response_headers_conformance]
 
 app = make_app(ScriptedEngine(), Settings(allowed_hosts=("*",)))  # type: ignore[arg-type]
@@ -44,8 +49,8 @@ def client() -> TestClient:
 def test_the_document_has_the_schemas_that_it_refers_to(client: TestClient) -> None:
     document = client.get("/openapi.json").json()
     text = str(document)
-    for name in ("ChatRequest", "CompletionRequest", "MessagesRequest", "Conversation"):
+    for name in ("ChatRequest", "CompletionRequest", "MessagesRequest", "Conversation", *RESPONSES):
         assert f"#/components/schemas/{name}" in text and name in document["components"]["schemas"]
     assert "HTTPValidationError" not in text and "422" not in text
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens"):
+    for path in PATHS:
         assert "requestBody" in document["paths"][path]["post"]

@@ -35,6 +35,14 @@ def anthropic_messages(*given: dict[str, Any], **fields: Any) -> list[dict[str, 
     return from_anthropic.messages(talk(messages=list(given), **fields))
 
 
+def openai_tools(asked: ChatRequest) -> list[dict[str, Any]] | None:
+    return from_openai.offer(asked).tools
+
+
+def anthropic_tools(asked: Conversation) -> list[dict[str, Any]] | None:
+    return from_anthropic.offer(asked).tools
+
+
 def refusal(make: Any, *args: Any, **fields: Any) -> tuple[str, str]:
     with pytest.raises(BadRequest) as caught:
         make(*args, **fields)
@@ -100,17 +108,17 @@ def test_tools_and_their_choice():
     tools = [{"function": {"parameters": {"type": "object"}, "name": "f", "strict": True}, "type": "function"}]
     made = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     for choice in (None, "auto", "required", {"type": "function", "function": {"name": "f"}}):
-        assert from_openai.tools(chat(tools=tools, tool_choice=choice)) == made
-    assert from_openai.tools(chat(tools=tools, tool_choice="none")) is None
-    assert from_openai.tools(chat(tools=[])) is None
+        assert openai_tools(chat(tools=tools, tool_choice=choice)) == made
+    assert openai_tools(chat(tools=tools, tool_choice="none")) is None
+    assert openai_tools(chat(tools=[])) is None
     other = chat(tools=tools, tool_choice={"type": "function", "function": {"name": "g"}})
-    assert refusal(from_openai.tools, other)[0] == "tool_choice"
+    assert refusal(from_openai.offer, other)[0] == "tool_choice"
 
 
 def test_a_custom_tool_is_a_function_of_one_text():
     grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: WORD"}}
     custom = {"name": "patch", "description": "Edits a file.", "format": grammar}
-    (made,) = from_openai.tools(chat(tools=[{"type": "custom", "custom": custom}])) or []
+    (made,) = openai_tools(chat(tools=[{"type": "custom", "custom": custom}])) or []
     function = made["function"]
     assert made["type"] == "function" and (function["name"], function["description"]) == ("patch", "Edits a file.")
     assert function["parameters"]["required"] == ["input"]
@@ -125,12 +133,12 @@ def test_a_custom_tool_is_a_function_of_one_text():
 
 def test_functions_and_their_results_are_tools_and_theirs():
     function = {"name": "f", "parameters": {"type": "object"}}
-    as_tools = from_openai.tools(chat(tools=[{"type": "function", "function": function}]))
+    as_tools = openai_tools(chat(tools=[{"type": "function", "function": function}]))
     for choice in (None, "auto", {"name": "f"}):
-        assert from_openai.tools(chat(functions=[function], function_call=choice)) == as_tools
-    assert from_openai.tools(chat(functions=[function], function_call="none")) is None
+        assert openai_tools(chat(functions=[function], function_call=choice)) == as_tools
+    assert openai_tools(chat(functions=[function], function_call="none")) is None
     wrong = chat(functions=[function], function_call={"name": "g"})
-    assert refusal(from_openai.tools, wrong)[0] == "function_call"
+    assert refusal(from_openai.offer, wrong)[0] == "function_call"
     call, result = openai_messages(
         {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
         {"role": "function", "name": "f", "content": "r"},
@@ -147,11 +155,11 @@ def test_allowed_tools_are_the_only_ones_that_are_offered():
         chosen = [{"type": "function", "function": {"name": name}} for name in names]
         return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": chosen}}
 
-    made = from_openai.tools(chat(tools=tools, tool_choice=allowed("c", "a"))) or []
+    made = openai_tools(chat(tools=tools, tool_choice=allowed("c", "a"))) or []
     assert [tool["function"]["name"] for tool in made] == ["a", "c"]
-    assert refusal(from_openai.tools, chat(tools=tools, tool_choice=allowed("d")))[0] == "tool_choice"
+    assert refusal(from_openai.offer, chat(tools=tools, tool_choice=allowed("d")))[0] == "tool_choice"
     half = chat(tools=tools, tool_choice={"type": "custom"})
-    assert refusal(from_openai.tools, half)[0] == "tool_choice.custom"
+    assert refusal(from_openai.offer, half)[0] == "tool_choice.custom"
 
 
 def test_a_refusal_that_was_said_is_part_of_the_conversation():
@@ -285,21 +293,21 @@ def test_the_two_apis_say_the_same():
     assert openai == anthropic
     schema = {"type": "object", "properties": {"x": {"type": "number"}}}
     function = {"name": "f", "description": "d", "parameters": schema}
-    mine = from_anthropic.tools(talk(tools=[{"name": "f", "description": "d", "input_schema": schema}]))
-    theirs = from_openai.tools(chat(tools=[{"type": "function", "function": function}]))
+    mine = anthropic_tools(talk(tools=[{"name": "f", "description": "d", "input_schema": schema}]))
+    theirs = openai_tools(chat(tools=[{"type": "function", "function": function}]))
     assert json.dumps(mine) == json.dumps(theirs)
 
 
 def test_choice_of_tools_and_tools_of_their_servers():
     tool = {"name": "f", "input_schema": {"type": "object"}, "type": "custom"}
     for choice in ({"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "f"}):
-        assert from_anthropic.tools(talk(tools=[tool], tool_choice=choice)) is not None
-    assert from_anthropic.tools(talk(tools=[tool], tool_choice={"type": "none"})) is None
+        assert anthropic_tools(talk(tools=[tool], tool_choice=choice)) is not None
+    assert anthropic_tools(talk(tools=[tool], tool_choice={"type": "none"})) is None
     wrong = talk(tools=[tool], tool_choice={"type": "tool", "name": "g"})
-    assert refusal(from_anthropic.tools, wrong)[0] == "tool_choice.name"
+    assert refusal(from_anthropic.offer, wrong)[0] == "tool_choice.name"
     where, said = refusal(talk, tools=[tool, {"type": "web_search_20250305", "name": "web_search"}])
     assert where == "tools.1.type" and "'web_search_20250305'" in said
-    assert refusal(from_anthropic.tools, talk(tools=[{"name": "f"}]))[0] == "tools.0.input_schema"
+    assert refusal(from_anthropic.offer, talk(tools=[{"name": "f"}]))[0] == "tools.0.input_schema"
 
 
 def test_thinking_is_off_unless_asked_for():

@@ -9,12 +9,15 @@ import pytest
 
 from onefold.engine.request import Done, Event, Hit, Logprob, Progress, Reasoning, Started, Text, ToolCall
 from onefold.errors import BudgetError, Busy, DeviceError, EngineStopped, PromptError, TooLong, UnknownModel
+from onefold.server.anthropic.errors import shape as anthropic_shape
 from onefold.server.anthropic.messages import MessageWriter
-from onefold.server.errors import anthropic_shape, openai_shape, problem_of, speaks_anthropic
+from onefold.server.errors import problem_of
 from onefold.server.openai.chat import ChatWriter
 from onefold.server.openai.completions import CompletionWriter
+from onefold.server.openai.errors import shape as openai_shape
 from onefold.server.outcome import Outcome, Tally
 from onefold.server.record import Record, header_text
+from onefold.server.registry import spoken
 from onefold.server.reply import Writer
 
 HIT = Hit(prompt_tokens=10, matched=7, cached=6)
@@ -278,10 +281,19 @@ def test_a_prompt_that_is_too_long_is_said_in_the_words_that_clients_look_for():
     assert anthropic_shape(problem)["error"]["message"] == "prompt is too long: 9 tokens > 5 maximum"
 
 
-def test_which_api_a_client_speaks():
-    assert speaks_anthropic("/v1/messages", set()) and speaks_anthropic("/v1/messages/count_tokens", set())
-    assert speaks_anthropic("/v1/models", {b"anthropic-version"}) and not speaks_anthropic("/v1/models", set())
-    assert not speaks_anthropic("/v1/chat/completions", {b"anthropic-version"})
+@pytest.mark.parametrize(
+    "path, sent, name",
+    [
+        ("/v1/messages", set(), "anthropic"),
+        ("/v1/messages/count_tokens", set(), "anthropic"),
+        ("/v1/models", {b"anthropic-version"}, "anthropic"),
+        ("/v1/models", {b"host"}, "openai"),
+        ("/v1/chat/completions", {b"anthropic-version"}, "openai"),
+        ("/nothing", set(), "openai"),
+    ],
+)
+def test_which_api_a_client_speaks(path, sent, name):
+    assert spoken(path, sent).name == name
 
 
 # -- the record ------------------------------------------------------------------------------------

@@ -190,6 +190,21 @@ def test_imports_point_one_way(file: str) -> None:
     assert not wrong, f"{file} imports {wrong}"
 
 
+APIS = sorted({f.split("/")[1] for f in TREES if re.fullmatch(r"server/\w+/api\.py", f)})
+
+
+def test_every_api_of_the_server_is_in_the_registry() -> None:
+    folders = {f.split("/")[1] for f in TREES if f.startswith("server/") and f.count("/") == 2}
+    assert folders == set(APIS) and {"openai", "anthropic", "responses"} <= folders
+    assert {f"onefold.server.{api}.api" for api in APIS} <= imports(TREES["server/registry.py"])
+
+
+@pytest.mark.parametrize("file", [f for f in TREES if re.fullmatch(r"server/\w+\.py", f)])
+def test_only_the_registry_knows_which_apis_there_are(file: str) -> None:
+    known = [n for n in imports(TREES[file]) for api in APIS if within(n, f"onefold.server.{api}")]
+    assert not known or file == "server/registry.py", f"{file} imports {known}"
+
+
 def own_files(file: str) -> set[str]:
     """The files of the package that a file imports, for types alone or not. A name that is no file of a folder is in
     its `__init__.py`."""

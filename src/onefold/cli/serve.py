@@ -227,7 +227,7 @@ FLAGS = (
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         prog="onefold serve",
-        description="Serves one model at /v1/chat/completions, /v1/completions and /v1/messages.",
+        description="Serves one model at /v1/chat/completions, /v1/responses, /v1/completions and /v1/messages.",
         epilog="Each flag can also be set by the environment variable in brackets; the flag wins.",
     )
     model = os.environ.get("ONEFOLD_MODEL", "").strip() or None

@@ -13,10 +13,12 @@ from __future__ import annotations
 import json
 import logging
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from onefold.engine import stock
 from onefold.engine.request import Event, Logprob, Reasoning, Request, Text, ToolCall
+from onefold.engine.tool_schemas import for_parsers
 
 log = logging.getLogger("onefold.engine")
 
@@ -66,10 +68,13 @@ def _overlap(text: str, string: str) -> int:
 
 
 class Answer:
-    def __init__(self, tokenizer: Any, request: Request) -> None:
+    def __init__(
+        self, tokenizer: Any, request: Request, calls: Callable[[str], list[tuple[str, Any]]] | None = None
+    ) -> None:
+        """`calls`: parses the whole text, which is calls of tools, and nothing else is."""
         self._tokenizer = tokenizer
         self._ends = set(tokenizer.eos_token_ids)
-        self._tools = list(request.tools) if request.tools else None
+        self._tools = for_parsers(request.tools) if request.tools else None
         self._stops = StopStrings(request.stop)
         self._detokenizer = tokenizer.detokenizer
         # mlx-lm drops the space that a text begins with: let this one begin with something else
@@ -80,9 +85,17 @@ class Answer:
         self._machine = None if machine is None else machine.make_state(request.prompt.state)
         self._state: str | None = request.prompt.state
         self._call: str | None = None
+        self._parse_calls = calls
+        self._whole = ""
+        """The text so far, if all of it is calls."""
         self._logprobs: list[Logprob] = []
         self.calls = 0
         self.reasoning_tokens = 0
+
+    @property
+    def state(self) -> str | None:
+        """What the answer is in now: "normal", "reasoning", "tool", or another state of the model's format."""
+        return self._state
 
     @property
     def stopped_by(self) -> str | None:
@@ -111,6 +124,8 @@ class Answer:
             events += self._in_state(state, rest)
         if self._call is not None:  # a model may end without the marker, and some have none
             events += self._end_call(whole=ended and not self._tokenizer.tool_call_end)
+        if self._parse_calls is not None:
+            events += self._end_whole(self._parse_calls, whole=ended)
         return events + self._text(self._stops.flush(), flushed=True)
 
     def _split(self, text: str) -> list[Event]:
@@ -132,6 +147,8 @@ class Answer:
             self._call = (self._call or "") + text
         elif state == "reasoning" and text and self._stops.found is None:
             events.append(Reasoning(text, self._take_logprobs()))
+        elif state == "normal" and self._parse_calls is not None:
+            self._whole += text
         elif state == "normal":
             events += self._text(text)
         return events
@@ -143,6 +160,17 @@ class Answer:
     def _take_logprobs(self) -> tuple[Logprob, ...]:
         taken, self._logprobs = tuple(self._logprobs), []
         return taken
+
+    def _end_whole(self, parse: Callable[[str], list[tuple[str, Any]]], *, whole: bool) -> list[Event]:
+        """Parses the whole text as calls. What was cut off is returned as text."""
+        try:
+            found = parse(self._whole) if whole else []
+        except _UNPARSED as error:
+            log.warning("a forced call could not be parsed and is sent as text: %s", error)
+            found = []
+        self.calls += len(found)
+        calls = [_call({"name": name, "arguments": arguments}) for name, arguments in found]
+        return [*calls] if calls else self._text(self._whole)
 
     def _end_call(self, *, whole: bool) -> list[Event]:
         """`whole`: the model wrote the end of the call. A call that was cut off is returned as text."""

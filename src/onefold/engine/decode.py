@@ -18,6 +18,7 @@ from onefold.cache.memory import device
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.engine.job import Job
 from onefold.engine.jobs import Jobs
+from onefold.engine.prefill import SHORT_REST
 from onefold.engine.recovery import Recovery
 from onefold.engine.sampling import Chooser
 
@@ -29,6 +30,7 @@ class Decode:
         self._chooser = chooser
         self._batch = cache.batch([])
         self._on_cuda = device.on_cuda()
+        self._resumes_anywhere = cache.inventory.resumes_anywhere
         self._seated: frozenset[int] = frozenset()
         """The numbers of the rows of the last step."""
 
@@ -54,10 +56,18 @@ class Decode:
         started = [(job, job.chosen, job.seat) for job in jobs.decoding if job.chosen is not None]
         only_seated = after_chunk and self.delays_prompts
         rows = [job for job in jobs.decoding if job.left > 0 and (job.number in self._seated or not only_seated)]
-        short = rows and not recovery.run(rows, lambda: self._step(rows), preempt=False)
+        guided = any(job.guide is not None for job in rows)
+        logits: list[mx.array] = []
+        short = rows and not recovery.run(rows, lambda: logits.append(self._step(rows)), preempt=False)
+        if logits and not guided:
+            recovery.run(rows, lambda: self._choose(rows, logits[0]))
+        elif logits:  # which tokens may come depends on the last ones: they are read while the device computes
+            mx.async_eval(logits[0])
         for job, chosen, seat in started:
             if not job.over:
                 recovery.run([job], functools.partial(jobs.read, job, chosen, seat))
+        if logits and guided:
+            self._choose_guided(rows, logits[0])
         for job in [j for j in jobs.decoding if j.left <= 0 and j.chosen is None]:
             jobs.finish(job, "length")
         if short:
@@ -65,18 +75,54 @@ class Decode:
         for job in jobs.decoding:
             job.tell()
 
-    def _step(self, rows: list[Job]) -> None:
-        """Starts one forward for all rows, and the choice of their next tokens. Waits for neither."""
+    def _step(self, rows: list[Job]) -> mx.array:
+        """Describes one forward for all rows, and returns its logits. Waits for nothing."""
         self._batch.seat([job.lease for job in rows if job.lease is not None])
         logits = self._batch.step(_inputs(rows))
-        chosen = self._chooser.choose(logits, [job.turn() for job in rows])
-        chosen.start()
         self._jobs.counts["steps"] += 1
         self._seated = frozenset(job.number for job in rows)
-        for seat, job in enumerate(rows):
+        for job in rows:
             job.position += 1
+        return logits
+
+    def _choose(self, rows: list[Job], logits: mx.array) -> None:
+        """Starts the forward and the choice of the rows' next tokens. Waits for neither."""
+        chosen = self._chooser.choose(logits, [job.turn() for job in rows])
+        chosen.start()
+        for seat, job in enumerate(rows):
             job.seated(chosen, seat)
 
+    def _choose_guided(self, rows: list[Job], logits: mx.array) -> None:
+        """Starts the choice of the next tokens of the rows that go on, whose last tokens were read."""
+        jobs = self._jobs
+        for job in rows:
+            if not job.over and self._runs_ahead(job):
+                self._recovery.run([job], functools.partial(self._run_ahead, job))
+        left = [i for i, job in enumerate(rows) if job in jobs.decoding]
+        if not left:
+            return
+        if len(left) < len(rows):
+            logits, rows = logits[mx.array(left)], [rows[i] for i in left]
+        if self._recovery.run(rows, lambda: self._choose(rows, logits)):
+            for job in rows:
+                if job.guide is not None:
+                    self._recovery.run([job], job.guide.check)
+
+    def _runs_ahead(self, job: Job) -> bool:
+        """Whether a row's forced tokens are to be computed in one forward of its own. That forward delays the other
+        rows by about a step, so it must save this row more steps than there are others."""
+        if job.guide is None or not self._resumes_anywhere or job.request.top_logprobs is not None:
+            return False
+        return min(len(job.guide.forced), job.left) > max(1, len(self._jobs.decoding) - 1)
+
+    def _run_ahead(self, job: Job) -> None:
+        """Takes a row's forced tokens into its answer, and has them computed as a prompt is."""
+        finish = job.take_forced(SHORT_REST)
+        if finish is not None:
+            self._jobs.finish(job, finish)
+            return
+        self._jobs.decoding.remove(job)
+        self._jobs.prefilling.append(job)
 
 def _inputs(rows: list[Job]) -> mx.array:
     """The newest token of each row, whether it is known yet or not."""

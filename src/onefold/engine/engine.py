@@ -27,6 +27,7 @@ from onefold.cache.stats import Stats
 from onefold.engine import wanted, warming
 from onefold.engine.config import EngineConfig, EngineOptions
 from onefold.engine.context_length import context_length
+from onefold.engine.guidance.compiler import Compiler
 from onefold.engine.job import Deliver, Job
 from onefold.engine.lengths import Lengths
 from onefold.engine.limits import Limits
@@ -93,6 +94,7 @@ class Engine:
         self.context_length = None if config.ignore_context_length else context_length(model, tokenizer)
         """Tokens of prompt and answer together; None: the model names no length, or it is to be ignored."""
         self.vocab = _vocab(model, tokenizer)
+        self._compiler = Compiler(tokenizer, self.vocab)
         self._numbers = itertools.count(1)
         self._mailbox: queue.SimpleQueue[Callable[[Scheduler], None] | None] = queue.SimpleQueue()
         self._posting = threading.Lock()
@@ -182,7 +184,8 @@ class Engine:
     # -- requests ------------------------------------------------------------------------------
 
     def submit(self, request: Request, deliver: Deliver) -> int:
-        """Queues a request and returns its number, for `cancel`. Raises Busy, TooLong, PromptError or EngineStopped."""
+        """Queues a request and returns its number, for `cancel`. Blocks while the grammar of a constraint is compiled.
+        Raises Busy, TooLong, PromptError or EngineStopped."""
         if len(request.prompt) == 0:
             raise PromptError("the prompt is empty; it needs at least one token")
         self._lengths.check(len(request.prompt))
@@ -190,7 +193,8 @@ class Engine:
         for token in request.sampling.logit_bias:
             if not 0 <= token < self.vocab:
                 raise PromptError(f"logit_bias has token id {token}; ids of this model are from 0 to {self.vocab - 1}")
-        job = Job(next(self._numbers), request, deliver, self.tokenizer, self.vocab)
+        guided = None if request.constraint is None else self._compiler.guided(request)
+        job = Job(next(self._numbers), request, deliver, self.tokenizer, self.vocab, guided)
         with self._posting:
             if self._ended:
                 raise EngineStopped("the engine has stopped")
@@ -313,6 +317,7 @@ class Engine:
     def _end(self) -> None:
         with self._posting:
             self._ended = True
+        self._compiler.close()
         if hasattr(self, "_scheduler"):
             self._drain(self._scheduler)
             self._scheduler.jobs.fail_all(EngineStopped("the engine has stopped"))

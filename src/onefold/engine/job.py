@@ -25,6 +25,7 @@ from onefold.cache.memory.tokens import Tokens
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.request.lease import Lease
 from onefold.engine.answer import Answer
+from onefold.engine.guidance.compiler import Guided
 from onefold.engine.prompt import describe_divergence
 from onefold.engine.request import Done, Event, Failed, Finish, Generated, Hit, Logprob, Progress, Request, Started
 from onefold.engine.sampling import Chosen, Row, Turn
@@ -36,7 +37,15 @@ READS = 4
 
 
 class Job:
-    def __init__(self, number: int, request: Request, deliver: Deliver, tokenizer: Any, vocab: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        request: Request,
+        deliver: Deliver,
+        tokenizer: Any,
+        vocab: int,
+        guided: Guided | None = None,
+    ) -> None:
         self.number = number
         """In the order of arrival."""
         self.request = request
@@ -65,7 +74,8 @@ class Job:
         self._deliver = deliver
         self._tokenizer = tokenizer
         self._row = Row(request.sampling, vocab, request.top_logprobs)
-        self._answer = Answer(tokenizer, request)
+        self.guide = None if guided is None else guided.guide
+        self._answer = Answer(tokenizer, request, None if guided is None else guided.calls)
         self._events: list[Event] = []
 
     # -- memory ------------------------------------------------------------------------------
@@ -153,7 +163,7 @@ class Job:
 
     def turn(self) -> Turn:
         newest = None if self.chosen is None else self.chosen.tokens[self.seat : self.seat + 1]
-        return Turn(self._row, self.tokens, len(self.request.prompt), self.n_chosen, newest)
+        return Turn(self._row, self.tokens, len(self.request.prompt), self.n_chosen, newest, self.guide)
 
     def seated(self, chosen: Chosen, seat: int) -> None:
         """Notes that its next token is being computed."""
@@ -161,15 +171,32 @@ class Job:
         self.n_chosen += 1
 
     def read(self, chosen: Chosen, seat: int) -> Finish | None:
-        """Reads a token that was chosen. Returns the reason if the answer ends with it, else None."""
+        """Reads a token that was chosen. Returns the reason if the answer ends with it, else None. Raises RequestError
+        if its guide fails."""
         token = chosen.read(seat)
-        self.tokens.append(token)
         if self.chosen is chosen:
             self.chosen = None
-        events, ended = self._answer.read(token, self._logprob(token, chosen.logprob(seat)))
+        return self._take(token, self._logprob(token, chosen.logprob(seat)))
+
+    def take_forced(self, most: int) -> Finish | None:
+        """Takes up to `most` tokens into the answer that its guide forces, without a model. Returns the reason if the
+        answer ends with one of them, else None."""
+        assert self.guide is not None
+        for _ in range(min(most, self.left, len(self.guide.forced))):
+            self.n_chosen += 1
+            finish = self._take(self.guide.forced[0], None)
+            if finish is not None:
+                return finish
+        return None
+
+    def _take(self, token: int, logprob: Logprob | None) -> Finish | None:
+        self.tokens.append(token)
+        events, ended = self._answer.read(token, logprob)
         self._events += events
         if ended:
             return "stop"
+        if self.guide is not None:
+            self.guide.read(token, self._answer.state)
         return "length" if self.left == 0 and self.chosen is None else None
 
     def _logprob(self, token: int, found: tuple[float, list[tuple[int, float]]] | None) -> Logprob | None:

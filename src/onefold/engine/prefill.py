@@ -94,6 +94,8 @@ class Prefill:
         if whole and self._cache.inventory.resumes_anywhere and job.left:
             logits = self._forward(job, job.tokens[job.position :])
             chosen = self._chooser.choose(logits[:, -1, :], [job.turn()])
+            if job.guide is not None:
+                job.guide.check()
             chosen.start()
             job.position += rest
             job.seated(chosen, 0)

@@ -22,7 +22,7 @@ from onefold.cache.model import metal
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.engine.job import Job
 from onefold.engine.jobs import Jobs, request_failed
-from onefold.errors import BudgetError, DeviceError, DeviceLost, TooLong
+from onefold.errors import BudgetError, DeviceError, DeviceLost, RequestError, TooLong
 from onefold.faults import UNEXPECTED
 from onefold.sizes import show_size
 
@@ -53,6 +53,9 @@ class Recovery:
                 self.preempt_youngest()
         except (DeviceError, RuntimeError, MemoryError) as error:
             self._device_failed(list(jobs), error)
+        except RequestError as error:
+            for job in list(jobs):
+                self._jobs.fail(job, error)
         except UNEXPECTED as error:  # broad on purpose: see there
             self._jobs.faults.caught("a request failed; all others continue", error)
             for job in list(jobs):

@@ -21,6 +21,8 @@ import numpy as np
 
 from onefold.cache.memory import device
 from onefold.engine import stock
+from onefold.engine.guidance.guide import Guide
+from onefold.engine.guidance.masks import masked
 from onefold.engine.request import Sampling
 from onefold.errors import PromptError
 
@@ -103,7 +105,9 @@ class Turn:
     generated: int
     """Tokens that were chosen for this request before."""
     newest: mx.array | None
-    """The one among them that is not in `tokens` yet."""
+    """The one among them that is not in `tokens` yet; with a guide there is none."""
+    guide: Guide | None = None
+    """Which tokens may be chosen; it has read all of `tokens`."""
 
 
 @dataclass
@@ -145,8 +149,8 @@ class Chooser:
         self._draws = random.SystemRandom()
 
     def choose(self, logits: mx.array, turns: Sequence[Turn]) -> Chosen:
-        """One token per row of `logits`."""
-        chosen = self._tokens(logits, turns)
+        """One token per row of `logits`. While masks are computed, the device computes the logits."""
+        chosen = self._tokens(_guided(logits, turns), turns)
         logprobs = {i: _logprobs(logits[i], chosen[i], t.row) for i, t in enumerate(turns) if _asks(t.row)}
         return Chosen(chosen, logprobs)
 
@@ -168,6 +172,14 @@ class Chooser:
         order = [i for members in groups.values() for i in members]
         back = sorted(range(len(order)), key=order.__getitem__)
         return mx.concatenate(parts)[mx.array(back)]
+
+
+def _guided(logits: mx.array, turns: Sequence[Turn]) -> mx.array:
+    guides = [turn.guide for turn in turns]
+    if all(guide is None or guide.rests for guide in guides):
+        return logits
+    mx.async_eval(logits)
+    return masked(logits, guides)
 
 
 def _scores(logits: mx.array, turn: Turn) -> mx.array:

@@ -8,7 +8,7 @@ Whatever goes wrong in there leaves in the shape of the API that the client spea
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
 from fastapi import APIRouter, FastAPI, Request
@@ -20,19 +20,17 @@ from starlette.types import ASGIApp
 from onefold import __version__
 from onefold.engine.engine import Engine
 from onefold.errors import OnefoldError
-from onefold.server import info
+from onefold.server import info, registry
 from onefold.server.accounting import Accounting
-from onefold.server.anthropic import messages
-from onefold.server.anthropic.schemas import Conversation, MessagesRequest
-from onefold.server.errors import BROKEN, Problem, problem_of, respond
+from onefold.server.api import Endpoint
+from onefold.server.errors import BROKEN, Problem, problem_of
 from onefold.server.hang_up import HangUp
 from onefold.server.hosts import Hosts
 from onefold.server.limits import BodyLimit, Keys, Origins
-from onefold.server.openai import chat, completions
-from onefold.server.openai.schemas import ChatRequest, CompletionRequest
-from onefold.server.openapi import ANTHROPIC_ERROR, OPENAI_ERROR, described, document, errors
+from onefold.server.openapi import described, document, errors
 from onefold.server.paths import Paths
-from onefold.server.reply import Plan, Reply
+from onefold.server.reply import Reply
+from onefold.server.respond import api_of, respond
 from onefold.server.service import Service
 from onefold.server.settings import Settings
 
@@ -48,7 +46,8 @@ def make_app(engine: Engine, settings: Settings = Settings()) -> ASGIApp:  # noq
     app = FastAPI(title="Onefold", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.include_router(generation(service))
     app.include_router(info.routes(service))
-    app.openapi = document(app, [ChatRequest, CompletionRequest, MessagesRequest, Conversation])  # type: ignore[method-assign]
+    schemas = [endpoint.schema for api in registry.APIS for endpoint in api.endpoints]
+    app.openapi = document(app, schemas)  # type: ignore[method-assign]
     app.add_exception_handler(OnefoldError, _ours)
     app.add_exception_handler(HTTPException, _starlettes)
     app.add_exception_handler(Exception, _bug)
@@ -65,35 +64,31 @@ def make_app(engine: Engine, settings: Settings = Settings()) -> ASGIApp:  # noq
 
 
 def generation(service: Service) -> APIRouter:
+    """Returns the routes of all APIs."""
     router = APIRouter()
-
-    async def answer(request: Request, plan: Callable[[Service, bytes, str], Plan]) -> Response:
-        body, namespace = await request.body(), service.namespace(request.state.api_key)
-        return Reply(service, partial(plan, service, body, namespace), request.state.record)
-
-    openai, anthropic = errors(OPENAI_ERROR, 400, 404, 503), errors(ANTHROPIC_ERROR, 400, 404, 503)
-    chats, texts = described(ChatRequest, streams=True), described(CompletionRequest, streams=True)
-    talks, counts = described(MessagesRequest, streams=True), described(Conversation, streams=False)
-
-    @router.post("/v1/chat/completions", response_class=Response, openapi_extra=chats, responses=openai)
-    async def chat_completions(request: Request) -> Response:
-        return await answer(request, chat.plan)
-
-    @router.post("/v1/completions", response_class=Response, openapi_extra=texts, responses=openai)
-    async def text_completions(request: Request) -> Response:
-        return await answer(request, completions.plan)
-
-    @router.post("/v1/messages", response_class=Response, openapi_extra=talks, responses=anthropic)
-    async def anthropic_messages(request: Request) -> Response:
-        return await answer(request, messages.plan)
-
-    @router.post("/v1/messages/count_tokens", response_class=Response, openapi_extra=counts, responses=anthropic)
-    async def count_tokens(request: Request) -> Response:
-        body = await request.body()
-        counted = await service.prepare(partial(messages.count_tokens, service, body))
-        return JSONResponse({"input_tokens": counted})
-
+    for api in registry.APIS:
+        for endpoint in api.endpoints:
+            router.add_api_route(
+                endpoint.path,
+                _handler(service, endpoint),
+                methods=["POST"],
+                name=endpoint.path,
+                response_class=Response,
+                openapi_extra=described(endpoint.schema, streams=endpoint.plan is not None),
+                responses=errors(api.error_schema, 400, 404, 503),
+            )
     return router
+
+
+def _handler(service: Service, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    async def handle(request: Request) -> Response:
+        body, namespace = await request.body(), service.namespace(request.state.api_key)
+        if endpoint.plan is not None:
+            return Reply(service, partial(endpoint.plan, service, body, namespace), request.state.record)
+        assert endpoint.answer is not None
+        return JSONResponse(await service.prepare(partial(endpoint.answer, service, body)))
+
+    return handle
 
 
 async def _ours(request: Request, error: Exception) -> Response:
@@ -104,7 +99,7 @@ async def _ours(request: Request, error: Exception) -> Response:
 
 async def _starlettes(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    said = {404: "Not found.", 405: "Method not allowed."}
+    said = {404: api_of(request.scope).not_found, 405: "Method not allowed."}
     message = said.get(error.status_code, str(error.detail))
     return respond(request.scope, Problem(error.status_code, message, allow=(error.headers or {}).get("Allow")))
 

@@ -18,8 +18,9 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from onefold.server.errors import Problem, respond
+from onefold.server.errors import Problem
 from onefold.server.limits import header
+from onefold.server.respond import respond
 
 SAID = (
     "Host not allowed. Use localhost or the server's address, or start the server "

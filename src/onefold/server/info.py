@@ -10,13 +10,15 @@ from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
-from onefold.server.openapi import OPENAI_ERROR, errors
+from onefold.server import registry
+from onefold.server.openapi import errors
 from onefold.server.service import Service
 
 
 def routes(service: Service) -> APIRouter:
     """Plain functions where the engine is asked: FastAPI runs those on threads."""
     router = APIRouter()
+    shape = registry.APIS[0].error_schema
     since = int(time.time())
 
     @router.head("/", include_in_schema=False)
@@ -26,14 +28,14 @@ def routes(service: Service) -> APIRouter:
         return {"server": "onefold"}
 
     @router.head("/v1/models", include_in_schema=False)
-    @router.get("/v1/models", responses=errors(OPENAI_ERROR))
+    @router.get("/v1/models", responses=errors(shape))
     async def models() -> dict[str, Any]:
         """Lists the one model, with the fields of OpenAI's and of Anthropic's API."""
         found = model_shape(service, since)
         return {"object": "list", "data": [found], "has_more": False, "first_id": found["id"], "last_id": found["id"]}
 
     @router.head("/v1/models/{name:path}", include_in_schema=False)
-    @router.get("/v1/models/{name:path}", responses=errors(OPENAI_ERROR, 404))
+    @router.get("/v1/models/{name:path}", responses=errors(shape, 404))
     async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
         return model_shape(service, since)
@@ -45,17 +47,17 @@ def routes(service: Service) -> APIRouter:
         return JSONResponse({"status": "ok" if alive else "stopped", "model": service.model}, 200 if alive else 503)
 
     @router.head("/metrics", include_in_schema=False)
-    @router.get("/metrics", response_class=Response, responses=errors(OPENAI_ERROR))
+    @router.get("/metrics", response_class=Response, responses=errors(shape))
     def metrics() -> Response:
         return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     @router.head("/v1/cache", include_in_schema=False)
-    @router.get("/v1/cache", responses=errors(OPENAI_ERROR))
+    @router.get("/v1/cache", responses=errors(shape))
     def cache() -> dict[str, Any]:
         """Returns the counts of the engine and its cache, and what the cache holds."""
         return dataclasses.asdict(service.engine.stats())
 
-    @router.delete("/v1/cache", responses=errors(OPENAI_ERROR, 503))
+    @router.delete("/v1/cache", responses=errors(shape, 503))
     def clear() -> dict[str, int]:
         """Drops all KV that no running request uses, in memory and on disk, in every namespace."""
         memory, disk = service.engine.clear()

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from onefold.server.errors import Problem, respond
+from onefold.server.errors import Problem
+from onefold.server.respond import respond
 
 OPEN_PATHS = frozenset({"/", "/health"})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -12,34 +12,6 @@ from pydantic.json_schema import models_json_schema
 
 REF = "#/components/schemas/{model}"
 
-OPENAI_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-ANTHROPIC_ERROR = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-        },
-    },
-}
 EVENT = {
     "type": "object",
     "description": "One of the events of a stream.",
@@ -66,9 +38,9 @@ def described(schema: type[BaseModel], *, streams: bool) -> dict[str, Any]:
     return {"requestBody": body, "responses": {"200": {"description": "The answer.", "content": content}}}
 
 
-def errors(shape: dict[str, Any], *statuses: int) -> dict[int | str, dict[str, Any]]:
+def errors(shape: Mapping[str, Any], *statuses: int) -> dict[int | str, dict[str, Any]]:
     """Returns the error responses of a route, for FastAPI's `responses`."""
-    content = {"application/json": {"schema": shape}}
+    content = {"application/json": {"schema": dict(shape)}}
     always = (401, 403, 408, 413, 500)
     return {status: {"description": STATUSES[status], "content": content} for status in sorted({*always, *statuses})}
 

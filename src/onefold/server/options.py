@@ -1,4 +1,4 @@
-"""The options of both APIs for how an answer is made. Knows no API's messages."""
+"""The options of all APIs for how an answer is made. Knows no API's messages."""
 
 from __future__ import annotations
 

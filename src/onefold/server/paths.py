@@ -8,18 +8,11 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from onefold.server import registry
+
 VERSION = "/v1"
-VERSIONED = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/models",
-        "/v1/cache",
-    }
-)
-ENDPOINTS = VERSIONED | {"/", "/health", "/metrics", "/openapi.json"}
+OWN_VERSIONED = frozenset({"/v1/models", "/v1/cache"})
+OWN = OWN_VERSIONED | {"/", "/health", "/metrics", "/openapi.json"}
 
 
 class Paths:
@@ -37,11 +30,15 @@ def canonical(path: str) -> str:
     while path.startswith(VERSION * 2 + "/"):
         path = path[len(VERSION) :]
     versioned = VERSION + path
-    return versioned if endpoint_of(versioned) in VERSIONED else path
+    return versioned if endpoint_of(versioned) in versioned_paths() else path
+
+
+def versioned_paths() -> set[str]:
+    return {endpoint.path for api in registry.APIS for endpoint in api.endpoints} | OWN_VERSIONED
 
 
 def endpoint_of(path: str) -> str:
     """One of a few names: a path is a client's own text, which neither a log nor a metric is to be filled with."""
-    if path in ENDPOINTS:
+    if path in OWN or path in versioned_paths():
         return path
     return "/v1/models" if path.startswith("/v1/models/") else "other"

@@ -28,10 +28,11 @@ from onefold.server.stream import Stream
 class Writer(Protocol):
     """Writes answers in the format of one API. Used for one request."""
 
-    keep_alive: bytes
-
     def feed(self, choice: int, event: Event) -> bytes:
         """Returns what a stream sends for an event, if anything."""
+
+    def keep_alive(self) -> bytes:
+        """Returns what a stream sends when there has been nothing to send for a while."""
 
     def end(self) -> bytes: ...
 
@@ -108,7 +109,7 @@ class Reply(Response):
             if stream.over:
                 break
             if any(said) or loop.time() >= silent_until:
-                await _body(send, b"".join(said) or writer.keep_alive)
+                await _body(send, b"".join(said) or writer.keep_alive())
                 silent_until = loop.time() + patience
             events = await stream.next(max(0.0, silent_until - loop.time()))
         await _body(send, b"".join(said) + writer.end(), more=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +22,14 @@ from onefold.errors import BadRequest, Busy, UnknownModel
 from onefold.server.metrics import Metrics
 from onefold.server.settings import Settings
 
+log = logging.getLogger("onefold.server")
+
 T = TypeVar("T")
 
 MOST_PREPARING = 256
 """Requests whose bodies are held before the engine, which has a queue of its own, knows of them. Each has a thread."""
+MOST_TOLD = 100
+"""Texts that are logged once."""
 
 
 class Service:
@@ -35,6 +40,7 @@ class Service:
         self._threads: ThreadPoolExecutor | None = None
         self._preparing = 0
         self._counting = threading.Lock()
+        self._told: set[str] = set()
 
     async def prepare(self, make: Callable[[], T]) -> T:
         """Runs `make` on a thread for prompts; if this is cancelled, `make` ends at its next piece of text. Raises Busy
@@ -78,6 +84,14 @@ class Service:
     def check_model(self, name: str | None) -> None:
         if not self.serves(name):
             raise UnknownModel(f"The model {str(name)[:100]!r} is not served here; use {self.model!r}.")
+
+    def log_once(self, told: str) -> None:
+        """Logs this, unless it was logged before. Of what clients can vary, the first hundred are logged."""
+        with self._counting:
+            if told in self._told or len(self._told) >= MOST_TOLD:
+                return
+            self._told.add(told)
+        log.info("%s", told)
 
     def defaults(self) -> Sampling:
         return self.settings.defaults(self.engine.defaults)

@@ -7,10 +7,11 @@ import uuid
 from typing import Any
 
 from onefold.engine.request import Done, Event, Reasoning, Request, Started, Text, ToolCall
-from onefold.server.anthropic import translate
+from onefold.server import constraints
+from onefold.server.anthropic import errors, translate
 from onefold.server.anthropic.schemas import Conversation, MessagesRequest
 from onefold.server.body import parse, parse_arguments
-from onefold.server.errors import Problem, anthropic_shape
+from onefold.server.errors import Problem
 from onefold.server.options import most_tokens, stop_strings
 from onefold.server.outcome import Outcome, Tally, Usage
 from onefold.server.reply import Plan, sse
@@ -27,31 +28,32 @@ def plan(service: Service, body: bytes, namespace: str) -> Plan:
     asked = parse(body, MessagesRequest)
     service.check_model(asked.model)
     sampling = asked.sampling(service.defaults())
-    tools = translate.tools(asked)
+    offer = translate.offer(asked)
     options = translate.template_options(asked)
+    constraint = constraints.constraint(translate.shape(asked), offer.rule)
     request = Request(
-        prompt=service.engine.chat(translate.messages(asked), tools=tools, template_options=options),
+        prompt=service.engine.chat(translate.messages(asked), tools=offer.tools, template_options=options),
         max_tokens=most_tokens(asked.max_tokens),
         stop=stop_strings(asked.stop_sequences, "stop_sequences"),
         sampling=sampling,
-        tools=tools,
+        tools=offer.tools,
+        constraint=constraint,
         namespace=namespace,
     )
     return Plan((request,), MessageWriter(service.model, request.max_tokens), bool(asked.stream))
 
 
-def count_tokens(service: Service, body: bytes) -> int:
+def count_tokens(service: Service, body: bytes) -> dict[str, int]:
     """Blocks while the prompt is made. Raises RequestError."""
     asked = parse(body, Conversation)
     service.check_model(asked.model)
-    tools, options = translate.tools(asked), translate.template_options(asked)
+    tools, options = translate.offer(asked).tools, translate.template_options(asked)
     messages = translate.messages(asked)
-    return len(service.engine.chat(messages, tools=tools, template_options=options, of_any_length=True))
+    prompt = service.engine.chat(messages, tools=tools, template_options=options, of_any_length=True)
+    return {"input_tokens": len(prompt)}
 
 
 class MessageWriter:
-    keep_alive = sse({"type": "ping"}, "ping")
-
     def __init__(self, model: str, max_tokens: int | None = None) -> None:
         self._max_tokens = max_tokens
         self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
@@ -65,7 +67,7 @@ class MessageWriter:
         match event:
             case Started():
                 ends = {"stop_reason": None, "stop_sequence": None, "usage": usage_shape(self._tally.usage)}
-                return _event("message_start", message={**self._head, "content": [], **ends}) + self.keep_alive
+                return _event("message_start", message={**self._head, "content": [], **ends}) + self.keep_alive()
             case Text():
                 return self._begin(event) + self._delta({"type": "text_delta", "text": event.text})
             case Reasoning():
@@ -80,11 +82,14 @@ class MessageWriter:
             case _:
                 return b""
 
+    def keep_alive(self) -> bytes:
+        return _event("ping")
+
     def end(self) -> bytes:
         return b""
 
     def failed(self, problem: Problem) -> bytes:
-        return sse(anthropic_shape(problem), "error")
+        return sse(errors.shape(problem), "error")
 
     def whole(self, outcomes: list[Outcome], usage: Usage) -> dict[str, Any]:
         (outcome,) = outcomes

@@ -11,8 +11,6 @@ from pydantic import Field
 from onefold.server.body import Fields, Kinds, Refusal
 from onefold.server.options import TEXT_ONLY, MaxTokens, SamplingFields
 
-FORMAT = Refusal("JSON and schemas are not enforced: leave this out, and describe the format in a message.")
-
 
 def _empty(value: Any) -> bool:
     return not value
@@ -56,7 +54,7 @@ class Tool(Fields):
         frozenset({"custom"}),
         "Tools of the type {} are not supported: give a tool with a name and an input_schema, and run it yourself.",
     )
-    ignored = frozenset({"cache_control", "strict", "defer_loading", "eager_input_streaming", "input_examples"})
+    ignored = frozenset({"cache_control", "defer_loading", "eager_input_streaming", "input_examples"})
     refused: ClassVar[Mapping[str, Refusal]] = {
         "allowed_callers": Refusal(
             "Only the model can call tools here: include 'direct' in the callers, or leave this out.",
@@ -69,13 +67,13 @@ class Tool(Fields):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class ToolChoice(Fields):
-    ignored = frozenset({"disable_parallel_tool_use"})
-
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class Thinking(Fields):
@@ -84,9 +82,15 @@ class Thinking(Fields):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
+class OutputFormat(Fields):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
+
+
 class OutputConfig(Fields):
     ignored = frozenset({"effort", "task_budget"})
-    refused: ClassVar[Mapping[str, Refusal]] = {"format": FORMAT}
+
+    format: OutputFormat | None = None
 
 
 class Conversation(Fields):
@@ -116,7 +120,6 @@ class Conversation(Fields):
         "compaction": Refusal("Compaction is not supported: ask the model for a summary in a message."),
         "container": Refusal("Containers and skills are not supported: leave this out."),
         "mcp_servers": Refusal("MCP servers are not supported: give the model their tools, and run them.", _empty),
-        "output_format": FORMAT,
     }
 
     model: str | None = None
@@ -126,6 +129,8 @@ class Conversation(Fields):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """What `output_config.format` was before."""
     chat_template_kwargs: dict[str, Any] | None = None
 
 

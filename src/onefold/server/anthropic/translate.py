@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from onefold.engine.constraint import Shape
 from onefold.errors import BadRequest
-from onefold.server import normalise
-from onefold.server.anthropic.schemas import Block, Conversation, Message, Tool
+from onefold.server import constraints, normalise, tools
+from onefold.server.anthropic.schemas import Block, Conversation, Message, ToolChoice
+from onefold.server.anthropic.schemas import Tool as GivenTool
 from onefold.server.options import for_the_template
+from onefold.server.tools import Offer, Tool
 
 
 def messages(asked: Conversation) -> list[dict[str, Any]]:
@@ -110,22 +113,36 @@ def _needed(value: str | None, where: str) -> str:
     return value
 
 
-def tools(asked: Conversation) -> list[dict[str, Any]] | None:
-    """Returns the tools in OpenAI's format; None without tools, and with a tool_choice of "none"."""
-    if not asked.tools or (asked.tool_choice and asked.tool_choice.type == "none"):
-        return None
-    offered = [tool.name for tool in asked.tools]
-    if asked.tool_choice and asked.tool_choice.type == "tool" and asked.tool_choice.name not in offered:
-        raise BadRequest("This names a tool that is not in the list of tools.", where="tool_choice.name")
-    return [_tool(tool, f"tools.{i}") for i, tool in enumerate(asked.tools)]
+def offer(asked: Conversation) -> Offer:
+    """Returns the tools for the template and the rule for the engine. Raises BadRequest for a choice that cannot be."""
+    given = {f"tools.{i}": _tool(tool, f"tools.{i}") for i, tool in enumerate(asked.tools or ())}
+    choice = asked.tool_choice
+    return tools.offer(given, _choice(choice), parallel=not (choice and choice.disable_parallel_tool_use))
 
 
-def _tool(tool: Tool, where: str) -> dict[str, Any]:
+def _tool(tool: GivenTool, where: str) -> Tool:
     for name in ("name", "input_schema"):
         if getattr(tool, name) is None:
             raise BadRequest("This field is required.", where=f"{where}.{name}")
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return normalise.tool({"type": "function", "function": function})
+    return Tool(function, strict=bool(tool.strict))
+
+
+def _choice(given: ToolChoice | None) -> tools.Choice:
+    if given is None or given.type == "auto":
+        return tools.Choice()
+    if given.type == "tool":
+        return tools.Choice(only=_needed(given.name, "tool_choice.name"), where="tool_choice.name")
+    return tools.Choice("required" if given.type == "any" else "none")
+
+
+def shape(asked: Conversation) -> Shape | None:
+    """Returns the shape of the answer's text; None if any will do. Raises BadRequest if two are asked for."""
+    formats = {"output_format": asked.output_format}
+    formats["output_config.format"] = asked.output_config.format if asked.output_config else None
+    return constraints.only_one(
+        constraints.json_schema(given.schema_, f"{where}.schema") for where, given in formats.items() if given
+    )
 
 
 def template_options(asked: Conversation) -> dict[str, Any]:

@@ -8,14 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 from onefold.engine.request import Done, Event, Reasoning, Request, Started, Text, ToolCall
-from onefold.server.body import parse, parse_arguments
+from onefold.server import constraints
+from onefold.server.body import parse
 from onefold.server.errors import Problem
 from onefold.server.openai import chunks, translate
+from onefold.server.openai.constraints import shape
 from onefold.server.openai.schemas import ChatRequest
 from onefold.server.options import most_tokens, stop_strings
 from onefold.server.outcome import Outcome, Tally, Usage
 from onefold.server.reply import Plan, sse
 from onefold.server.service import Service
+from onefold.server.tools import custom_input
 
 
 def plan(service: Service, body: bytes, namespace: str) -> Plan:
@@ -23,14 +26,16 @@ def plan(service: Service, body: bytes, namespace: str) -> Plan:
     asked = parse(body, ChatRequest)
     service.check_model(asked.model)
     sampling = asked.sampling(service.defaults())
-    messages, tools = translate.messages(asked.messages), translate.tools(asked)
+    messages, offer = translate.messages(asked.messages), translate.offer(asked)
+    constraint = constraints.constraint(shape(asked), offer.rule)
     request = Request(
-        prompt=service.engine.chat(messages, tools=tools, template_options=translate.template_options(asked)),
+        prompt=service.engine.chat(messages, tools=offer.tools, template_options=translate.template_options(asked)),
         max_tokens=most_tokens(asked.max_completion_tokens, asked.max_tokens, service.settings.max_tokens),
         stop=stop_strings(asked.stop, "stop"),
         sampling=sampling,
         top_logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
-        tools=tools,
+        tools=offer.tools,
+        constraint=constraint,
         namespace=namespace,
     )
     n = asked.n or 1
@@ -40,7 +45,7 @@ def plan(service: Service, body: bytes, namespace: str) -> Plan:
         choices=n,
         include_usage=usage,
         logprobs=bool(asked.logprobs),
-        custom=translate.custom_names(asked),
+        custom=offer.custom,
         functions=bool(asked.functions and not asked.tools),
     )
     return Plan(choices(request, n), writer, bool(asked.stream), n)
@@ -55,8 +60,6 @@ def choices(request: Request, n: int) -> tuple[Request, ...]:
 
 
 class ChatWriter:
-    keep_alive = chunks.KEEP_ALIVE
-
     def __init__(
         self,
         model: str,
@@ -94,6 +97,9 @@ class ChatWriter:
                 return self._chunk(choice, {}, finish=self._finish(event))
             case _:
                 return b""
+
+    def keep_alive(self) -> bytes:
+        return chunks.KEEP_ALIVE
 
     def end(self) -> bytes:
         if not self._include_usage:
@@ -138,11 +144,11 @@ class ChatWriter:
             argued = {"function_call": {"arguments": call.arguments}}
             named = self._chunk(choice, {"function_call": {"name": call.name, "arguments": ""}})
             return named + self._chunk(choice, argued) if index == 0 else b""
-        shape = self._called(call)
-        kind = shape["type"]
-        (text,) = shape[kind].keys() - {"name"}
+        called = self._called(call)
+        kind = called["type"]
+        (text,) = called[kind].keys() - {"name"}
         begun = {"index": index, "id": call.id, "type": kind, kind: {"name": call.name, text: ""}}
-        rest = {"index": index, kind: {text: shape[kind][text]}}
+        rest = {"index": index, kind: {text: called[kind][text]}}
         return self._chunk(choice, {"tool_calls": [begun]}) + self._chunk(choice, {"tool_calls": [rest]})
 
     def _chunk(self, choice: int, delta: dict[str, Any], *, finish: str | None = None, logprobs: Any = None) -> bytes:
@@ -151,13 +157,6 @@ class ChatWriter:
         if self._include_usage:
             chunk["usage"] = None
         return sse(chunk)
-
-
-def custom_input(arguments: str) -> str:
-    """The text that a custom tool is called with; all of the arguments, if a model wrote others."""
-    found = parse_arguments(arguments)
-    said = found.get(translate.CUSTOM_INPUT) if isinstance(found, dict) else None
-    return said if isinstance(said, str) else arguments
 
 
 def _function(call: ToolCall) -> dict[str, str]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from onefold import __version__
 from onefold.engine.request import Logprob
-from onefold.server.errors import Problem, openai_shape
+from onefold.server.errors import Problem
+from onefold.server.openai import errors
 from onefold.server.outcome import Usage
 from onefold.server.reply import sse
 
@@ -30,7 +31,7 @@ def usage_shape(usage: Usage) -> dict[str, Any]:
 
 
 def failed(problem: Problem) -> bytes:
-    return sse(openai_shape(problem))
+    return sse(errors.shape(problem))
 
 
 def finite(logprob: float) -> float:
@@ -38,7 +39,11 @@ def finite(logprob: float) -> float:
 
 
 def chat_logprobs(found: Iterable[Logprob]) -> dict[str, Any]:
-    return {"content": [_token(lp) for lp in found], "refusal": None}
+    return {"content": token_logprobs(found), "refusal": None}
+
+
+def token_logprobs(found: Iterable[Logprob]) -> list[dict[str, Any]]:
+    return [_token(lp) for lp in found]
 
 
 def _token(lp: Logprob) -> dict[str, Any]:

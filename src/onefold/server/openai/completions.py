@@ -8,10 +8,12 @@ from typing import Any
 
 from onefold.engine.request import Done, Event, Request, Started, Text
 from onefold.errors import BadRequest
+from onefold.server import constraints
 from onefold.server.body import parse
 from onefold.server.errors import Problem
 from onefold.server.openai import chunks
 from onefold.server.openai.chat import choices
+from onefold.server.openai.constraints import shape
 from onefold.server.openai.schemas import CompletionRequest
 from onefold.server.options import most_tokens, stop_strings
 from onefold.server.outcome import Outcome, Tally, Usage
@@ -32,6 +34,7 @@ def plan(service: Service, body: bytes, namespace: str) -> Plan:
     refuse(asked, given, n)
     sampling = asked.sampling(service.defaults())
     stop = stop_strings(asked.stop, "stop")
+    constraint = constraints.constraint(shape(asked))
     most = most_tokens(asked.max_tokens, service.settings.max_tokens, USUAL_TOKENS)
     made: list[Request] = []
     for prompt in given:
@@ -42,6 +45,7 @@ def plan(service: Service, body: bytes, namespace: str) -> Plan:
             sampling=sampling,
             top_logprobs=asked.logprobs,
             plain=True,
+            constraint=constraint,
             namespace=namespace,
         )
         made += choices(request, n)
@@ -79,8 +83,6 @@ def refuse(asked: CompletionRequest, given: list[str | list[int]], n: int) -> No
 
 
 class CompletionWriter:
-    keep_alive = chunks.KEEP_ALIVE
-
     def __init__(
         self, model: str, echoed: list[str], *, per_prompt: int = 1, include_usage: bool = False, logprobs: bool = False
     ) -> None:
@@ -106,6 +108,9 @@ class CompletionWriter:
                 return self._chunk(choice, "", finish=event.finish)
             case _:
                 return b""
+
+    def keep_alive(self) -> bytes:
+        return chunks.KEEP_ALIVE
 
     def end(self) -> bytes:
         if not self._include_usage:

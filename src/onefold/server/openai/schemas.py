@@ -1,5 +1,5 @@
-"""OpenAI's requests: each field of theirs is honoured, ignored or refused. Others' fields are let pass, but for some
-that would change what a request means."""
+"""OpenAI's requests: each field of theirs is honoured, ignored or refused. Others' fields are let pass; those
+that give the answer a format are honoured too."""
 
 from __future__ import annotations
 
@@ -65,16 +65,15 @@ class Message(Fields):
 
 
 class Function(Fields):
-    ignored = frozenset({"strict"})
-
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Grammar(Fields):
     definition: str
-    syntax: str
+    syntax: Literal["lark", "regex"]
 
 
 class CustomFormat(Fields):
@@ -120,25 +119,41 @@ class StreamOptions(Fields):
     include_usage: bool | None = None
 
 
+class JsonSchema(Fields):
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
+    """None: any object."""
+    strict: bool | None = None
+
+
 class ResponseFormat(Fields):
-    kinds = Kinds(
-        frozenset({"text"}),
-        'Only {{"type": "text"}} can be asked for, not {}: nothing here makes a model keep to JSON or to a schema.',
-    )
-
-    type: str
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
+    """As llama.cpp has it."""
 
 
-CONSTRAINTS = dict.fromkeys(
-    ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar", "json_schema"),
-    Refusal("Schemas and grammars are not enforced: leave this out, and describe the format in a message."),
-)
-"""Fields of other servers."""
+class StructuredOutputs(Fields):
+    """vLLM's; exactly one of the fields is set."""
+
+    ignored = frozenset({"disable_any_whitespace", "disable_fallback", "whitespace_pattern"})
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "structural_tag": Refusal("Structural tags are not supported: offer tools, or give a grammar."),
+        "disable_additional_properties": Refusal(
+            'This is not supported: write "additionalProperties": false into the schema.', lambda value: value is False
+        ),
+    }
+
+    json_: Annotated[dict[str, Any] | bool | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class Common(SamplingFields):
     ignored = frozenset({"user"})
-    refused: ClassVar[Mapping[str, Refusal]] = CONSTRAINTS
 
     model: str | None = None
     max_tokens: MaxTokens | None = None
@@ -146,12 +161,22 @@ class Common(SamplingFields):
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    """What `structured_outputs` was before, as are the next three."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    grammar: str | None = None
+    """llama.cpp's; "" is none."""
+    json_schema: dict[str, Any] | bool | None = None
+    """llama.cpp's."""
 
 
 class ChatRequest(Common):
     ignored = Common.ignored | {
         "metadata",
-        "parallel_tool_calls",
         "prediction",
         "prompt_cache_key",
         "prompt_cache_options",
@@ -161,7 +186,7 @@ class ChatRequest(Common):
         "store",
         "verbosity",
     }
-    refused: ClassVar[Mapping[str, Refusal]] = CONSTRAINTS | {
+    refused: ClassVar[Mapping[str, Refusal]] = {
         "audio": Refusal("This model answers in text only: leave audio out."),
         "modalities": Refusal("This model answers in text only.", lambda value: value == ["text"]),
         "moderation": Refusal("Moderation is not supported: leave this out, or use another service for it."),
@@ -174,10 +199,10 @@ class ChatRequest(Common):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
+    parallel_tool_calls: bool | None = None
     functions: list[Function] | None = None
     """What `tools` was before."""
     function_call: Literal["none", "auto"] | Named | None = None
-    response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from onefold.errors import BadRequest
-from onefold.server import normalise
-from onefold.server.body import Fields, parse_arguments
-from onefold.server.openai.schemas import Call, CalledFunction, ChatRequest, Choice, Message, Named, Part, Tool
+from onefold.server import normalise, tools
+from onefold.server.body import parse_arguments
+from onefold.server.openai.schemas import Call, CalledFunction, ChatRequest, Choice, Message, Named, Part
+from onefold.server.openai.schemas import Tool as GivenTool
 from onefold.server.options import for_the_template
-
-CUSTOM_INPUT = "input"
-"""The argument that a custom tool's text is."""
+from onefold.server.tools import CUSTOM_INPUT, Offer, Tool
 
 
 def messages(given: Sequence[Message]) -> list[dict[str, Any]]:
@@ -69,9 +68,10 @@ def text(content: str | Sequence[Part] | None, where: str, clean: Callable[[str]
         return content and clean(content)
     lines = []
     for i, part in enumerate(content):
-        said = part.refusal if part.type == "refusal" else part.text
+        name = "refusal" if part.type == "refusal" else "text"
+        said: str | None = getattr(part, name)
         if said is None:
-            raise BadRequest("This field is required.", where=f"{where}.{i}.{part.type}")
+            raise BadRequest("This field is required.", where=f"{where}.{i}.{name}")
         if (kept := clean(said)) or not said:
             lines.append(kept)
     return "\n".join(lines)
@@ -93,76 +93,64 @@ def _called(function: CalledFunction) -> dict[str, Any]:
     return {"name": function.name, "arguments": parse_arguments(function.arguments)}
 
 
-def tools(asked: ChatRequest) -> list[dict[str, Any]] | None:
-    """Functions, for the template; None without any, and with a choice of "none"."""
-    offered = {f"tools.{i}": tool for i, tool in enumerate(asked.tools or ())}
-    made = {where: _tool(tool, where) for where, tool in offered.items()}
+def offer(asked: ChatRequest) -> Offer:
+    """Returns the tools for the template and the rule for the engine. Raises BadRequest for a choice that cannot be."""
+    given = {f"tools.{i}": _tool(tool, f"tools.{i}") for i, tool in enumerate(asked.tools or ())}
     if asked.function_call != "none":
-        functions = [{"type": "function", "function": f.model_dump()} for f in asked.functions or ()]
-        made |= {f"functions.{i}": function for i, function in enumerate(functions)}
-    if not made or asked.tool_choice == "none":
-        return None
-    names = _chosen(asked)
-    there = {tool["function"]["name"] for tool in made.values()}
-    if names is not None and (missing := names - there):
-        where = "tool_choice" if isinstance(asked.tool_choice, Fields) else "function_call"
-        raise BadRequest(f"This names a tool that is not in the list of tools: {min(missing)[:40]!r}.", where=where)
-    if isinstance(asked.tool_choice, Choice) and asked.tool_choice.allowed_tools is not None and names is not None:
-        made = {where: tool for where, tool in made.items() if tool["function"]["name"] in names}
-    return [normalise.tool(tool) for tool in made.values()] or None
+        functions = enumerate(asked.functions or ())
+        given |= {f"functions.{i}": Tool(f.model_dump(), strict=bool(f.strict)) for i, f in functions}
+    as_before = bool(asked.functions and not asked.tools)
+    parallel = asked.parallel_tool_calls is not False and not as_before  # an answer has one function_call
+    return tools.offer(given, _choice(asked), parallel=parallel, where="functions" if as_before else "tools")
 
 
-def custom_names(asked: ChatRequest) -> frozenset[str]:
-    """The tools whose calls are answered with text instead of arguments."""
-    return frozenset(tool.custom.name for tool in asked.tools or () if tool.type == "custom" and tool.custom)
-
-
-def _tool(tool: Tool, where: str) -> dict[str, Any]:
-    """A custom tool is offered as a function of one string."""
+def _tool(tool: GivenTool, where: str) -> Tool:
     if tool.type == "function" and tool.function is not None:
-        return {"type": "function", "function": tool.function.model_dump()}
+        return Tool(tool.function.model_dump(), strict=bool(tool.function.strict))
     if tool.type == "function" or tool.custom is None:
         raise BadRequest("This field is required.", where=f"{where}.{tool.type}")
-    custom, told = tool.custom, "The whole input of the tool, as plain text."
-    if custom.format is not None and custom.format.grammar is not None:
-        grammar = custom.format.grammar
-        told += f" It follows this grammar ({grammar.syntax}):\n{grammar.definition}"
-    schema = {
-        "type": "object",
-        "properties": {CUSTOM_INPUT: {"type": "string", "description": told}},
-        "required": [CUSTOM_INPUT],
-    }
-    function = {"name": custom.name, "description": custom.description, "parameters": schema}
-    return {"type": "function", "function": function}
+    custom = tool.custom
+    if custom.format is None or custom.format.type == "text":
+        return tools.custom_tool(custom.name, custom.description)
+    if custom.format.grammar is None:
+        raise BadRequest("This field is required.", where=f"{where}.custom.format.grammar")
+    grammar = custom.format.grammar
+    return tools.custom_tool(custom.name, custom.description, grammar.syntax, grammar.definition)
 
 
-def _chosen(asked: ChatRequest) -> set[str] | None:
-    """The tools that the choice names; None if it names none. Raises BadRequest for one that is not whole."""
-    if isinstance(asked.tool_choice, Choice):
-        return _names(asked.tool_choice, "tool_choice")
-    return {asked.function_call.name} if isinstance(asked.function_call, Named) else None
-
-
-def _names(choice: Choice, where: str) -> set[str]:
-    inside = {"function": choice.function, "custom": choice.custom, "allowed_tools": choice.allowed_tools}[choice.type]
+def _choice(asked: ChatRequest) -> tools.Choice:
+    """Raises BadRequest for a choice that is not whole."""
+    given = asked.tool_choice
+    if isinstance(given, str):
+        return tools.Choice(given)
+    if given is None:
+        called = asked.function_call
+        return tools.Choice(only=called.name, where="function_call") if isinstance(called, Named) else tools.Choice()
+    inside = {"function": given.function, "custom": given.custom, "allowed_tools": given.allowed_tools}[given.type]
     if inside is None:
-        raise BadRequest("This field is required.", where=f"{where}.{choice.type}")
+        raise BadRequest("This field is required.", where=f"tool_choice.{given.type}")
     if isinstance(inside, Named):
-        return {inside.name}
-    found: set[str] = set()
-    for i, one in enumerate(inside.tools):
-        here = f"{where}.allowed_tools.tools.{i}"
-        if one.type == "allowed_tools":
-            raise BadRequest("This should be 'function' or 'custom'.", where=f"{here}.type")
-        found |= _names(one, here)
-    return found
+        return tools.Choice(only=inside.name)
+    where = "tool_choice.allowed_tools.tools"
+    names = [_allowed(one, f"{where}.{i}") for i, one in enumerate(inside.tools)]
+    return tools.Choice(inside.mode, allowed=frozenset(names))
+
+
+def _allowed(choice: Choice, where: str) -> str:
+    if choice.type == "allowed_tools":
+        raise BadRequest("This should be 'function' or 'custom'.", where=f"{where}.type")
+    named = choice.function if choice.type == "function" else choice.custom
+    if named is None:
+        raise BadRequest("This field is required.", where=f"{where}.{choice.type}")
+    return named.name
 
 
 def template_options(asked: ChatRequest) -> dict[str, Any]:
+    return effort_options(asked.reasoning_effort) | for_the_template(asked.chat_template_kwargs)
+
+
+def effort_options(effort: str | None) -> dict[str, Any]:
     """reasoning_effort is for templates that know it; "none" is also said in the way that most of them understand."""
-    options: dict[str, Any] = {}
-    if asked.reasoning_effort is not None:
-        options["reasoning_effort"] = asked.reasoning_effort
-        if asked.reasoning_effort == "none":
-            options["enable_thinking"] = False
-    return options | for_the_template(asked.chat_template_kwargs)
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})

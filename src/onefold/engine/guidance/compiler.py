@@ -1,0 +1,151 @@
+"""Makes guides: what a request asks for becomes a grammar, and the grammar is compiled for the model's vocabulary.
+
+Compiled grammars are kept, and so are errors: a conversation sends the same tools with every request. Any number of
+threads may ask; compiling blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from llguidance import LLMatcher
+
+from onefold.engine.constraint import Constraint
+from onefold.engine.guidance import call_format
+from onefold.engine.guidance.call_format import CallFormat, plain_calls
+from onefold.engine.guidance.grammar import Tools, answer_grammar, is_required, offered
+from onefold.engine.guidance.guide import Guide, short
+from onefold.engine.guidance.limits import KEPT_BYTES, KEPT_GRAMMARS, MOST_BYTES, parser_limits
+from onefold.engine.guidance.trial import Trials
+from onefold.engine.guidance.vocabulary import Vocabulary
+from onefold.engine.request import Prompt, Request
+from onefold.errors import PromptError
+
+log = logging.getLogger("onefold.engine")
+
+
+class Guided(NamedTuple):
+    """What keeps one answer to its constraint."""
+
+    guide: Guide
+    calls: Callable[[str], list[tuple[str, Any]]] | None
+    """Parses the whole answer, which is calls of tools in a format that is not the model's own; None: it is not."""
+
+
+class Compiler:
+    def __init__(self, tokenizer: Any, vocab: int) -> None:
+        """`vocab`: the ids that the model has an embedding for."""
+        self._tokenizer = tokenizer
+        self._vocabulary = Vocabulary(tokenizer, vocab)
+        self._trials = Trials(self._vocabulary)
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, Any] = OrderedDict()
+        """Grammars, the one used last at the end, with their matcher at its beginning, or with the error's text."""
+        self._told: set[str] = set()
+
+    def guided(self, request: Request) -> Guided | None:
+        """Returns the guide for the answer to a request; None if nothing is to be enforced, or if it cannot be enforced
+        and need not be. Blocks. Raises PromptError, which says what cannot be enforced; Busy."""
+        asked, tools = request.constraint or Constraint(), request.tools or ()
+        shape, rule = asked.shape, asked.tools if tools else None
+        must = shape is not None or is_required(rule) or bool(rule and rule.strict)
+        where = shape.where if shape is not None else rule.where if rule is not None else ""
+        if must:
+            self._vocabulary.require(where)
+        elif not self._vocabulary.usable or self._calls is None:
+            return None
+        calls = self._calls or (plain_calls() if is_required(rule) else None)
+        if shape is None and (rule is None or calls is None):
+            return None
+        matcher = self._compiled(Constraint(shape=shape, tools=rule), tools, calls, where)
+        guide = Guide(
+            matcher.deep_copy(),
+            self._vocabulary.size,
+            ends=self._vocabulary.ends,
+            state=request.prompt.state,
+            thinks=() if request.plain else self._thinks(request.prompt),
+        )
+        return Guided(guide, calls.calls if calls is not None and self._calls is None and is_required(rule) else None)
+
+    def close(self) -> None:
+        """Ends the child process that compiles grammars."""
+        self._trials.close()
+
+    def _compiled(self, asked: Constraint, tools: Tools, calls: CallFormat | None, where: str) -> Any:
+        """The matcher at its beginning. A tool whose schema cannot be enforced, and need not be, may be called with
+        any arguments."""
+        make = functools.partial(answer_grammar, asked, tools, calls, self._vocabulary)
+        matcher, error = self._try(make())
+        if matcher is None and asked.tools is not None and calls is not None:
+            chosen = offered(tools, asked.tools)
+            names = [tool["function"]["name"] for tool in chosen]
+            loose = [name for name in names if name not in asked.tools.strict and name not in asked.tools.grammars]
+            bad = frozenset(name for name in loose if not self._enforceable(asked, chosen, calls, name))
+            if bad:
+                self._tell(bad)
+                matcher, error = self._try(make(free=bad))
+        if matcher is None:
+            raise PromptError(f"this cannot be enforced: {error}", where=where)
+        return matcher
+
+    def _enforceable(self, asked: Constraint, tools: Tools, calls: CallFormat, name: str) -> bool:
+        """Whether the calls of one tool can be enforced."""
+        assert asked.tools is not None
+        alone = Constraint(tools=asked.tools)
+        only = [tool for tool in tools if tool["function"]["name"] == name]
+        return self._try(answer_grammar(alone, only, calls, self._vocabulary))[0] is not None
+
+    def _try(self, grammar: str) -> tuple[Any, str]:
+        """Compiles a grammar. Returns its matcher, or None and why there is none. Raises Busy."""
+        if len(grammar) > MOST_BYTES:
+            return None, f"it has {len(grammar)} characters as a grammar, and {MOST_BYTES} is the most"
+        with self._lock:
+            if grammar in self._kept:
+                self._kept.move_to_end(grammar)
+                return self._found(grammar)
+        verdict = self._trials.run(grammar)
+        made: Any = short(verdict.error)
+        if not verdict.error:
+            made = LLMatcher(self._vocabulary.compiled(), grammar, log_level=0, limits=parser_limits())
+            if made.is_error():
+                made = short(made.get_error())
+        for warning in verdict.warnings:
+            log.info("a grammar was relaxed: %s", short(warning))
+        with self._lock:
+            self._kept[grammar] = made
+            self._kept.move_to_end(grammar)
+            while len(self._kept) > KEPT_GRAMMARS or (sum(map(len, self._kept)) > KEPT_BYTES and len(self._kept) > 1):
+                self._kept.popitem(last=False)
+            return (None, made) if isinstance(made, str) else (made, "")
+
+    def _found(self, grammar: str) -> tuple[Any, str]:
+        made = self._kept[grammar]
+        return (None, made) if isinstance(made, str) else (made, "")
+
+    def _tell(self, names: frozenset[str]) -> None:
+        new = names - self._told
+        if new:
+            self._told |= new
+            shown = ", ".join(json.dumps(name[:40]) for name in sorted(new)[:10])
+            log.warning("the schemas of these tools cannot be enforced, so their arguments may be anything: %s", shown)
+
+    def _thinks(self, prompt: Prompt) -> Sequence[int]:
+        """The tokens by which an answer may begin to think: those of the model, unless the prompt ends behind them."""
+        tokenizer = self._tokenizer
+        if not tokenizer.has_thinking or prompt.state != "normal":
+            return ()
+        tail = prompt.tokens[-32:].tolist()  # a generation prompt is short
+        return () if tokenizer.rfind_think_end(tail) >= 0 else tuple(tokenizer.think_start_tokens)
+
+    @functools.cached_property
+    def _calls(self) -> CallFormat | None:
+        found = call_format.learn(self._tokenizer)
+        if found is None and self._tokenizer.has_tool_calling:
+            log.warning("the format of this model's tool calls is not recognised: calls are not kept to a grammar")
+        return found

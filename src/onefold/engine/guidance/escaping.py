@@ -1,0 +1,109 @@
+"""Makes of a grammar of some text the grammar of the same text inside a JSON string.
+
+A custom tool takes text in the argument `input`. Where a model writes arguments as JSON, what its grammar calls a line
+break is the two characters of an escape there. Literals are escaped one by one, and so is each character of a regular
+expression. Knows nothing of tools.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from onefold.errors import PromptError
+
+ESCAPES = {'"': r"\"", "\\": r"\\", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
+"""Characters that a JSON string has in another form. Other control characters are left out."""
+SAFE = r'[^"\\\x00-\x1f]'
+"""Characters that a JSON string has as they are."""
+COMMON = {"LF": '"\\n"', "CR": '"\\r"', "NEWLINE": r"/(\r?\n)+/", "WS": r"/[ \t\f\r\n]+/", "WS_INLINE": r"/[ \t]+/"}
+"""What Lark's library has of these names."""
+
+_TOKEN = re.compile(
+    r"""(?P<comment>(?:\#|//)[^\n]*)
+    | (?P<string>"(?:\\.|[^"\\\n])*")(?P<fold>i?)
+    | (?P<regex>/(?:\\.|\[(?:\\.|[^\]\\])*\]|[^/\\\n])+/)(?P<flags>[imslux]*)
+    | (?P<nested>%(?:json|lark|regex|llguidance)\b)
+    | %import\s+common\.(?P<name>\w+)
+    | %import\s+common\s*\((?P<names>[^)]*)\)""",
+    re.VERBOSE,
+)
+_REGEX = re.compile(
+    r"\\(?P<escape>.)|(?P<set>\[\^?\]?(?:\\.|[^\]\\])*\])|(?P<group>\(\?[^)]*?[:>])|(?P<other>.)", re.DOTALL
+)
+
+
+def escaped_grammar(grammar: str) -> str:
+    """Returns the Lark grammar of the escaped text. Raises PromptError for what cannot be escaped."""
+    return _TOKEN.sub(_token, grammar)
+
+
+def _token(found: re.Match[str]) -> str:
+    if found["comment"]:
+        return ""
+    if found["nested"]:
+        raise PromptError(f"a custom tool's grammar cannot contain {found['nested']}: write it as plain Lark")
+    if found["string"]:
+        return _quoted(_unquoted(found["string"])) + found["fold"]
+    if found["regex"]:
+        return f"/{escaped_regex(found['regex'][1:-1])}/{found['flags']}"
+    names = [found["name"]] if found["name"] else [name.strip() for name in found["names"].split(",")]
+    return "\n".join(
+        f"{name}: {escaped_grammar(COMMON[name])}" if name in COMMON else f"%import common.{name}" for name in names
+    )
+
+
+def _unquoted(text: str) -> str:
+    try:
+        read: str = json.loads(re.sub(r"\\x([0-9a-fA-F]{2})", r"\\u00\1", text), strict=False)
+    except ValueError as error:
+        raise PromptError(f"a string of a custom tool's grammar cannot be read: {text[:40]}") from error
+    return read
+
+
+def _quoted(text: str) -> str:
+    """A literal of Lark that stands for the text as a JSON string has it."""
+    return json.dumps("".join(ESCAPES.get(c, c) for c in text), ensure_ascii=False)
+
+
+def escaped_regex(regex: str) -> str:
+    """Returns the regular expression of the escaped text."""
+    return _REGEX.sub(_regex_part, regex)
+
+
+def _regex_part(found: re.Match[str]) -> str:
+    if found["escape"]:
+        escape = found["escape"]
+        if escape in "dw" or escape in "xupP":  # a class, or a character by its number, which is safe or unusual
+            return found[0]
+        if escape in "sSDW":
+            return _set(f"\\{escape}")
+        if escape in "bBAzZ":
+            raise PromptError(rf"a custom tool's grammar cannot contain \{escape}: leave it out")
+        return _character({"n": "\n", "r": "\r", "t": "\t"}.get(escape, escape))
+    if found["set"]:
+        return _set(found["set"])
+    if found["group"]:
+        return found[0]
+    if found["other"] == ".":
+        return _set(r"[^\n]")
+    if found["other"] in "^$":
+        return ""
+    return found["other"] if found["other"] in "()|?*+{}," or found["other"].isalnum() else _character(found["other"])
+
+
+def _character(character: str) -> str:
+    """One character as the escaped text has it, in a regular expression between slashes."""
+    return "".join(rf"\{c}" if c in r'\/.^$*+?()[]{}|"' else c for c in ESCAPES.get(character, character))
+
+
+def _set(text: str) -> str:
+    """A set of characters: those that are safe, and the escapes of the others that it has."""
+    try:
+        others = [escape for character, escape in ESCAPES.items() if re.fullmatch(text, character)]
+    except re.error as error:
+        raise PromptError(f"a set of a custom tool's grammar cannot be read: {text[:40]}") from error
+    inside = text if text.startswith("[") else f"[{text}]"
+    made = [f"[{inside}&&{SAFE}]"]
+    made += ["".join(rf"\{c}" if c in r'\"' else c for c in escape) for escape in others]
+    return f"(?:{'|'.join(made)})"

@@ -1,0 +1,96 @@
+"""Makes the grammar of a whole answer of what a request asks for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from onefold.engine.constraint import Constraint, Shape, ToolRule
+from onefold.engine.guidance.call_format import CallFormat
+from onefold.engine.guidance.call_grammar import CallGrammar
+from onefold.engine.guidance.lark import SPACED, Rules, json_value, quoted
+from onefold.engine.guidance.vocabulary import Vocabulary
+from onefold.errors import PromptError
+from onefold.faults import UNEXPECTED
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+def answer_grammar(
+    asked: Constraint,
+    tools: Tools,
+    calls: CallFormat | None,
+    vocabulary: Vocabulary,
+    free: frozenset[str] = frozenset(),
+) -> str:
+    """Returns the grammar of an answer: text of the shape, or calls of tools. `free`: tools whose schemas are left out.
+    Raises PromptError for what cannot be made into one."""
+    rules = Rules(vocabulary)
+    shape = None if asked.shape is None else shape_expression(rules, asked.shape)
+    if asked.tools is None or calls is None:
+        assert shape is not None
+        return rules.text(shape)
+    grammar = CallGrammar(rules, calls, asked.tools, free)
+    if is_required(asked.tools):
+        return rules.text(grammar.required(offered(tools, asked.tools)))
+    if shape is not None:  # a call takes the place of the whole answer
+        return rules.text(f"{shape} | {grammar.required(tools)}")
+    return rules.text(grammar.allowed(tools))
+
+
+def is_required(rule: ToolRule | None) -> bool:
+    return rule is not None and (rule.required or rule.only is not None)
+
+
+def offered(tools: Tools, rule: ToolRule) -> Tools:
+    """The tools that may be called."""
+    return [tool for tool in tools if rule.only is None or tool["function"]["name"] == rule.only]
+
+
+def shape_expression(rules: Rules, shape: Shape) -> str:
+    """Returns the expression for text of a shape. Raises PromptError."""
+    return SHAPES[shape.kind](rules, shape)
+
+
+def _schema(_: Rules, shape: Shape) -> str:
+    return json_value(json.loads(shape.text), SPACED)
+
+
+def _choice(rules: Rules, shape: Shape) -> str:
+    choices = [choice for choice in json.loads(shape.text) if choice]
+    if not choices:
+        raise PromptError("a choice needs at least one text that is not empty", where=shape.where)
+    return rules.add("choice", " | ".join(map(quoted, choices)))
+
+
+def _grammar(rules: Rules, shape: Shape) -> str:
+    try:
+        lark: str = any_to_lark(shape.text)
+    except (GbnfToLarkError, *UNEXPECTED) as error:  # broad on purpose: the converter is not ours
+        raise PromptError(f"the grammar can be read neither as Lark nor as GBNF: {error}", where=shape.where) from error
+    return rules.nested("grammar", lark)
+
+
+def _regex(rules: Rules, shape: Shape) -> str:
+    """The regular expression between slashes. It always matches the whole text."""
+    text = shape.text.removeprefix("^")
+    if text.endswith("$") and not text.endswith(r"\$"):
+        text = text[:-1]
+    if not text:
+        raise PromptError("the regular expression is empty", where=shape.where)
+    made, escaped = "", False
+    for character in text:
+        made += rf"\{character}" if character == "/" and not escaped else character
+        escaped = character == "\\" and not escaped
+    return rules.add("PATTERN", f"/{made.replace(chr(10), chr(92) + 'n')}/")
+
+
+SHAPES: dict[str, Callable[[Rules, Shape], str]] = {
+    "json_schema": _schema,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+}

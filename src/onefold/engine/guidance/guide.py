@@ -1,0 +1,101 @@
+"""Which tokens may come next in one answer.
+
+A guide follows the tokens of its answer, one by one. It rests while the model thinks, and where its grammar leaves one
+way on it names the tokens of that way at once (`forced`). Used by the engine's thread alone. Knows nothing of MLX.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from onefold.errors import RequestError
+
+_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+"""Where in the grammar an error is, which the client has not written."""
+GUIDED_STATES = frozenset({"normal", "tool"})
+"""States of an answer that the grammar is about; in others, as in reasoning, everything is allowed."""
+
+
+class Guide:
+    def __init__(
+        self, matcher: Any, vocab: int, *, ends: Sequence[int], state: str, thinks: Sequence[int] = ()
+    ) -> None:
+        """`matcher`: llguidance's, at the beginning, for `vocab` tokens. `ends`: the tokens that end an answer.
+        `state`: what the answer begins in. `thinks`: the tokens by which the answer may begin to think, if it may."""
+        self._matcher = matcher
+        self.vocab = vocab
+        self._ends = frozenset(ends)
+        self._resting = state not in GUIDED_STATES
+        self._thinks = tuple(thinks)
+        self.forced: deque[int] = deque()
+        """The only tokens that may come next, as far as they are known."""
+        if not self._resting and not self._thinks:
+            self._look_ahead()
+
+    @property
+    def rests(self) -> bool:
+        """Whether every token may come next."""
+        return self._resting
+
+    @property
+    def matcher(self) -> Any:
+        """What computes the mask, if neither `rests` nor `forced`."""
+        return self._matcher
+
+    @property
+    def may_think(self) -> int | None:
+        """A token that may come next beside those of the mask: the model may begin to think."""
+        return self._thinks[0] if self._thinks else None
+
+    def read(self, token: int, state: str | None) -> None:
+        """Follows a token of the answer. `state`: what the answer is in behind it. Raises RequestError if the grammar
+        has become too complex, or has no way on."""
+        thinks, self._thinks = self._thinks, ()
+        if self.forced:
+            if token != self.forced.popleft():
+                raise RequestError("the model's output is not a number: the answer cannot be kept to its schema")
+        elif thinks and token == thinks[0]:
+            self._resting = True
+            self.forced.extend(thinks[1:])
+            return
+        elif not self._resting and token not in self._ends:
+            self._matcher.consume_token(token)
+            self.check()
+        if not self.forced and token not in self._ends and state in GUIDED_STATES:
+            self._resting = False  # it may have thought until now
+            self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        ahead = self._matcher.compute_ff_tokens()
+        if ahead:
+            self._matcher.consume_tokens(ahead)
+            self.check()
+            self.forced.extend(ahead)
+
+    def check(self) -> None:
+        """Raises RequestError if the grammar cannot be followed any further."""
+        if self._matcher.is_error():
+            why = short(self._matcher.get_error())
+            raise RequestError(f"the answer cannot be kept to its schema any further: {why}")
+
+
+def only(token: int, words: int) -> np.ndarray:
+    """A mask that allows one token."""
+    mask = np.zeros(words, np.int32)
+    allow(mask, token)
+    return mask
+
+
+def allow(mask: np.ndarray, token: int) -> None:
+    mask.view(np.uint32)[token // 32] |= np.uint32(1 << (token % 32))
+
+
+def short(message: str) -> str:
+    """The first line of one of llguidance's messages, without what it appends."""
+    line = message.partition("\n")[0].replace("<non-verbose/>", "").strip()
+    return _PLACE.sub("", line)[:300]

@@ -1,0 +1,72 @@
+"""Writes grammars in llguidance's dialect of Lark. Knows nothing of tools or of any API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from onefold.engine.guidance.vocabulary import Vocabulary
+
+ANY_TEXT = r"/(.|\n)*/"
+SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""How JSON is written: as Python's `json` and most chat templates write it. So the next turn's prompt, which a template
+renders, has the tokens that were generated; many tokens are forced; and no answer ends in a loop of line breaks."""
+COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+
+
+class Rules:
+    """The rules of one grammar; `start` is the first."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._rules: dict[str, str] = {}
+        self.slots: dict[str, str] = {}
+        """Characters of literals that stand for a regular expression."""
+
+    def add(self, name: str, body: str, *, lazy: bool = False) -> str:
+        """Adds a rule, and returns the name to use it by. `lazy`: it ends as early as it can."""
+        self._rules[f"{name}[lazy]" if lazy else name] = body or '""'
+        return name
+
+    def literal(self, text: str) -> str:
+        """Text as it is. Special tokens in it are tokens: a model writes them as one."""
+        for slot, pattern in self.slots.items():
+            if slot in text:
+                return f" /{pattern}/ ".join(self.literal(part) for part in text.split(slot))
+        pieces = self._vocabulary.pieces(text)
+        return " ".join(f"<[{piece}]>" if isinstance(piece, int) else quoted(piece) for piece in pieces)
+
+    def until(self, name: str, end: str) -> str:
+        """Any text up to the first `end`, and that."""
+        pieces = self._vocabulary.pieces(end)
+        if isinstance(pieces[0], int):  # no text contains a special token
+            return f"{ANY_TEXT} {self.literal(end)}"
+        self.add(name, f"{ANY_TEXT} {quoted(pieces[0])}", lazy=True)
+        rest = " ".join(f"<[{p}]>" if isinstance(p, int) else quoted(p) for p in pieces[1:])
+        return f"{name} {rest}".rstrip()
+
+    def nested(self, name: str, grammar: str) -> str:
+        """A whole Lark grammar with names of its own."""
+        return self.add(name, f"%lark {{\n{grammar}\n}}")
+
+    def text(self, start: str) -> str:
+        rules = [f"{name}: {body}" for name, body in self._rules.items()]
+        return "\n".join(["%llguidance {}", f"start: {start}", *rules])
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def json_value(schema: Any, style: Mapping[str, Any], *, lenient: bool = False) -> str:
+    """JSON that keeps to a schema. `lenient`: what llguidance cannot enforce is not enforced."""
+    if schema is True:
+        schema = {}
+    if schema is False:
+        schema = {"not": {}}
+    options = {**style, "lenient": True, "coerce_one_of": True} if lenient else dict(style)
+    own = schema.get("x-guidance")
+    return "%json " + json.dumps(
+        {**schema, "x-guidance": {**options, **(own if isinstance(own, Mapping) else {})}}, ensure_ascii=False
+    )

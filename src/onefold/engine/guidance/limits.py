@@ -1,0 +1,35 @@
+"""The limits of grammars: how large one may be, how long it may take to compile, and what one step of it may cost.
+
+Clients send grammars. Without limits a schema of 40 bytes can take minutes and gigabytes to compile
+(`{"type": "integer", "multipleOf": 12345678}`), and a grammar with a long chain of rules ends the process. So a child
+process compiles a grammar first (`trial.py`), under these limits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llguidance import LLParserLimits
+
+MOST_BYTES = 1 << 20
+"""Of a grammar's text."""
+MOST_SECONDS = 4.0
+"""To compile a grammar, on the machine as it is."""
+MOST_TREE_BYTES = 2 << 30
+"""Address space that the child process may add, where the system can limit that."""
+KEPT_GRAMMARS = 64
+KEPT_BYTES = 8 << 20
+"""Of the texts of grammars whose compiled form, or whose error, is kept."""
+
+
+def parser_limits() -> Any:
+    """Returns the limits of one grammar. A mask that exceeds them is an error of its request alone."""
+    return LLParserLimits(
+        max_items_in_row=3000,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=100_000,
+        step_max_items=30_000,
+        max_lexer_states=50_000,
+        max_grammar_size=50_000,
+        verbose_errors=False,
+    )

@@ -1,0 +1,84 @@
+"""A model's vocabulary, as llguidance takes it. Made from the tokenizer's `tokenizer.json` when it is first needed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import threading
+from typing import Any
+
+from llguidance import LLTokenizer
+
+from onefold.errors import PromptError
+
+
+class Vocabulary:
+    def __init__(self, tokenizer: Any, size: int) -> None:
+        """`size`: the ids that the model has an embedding for."""
+        self._tokenizer = tokenizer
+        self._size = size
+        self._compiling = threading.Lock()
+        self._compiled: Any = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether the tokenizer is one that grammars can be enforced for."""
+        return self._backend is not None
+
+    def require(self, where: str) -> None:
+        """Raises PromptError if grammars cannot be enforced for this tokenizer. `where`: the field that asks for it."""
+        if not self.usable:
+            name = getattr(self._tokenizer, "name_or_path", "") or type(self._tokenizer).__name__
+            raise PromptError(
+                f"the tokenizer of this model ({name}) has no tokenizer.json, which schemas, grammars and forced tools "
+                "need; leave this out, or serve a model that has one",
+                where=where,
+            )
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The content of its tokenizer.json, with the tokens that were added since."""
+        backend = copy.copy(self._backend)
+        assert backend is not None
+        backend.no_padding()
+        backend.no_truncation()
+        found: str = backend.to_str()
+        return found
+
+    @property
+    def size(self) -> int:
+        """Tokens of the vocabulary; the model may have some more ids, or fewer."""
+        assert self._backend is not None
+        return max(self._size, self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def ends(self) -> list[int]:
+        """The tokens that end an answer."""
+        return sorted(self._tokenizer.eos_token_ids)
+
+    def compiled(self) -> Any:
+        """Returns the vocabulary in llguidance's form, which takes a second to make for 150,000 tokens."""
+        with self._compiling:
+            if self._compiled is None:
+                self._compiled = LLTokenizer(self.text, n_vocab=self.size, eos_token=self.ends)
+            return self._compiled
+
+    @functools.cached_property
+    def special(self) -> dict[str, int]:
+        """The tokens that only stand for themselves, and never for the characters of their name."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return {token.content: number for number, token in added.items() if token.special}
+
+    def pieces(self, text: str) -> list[str | int]:
+        """Returns the text in pieces: text, and the ids of special tokens in it."""
+        if not self.special or not text:
+            return [text] if text else []
+        names = sorted(self.special, key=len, reverse=True)
+        parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text)
+        return [self.special.get(part, part) for part in parts if part]
+
+    @functools.cached_property
+    def _backend(self) -> Any:
+        """The tokenizer of the `tokenizers` package; None if this one is of another kind."""
+        return getattr(self._tokenizer, "backend_tokenizer", None)

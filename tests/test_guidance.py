@@ -1,0 +1,431 @@
+"""Answers that keep to a schema, in the engine: a tiny model with random weights, which would keep to nothing."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import mlx.core as mx
+import numpy as np
+import pytest
+from asking import Answer, ask_all
+from call_templates import HERMES, bytes_and_words, tokenizer_of
+from effort import effort
+from llguidance import LLParserLimits
+
+from onefold.engine import decode, stock
+from onefold.engine.constraint import Constraint, Shape, ToolRule
+from onefold.engine.engine import Engine
+from onefold.engine.guidance import compiler, masks, trial
+from onefold.engine.guidance.guide import Guide
+from onefold.engine.request import Reasoning, Request, Sampling, Text
+from onefold.errors import BudgetError, PromptError, RequestError
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "bb", "ccc"]}, "maxItems": 3},
+        "more": {"anyOf": [{"type": "null"}, {"type": "boolean"}]},
+    },
+    "required": ["name", "age", "tags", "more"],
+    "additionalProperties": False,
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string", "maxLength": 8}},
+            "required": ["word"],
+        },
+    },
+}
+DRAWN = Sampling(temperature=1.0)
+
+
+@functools.cache
+def speaker(name: str = "hermes", thinks: bool = False) -> tuple[Any, Any]:
+    """A llama of random weights and the tokenizer of a format of calls."""
+    special = ("<think>", "</think>") if thinks else ()
+    tokenizer = tokenizer_of(name, special=special)
+    config = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 96,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": len(tokenizer) + 24,  # models have more ids than their tokenizers
+    }
+    mx.random.seed(7)
+    model = stock.random_llama(config)
+    mx.eval(model.parameters())
+    return model, tokenizer
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine(*speaker(), budget="256MB") as made:
+        yield made
+        made.check()
+
+
+def shaped(schema: Any, where: str = "response_format") -> Constraint:
+    return Constraint(shape=Shape("json_schema", json.dumps(schema), where))
+
+
+def asked(engine: Engine, constraint: Constraint | None, said: str = "Who?", **options: Any) -> Request:
+    tools = options.get("tools")
+    prompt = engine.chat([{"role": "user", "content": said}], tools=tools)
+    return Request(prompt=prompt, constraint=constraint, **{"sampling": DRAWN, "max_tokens": 400, **options})
+
+
+def ask(engine: Engine, constraint: Constraint | None, said: str = "Who?", **options: Any) -> Answer:
+    return Answer(list(engine.ask(asked(engine, constraint, said, **options))))
+
+
+# -- shapes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [DRAWN, Sampling(temperature=0), Sampling(temperature=2.0, top_k=3, min_p=0.01)])
+def test_an_answer_is_json_of_its_schema(engine, sampling):
+    for i in range(effort(4, 25)):
+        answer = ask(engine, shaped(PERSON), f"Who is {i}?", sampling=sampling)
+        assert answer.done.finish == "stop"
+        jsonschema.validate(json.loads(answer.text), PERSON)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "wanted"),
+    [
+        ("regex", "[0-9]{3}-[a-c]/x", r"[0-9]{3}-[a-c]/x"),
+        ("regex", r"^\d\.\d$", r"\d\.\d"),
+        ("choice", json.dumps(["yes", 'no "x"', "line\nbreak", "straße"]), r'yes|no "x"|line\nbreak|straße'),
+        ("grammar", 'start: "a" b ";"\nb: /[0-9]{1,3}/', r"a[0-9]{1,3};"),
+        ("grammar", 'root ::= "x" [0-9] [0-9] "."', r"x[0-9][0-9]\."),
+        ("json_schema", '{"type": "object", "maxProperties": 0}', r"\{\}"),
+        ("json_schema", '{"const": {"a": [1, 2], "b": null}}', r'\{"a": \[1, 2\], "b": null\}'),
+        ("json_schema", "true", r"[\s\S]*"),
+    ],
+)
+def test_an_answer_has_the_shape_that_was_asked_for(engine, kind, text, wanted):
+    for i in range(3):
+        answer = ask(engine, Constraint(shape=Shape(kind, text)), f"Try {i}")
+        if answer.done.finish == "stop":
+            assert re.fullmatch(wanted, answer.text), answer.text
+
+
+def test_bias_and_penalties_do_not_get_past_the_mask(engine):
+    token = engine.tokenizer.encode("zebra", add_special_tokens=False)[0]
+    sampling = Sampling(temperature=1.0, logit_bias={token: 100.0}, presence_penalty=2.0, repetition_penalty=1.4)
+    for i in range(4):
+        answer = ask(engine, shaped(PERSON), f"Who is {i}?", sampling=sampling)
+        jsonschema.validate(json.loads(answer.text), PERSON)
+
+
+def test_logprobs_are_those_of_the_model(engine):
+    answer = ask(engine, shaped(PERSON), top_logprobs=2, sampling=Sampling(temperature=0))
+    reported = [p for e in answer.events if isinstance(e, Text) for p in e.logprobs]
+    assert len(reported) == answer.done.completion_tokens - 1  # all but the end
+    assert any(p.logprob < max(top for _, _, top in p.top) for p in reported)  # the mask forbade the likeliest
+    jsonschema.validate(json.loads(answer.text), PERSON)
+
+
+def test_a_cut_off_answer_ends_with_length(engine):
+    answer = ask(engine, shaped(PERSON), max_tokens=5)
+    assert answer.done.finish == "length" and answer.done.completion_tokens == 5
+    assert answer.text.startswith('{"name')
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def test_rows_with_and_without_a_schema_do_not_concern_each_other(engine):
+    """With seeds, each answer is that of its request alone."""
+    made = [
+        asked(
+            engine,
+            [None, shaped(PERSON), Constraint(shape=Shape("choice", '["yes", "never ever"]'))][i % 3],
+            f"Who is {i}?",
+            sampling=Sampling(temperature=1.0, seed=i + 1),
+            max_tokens=60,
+        )
+        for i in range(9)
+    ]
+    alone = [Answer(list(engine.ask(one))).text for one in made]
+    assert [answer.text for answer in ask_all(engine, made)] == alone
+    assert [answer.text for answer in ask_all(engine, made[::-1])] == alone[::-1]
+
+
+def test_forced_tokens_are_computed_at_once_and_change_nothing(engine, monkeypatch):
+    fixed = {"const": {"title": "a fixed text that is long", "items": ["one", "two", "three"]}}
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": fixed, "c": {"type": "boolean"}}}
+    schema |= {"required": ["a", "b", "c"], "additionalProperties": False}
+    request = asked(engine, shaped(schema), sampling=Sampling(temperature=1.0, seed=5))
+    before = engine.stats().steps
+    ahead = Answer(list(engine.ask(request)))
+    steps = engine.stats().steps - before
+    assert steps < ahead.done.completion_tokens / 3
+    with monkeypatch.context() as patch:
+        patch.setattr(decode.Decode, "_runs_ahead", lambda *_: False)
+        one_by_one = Answer(list(engine.ask(request)))
+    assert one_by_one.text == ahead.text and one_by_one.done.completion_tokens == ahead.done.completion_tokens
+    jsonschema.validate(json.loads(ahead.text), schema)
+
+
+def test_what_follows_a_guided_answer_reuses_it(engine):
+    """JSON is written as templates write it, and forced tokens are those that a tokenizer makes of the text. So the
+    next turn, which may have another schema, reuses the answer."""
+    fixed = {"const": {"title": "a fixed text", "items": ["one", "two", 3]}}
+    question = {"role": "user", "content": "A person, please, with all there is to know about them."}
+    first = ask(engine, shaped(fixed), question["content"])
+    said = [question, {"role": "assistant", "content": first.text}, {"role": "user", "content": "Another one."}]
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    request = Request(prompt=engine.chat(said), constraint=shaped(schema), sampling=DRAWN, max_tokens=50)
+    second = Answer(list(engine.ask(request)))
+    jsonschema.validate(json.loads(second.text), schema)
+    assert second.hit.cached >= first.hit.prompt_tokens + first.done.completion_tokens
+
+
+def test_an_answer_that_was_preempted_goes_on_where_it_was(monkeypatch):
+    with Engine(*speaker(), budget="256MB") as engine:
+        made = [
+            asked(engine, shaped(PERSON), f"Who is {i}?", sampling=Sampling(temperature=1.0, seed=i + 1))
+            for i in range(3)
+        ]
+        alone = [Answer(list(engine.ask(one))).text for one in made]
+        steps = iter(range(1000))
+        original = decode.Decode._step
+
+        def short(self: Any, rows: Any) -> Any:
+            if next(steps) % 4 == 3:
+                raise BudgetError("a test wants room", needed_bytes=1, available_bytes=0)
+            return original(self, rows)
+
+        monkeypatch.setattr(decode.Decode, "_step", short)
+        assert [answer.text for answer in ask_all(engine, made)] == alone
+        assert engine.stats().preemptions > 0
+        engine.check()
+
+
+# -- thinking --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def thinker() -> Iterator[Engine]:
+    with Engine(*speaker(thinks=True), budget="256MB") as made:
+        yield made
+
+
+def test_a_model_may_think_before_it_keeps_to_a_schema(thinker):
+    tokenizer = thinker.tokenizer
+    assert tokenizer.has_thinking
+    start, end = tokenizer.think_start_tokens[0], tokenizer.think_end_tokens[0]
+    sampling = Sampling(temperature=1.0, logit_bias={start: 50.0, end: 2.0})
+    thought = 0
+    for i in range(6):
+        answer = ask(thinker, shaped(PERSON), f"Who is {i}?", sampling=sampling, max_tokens=900)
+        thought += any(isinstance(e, Reasoning) for e in answer.events)
+        if answer.done.finish == "stop" and answer.text:
+            jsonschema.validate(json.loads(answer.text), PERSON)
+    assert thought >= 5
+
+
+def test_a_model_that_must_not_think_does_not(thinker):
+    """The prompt ends behind an empty thought, as templates write it that switch thinking off."""
+    tokenizer = thinker.tokenizer
+    text = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    sampling = Sampling(temperature=1.0, logit_bias={tokenizer.think_start_tokens[0]: 50.0})
+    for _ in range(3):
+        request = Request(prompt=thinker.text(tokens), constraint=shaped(PERSON), sampling=sampling, max_tokens=400)
+        answer = Answer(list(thinker.ask(request)))
+        assert not answer.reasoning
+        jsonschema.validate(json.loads(answer.text), PERSON)
+
+
+# -- tools -----------------------------------------------------------------------------------------
+
+
+def test_a_call_is_forced(engine):
+    answer = ask(engine, Constraint(tools=ToolRule(required=True, parallel=False)), tools=[TOOL])
+    assert answer.done.finish == "tool_calls" and not answer.text.strip()
+    (call,) = answer.calls
+    assert call.name == "look_up" and set(json.loads(call.arguments)) == {"word"}
+
+
+def test_an_answer_is_of_the_shape_or_a_call(engine):
+    kinds = set()
+    for i in range(effort(8, 20)):
+        rule = Constraint(shape=Shape("choice", '["done"]'), tools=ToolRule(parallel=False))
+        answer = ask(engine, rule, f"Try {i}", tools=[TOOL], sampling=Sampling(temperature=2.0))
+        kinds.add(answer.done.finish)
+        assert answer.text == "done" if answer.done.finish == "stop" else len(answer.calls) == 1
+    assert kinds == {"stop", "tool_calls"}
+
+
+def test_a_model_without_a_format_is_forced_to_call_all_the_same():
+    model, _ = speaker()
+    tokenizer = stock.TokenizerWrapper(bytes_and_words(()))
+    tokenizer.chat_template = HERMES
+    with Engine(model, tokenizer, budget="64MB") as engine:
+        answer = ask(engine, Constraint(tools=ToolRule(only="look_up")), tools=[TOOL])
+        assert [call.name for call in answer.calls] == ["look_up"] and answer.done.finish == "tool_calls"
+        free = ask(engine, Constraint(tools=ToolRule()), tools=[TOOL], max_tokens=5)
+        assert free.done.finish in ("length", "stop")
+
+
+# -- what cannot be done ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        (Shape("json_schema", '{"type": "string", "enum": [1]}'), "Unsatisfiable schema"),
+        (Shape("json_schema", '{"allOf": [{"type": "string"}, {"type": "integer"}]}'), "Unsatisfiable schema"),
+        (Shape("json_schema", '{"$ref": "#"}'), "cannot be enforced"),
+        (Shape("json_schema", '{"$ref": "#/$defs/nowhere"}'), "cannot be enforced"),
+        (Shape("json_schema", '{"$ref": "http://127.0.0.1:1/x"}'), "cannot be enforced"),
+        (Shape("json_schema", '{"type": "nonsense"}'), "cannot be enforced"),
+        (Shape("json_schema", "false"), "cannot be enforced"),
+        (Shape("json_schema", '{"type": "object", "properties": {"a": false}, "required": ["a"]}'), "cannot be"),
+        (Shape("regex", "(?=a)b"), "cannot be enforced"),
+        (Shape("regex", "(("), "cannot be enforced"),
+        (Shape("regex", ""), "empty"),
+        (Shape("choice", "[]"), "at least one"),
+        (Shape("grammar", "%%% }{"), "neither as Lark nor as GBNF"),
+        (Shape("grammar", "start: nothing"), "cannot be enforced"),
+        (Shape("grammar", 'start: "' + "x" * (1 << 20) + '"'), "is the most"),
+    ],
+)
+def test_a_shape_that_cannot_be_enforced_is_refused(engine, shape, said):
+    with pytest.raises(PromptError, match=said) as refused:
+        engine.submit(asked(engine, Constraint(shape=Shape(shape.kind, shape.text, "text.format"))), print)
+    assert refused.value.where == "text.format" and len(str(refused.value)) < 500
+    jsonschema.validate(json.loads(ask(engine, shaped(PERSON)).text), PERSON)
+
+
+def deep(levels: int) -> dict[str, Any]:
+    made: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        made = {"type": "object", "properties": {"a": made}}
+    return made
+
+
+HOSTILE = {
+    "takes minutes": Shape("json_schema", '{"type": "integer", "multipleOf": 12345678}'),
+    "ends a process": Shape(
+        "grammar", "\n".join(["start: r0", *(f'r{i}: "x" r{i + 1}' for i in range(20000)), 'r20000: "y"'])
+    ),
+    "is deep": Shape("json_schema", json.dumps(deep(180))),
+    "has many properties": Shape(
+        "json_schema", json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(9000)}})
+    ),
+    "is a grammar of a megabyte": Shape("grammar", "start: " + " | ".join(f'"w{i}"' for i in range(95000))),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_delays_no_other_request(engine, name, monkeypatch):
+    monkeypatch.setattr(trial, "MOST_SECONDS", 1.5)
+    refused: list[Exception] = []
+
+    def hostile() -> None:
+        try:
+            engine.submit(asked(engine, Constraint(shape=HOSTILE[name])), print)
+        except PromptError as error:
+            refused.append(error)
+
+    thread = threading.Thread(target=hostile)
+    begun = time.monotonic()
+    thread.start()
+    answers = 0
+    while thread.is_alive():
+        ask(engine, None, max_tokens=4)
+        answers += 1
+    assert refused and "cannot be enforced" in str(refused[0])
+    assert time.monotonic() - begun < 3 * trial.MOST_SECONDS + 10
+    begun = time.monotonic()
+    with pytest.raises(PromptError):  # the error is kept
+        engine.submit(asked(engine, Constraint(shape=HOSTILE[name])), print)
+    assert time.monotonic() - begun < 2
+    jsonschema.validate(json.loads(ask(engine, shaped(PERSON)).text), PERSON)
+
+
+def test_a_grammar_that_becomes_too_complex_fails_its_request_alone(engine, monkeypatch):
+    """Its masks exceed a limit after some tokens."""
+    monkeypatch.setattr(compiler, "parser_limits", lambda: LLParserLimits(step_lexer_fuel=3000))
+    hard = Constraint(shape=Shape("regex", "(?:.*[a-f].{20}){5}"))
+    answers = ask_all(
+        engine, [asked(engine, hard, "Hard", max_tokens=300), asked(engine, shaped(PERSON), "Who is it?")]
+    )
+    assert isinstance(answers[0].error, RequestError) and "any further" in str(answers[0].error)
+    jsonschema.validate(json.loads(answers[1].text), PERSON)
+
+
+def test_a_tokenizer_without_its_file_is_named():
+    model, wrapped = speaker()
+
+    class Slow:
+        """A tokenizer of the kind that has no tokenizer.json."""
+
+        name_or_path = "some/slow-tokenizer"
+        all_special_ids: tuple[int, ...] = ()
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("backend_tokenizer", "_tokenizer"):
+                raise AttributeError(name)
+            return getattr(wrapped, name)
+
+        def __len__(self) -> int:
+            return len(wrapped)
+
+    with Engine(model, Slow(), budget="64MB") as engine:
+        with pytest.raises(PromptError, match=r"some/slow-tokenizer.*tokenizer\.json"):
+            ask(engine, shaped(PERSON))
+        with pytest.raises(PromptError, match=r"tokenizer\.json"):
+            ask(engine, Constraint(tools=ToolRule(required=True)), tools=[TOOL])
+        assert ask(engine, Constraint(tools=ToolRule()), tools=[TOOL], max_tokens=4).done
+
+
+def test_the_child_process_ends_with_the_engine(caplog):
+    caplog.set_level(logging.INFO)
+    with Engine(*speaker(), budget="64MB") as engine:
+        ask(engine, shaped(PERSON), max_tokens=3)
+        child = engine._compiler._trials._child
+        assert child is not None and child.running
+    assert not child.running
+
+
+# -- masks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+def test_a_mask_forbids_what_the_guide_forbids_and_nothing_else(engine, dtype):
+    guided = engine._compiler.guided(asked(engine, shaped(PERSON)))
+    assert guided is not None
+    free = engine._compiler.guided(asked(engine, shaped({"type": "string"})))
+    assert free is not None
+    guides: list[Guide | None] = [guided.guide, None, free.guide]
+    logits = mx.random.normal((3, engine.vocab)).astype(dtype)
+    found = masks.masked(logits, guides)
+    assert found.dtype == dtype
+    bits = masks._bits(guides, engine.vocab)
+    for row in range(3):
+        may = np.unpackbits(bits[row].view(np.uint8), bitorder="little")[: engine.vocab].astype(bool)
+        values = np.array(found[row].astype(mx.float32))
+        assert (np.isneginf(values) == ~may).all()
+        assert (values[may] == np.array(logits[row].astype(mx.float32))[may]).all()
+        assert may.any()
+    assert guided.guide.forced  # the beginning of the object
+    assert np.unpackbits(bits[0].view(np.uint8)).sum() == 1

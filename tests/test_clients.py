@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import onefold
+from onefold.engine.constraint import Constraint, ToolRule
 from onefold.engine.engine import Engine
 from onefold.engine.request import Done, Request, Sampling, Text, ToolCall
 
@@ -21,8 +22,12 @@ sys.path.insert(0, str(CLIENTS))
 
 from model import OTHERWISE, Script, write_scripted_model  # noqa: E402
 
-TOOL = {"type": "function", "function": {"name": "write", "parameters": {"type": "object", "properties": {
-    "path": {"type": "string"}, "lines": {"type": "integer"}}, "required": ["path", "lines"]}}}  # fmt: skip
+SCHEMA = {
+    "type": "object",
+    "properties": {"path": {"enum": ["/here.txt", "/somewhere/note.txt"]}, "lines": {"enum": [2, 4]}},
+    "required": ["path", "lines"],
+}
+TOOL = {"type": "function", "function": {"name": "write", "parameters": SCHEMA}}
 CALL = ("write", {"path": "/somewhere/note.txt", "lines": 4})
 
 
@@ -57,6 +62,21 @@ def test_a_script_is_said_turn_by_turn_and_all_of_it_is_found_again(engine: Engi
     said, third = answer(engine, messages, [TOOL])
     assert "".join(event.text for event in said) == "There you go again, friend." and len(said) > 1
     assert third.hit.cached == second.hit.prompt_tokens + second.completion_tokens
+
+
+@pytest.mark.parametrize("rule, script", [(ToolRule(), "note"), (ToolRule(required=True), "again")])
+def test_a_call_can_be_made_where_its_tag_is_an_added_token_that_is_not_special(
+    engine: Engine, rule: ToolRule, script: str
+) -> None:
+    """As in the tokenizers of Qwen: a grammar that writes the tag as text allows no token for it, or breaks off."""
+    prompt = engine.chat([{"role": "user", "content": f"Please follow the script {script}"}], tools=[TOOL])
+    asked = Request(prompt=prompt, max_tokens=200, tools=[TOOL], constraint=Constraint(tools=rule))
+    *events, done = engine.ask(asked)
+    assert isinstance(done, Done), done
+    (call,) = (event for event in events if isinstance(event, ToolCall))
+    assert call.name == "write"
+    if script == "note":
+        assert json.loads(call.arguments) == CALL[1]
 
 
 def test_without_tools_or_a_script_it_says_that_there_is_nothing_to_do(engine: Engine) -> None:

@@ -17,10 +17,11 @@ comma    := ,
 EXTRAS   := dev$(if $(filter-out none,$(BACKEND)),$(comma)$(BACKEND))
 PACKAGES := mlx-cpu mlx-cuda-12 mlx-cuda-13
 OTHERS   := $(filter-out $(patsubst cuda%,mlx-cuda-%,$(BACKEND:cpu=mlx-cpu)),$(PACKAGES))
+CLIENTS  := .clients
 PIP      := $(PY) -m pip --disable-pip-version-check --quiet
 
 .PHONY: help setup doctor lint types test test-all test-system dist demo models bench-core bench-dropin bench-serve bench-latency bench-disk soak \
-	mac-check torture mutants problems clean
+	mac-check torture mutants problems clients agents clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -97,7 +98,27 @@ problems: setup ## Run the problems benchmark.
 models: setup ## Try every architecture of mlx-lm and write docs/models.md.
 	$(PY) benchmarks/models.py
 
-clean: ## Remove .venv, caches and build products.
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+clients: setup $(CLIENTS)/python/.installed $(CLIENTS)/npm/.installed ## Try clients of both APIs on the server, feature by feature; needs npm, and pip and npm fetch them.
+	$(PY) clients/run.py $(ARGS)
+
+agents: setup $(CLIENTS)/agents/.installed ## Run coding agents on the server: a tool call, a second turn, a resumed session; needs npm, which fetches them.
+	$(PY) clients/agents/run.py $(ARGS)
+
+$(CLIENTS)/python/.installed: clients/requirements.txt
+	rm -rf $(@D) && $(PY) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check --quiet install -r $<
+	@touch $@
+
+# No lock file: versions are exact, and a lock would name a registry.
+$(CLIENTS)/npm/.installed: clients/package.json
+$(CLIENTS)/agents/.installed: clients/agents/package.json
+$(CLIENTS)/npm/.installed $(CLIENTS)/agents/.installed:
+	@command -v npm >/dev/null || { echo "npm is needed: install Node.js" >&2; exit 1; }
+	rm -rf $(@D) && mkdir -p $(@D) && cp $< $(@D)
+	npm install --prefix $(@D) --no-package-lock --no-audit --no-fund --loglevel error
+	@touch $@
+
+clean: ## Remove .venv, .clients, caches and build products.
+	rm -rf $(VENV) $(CLIENTS) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find . -name '*.egg-info' -type d -prune -exec rm -rf {} +

@@ -66,9 +66,10 @@ class Vocabulary:
 
     @functools.cached_property
     def special(self) -> dict[str, int]:
-        """The tokens that only stand for themselves, and never for the characters of their name."""
-        added = getattr(self._tokenizer, "added_tokens_decoder", {})
-        return {token.content: number for number, token in added.items() if token.special}
+        """The tokens that only stand for themselves, and never for the characters of their name. llguidance decides:
+        to it added tokens such as <tool_call> are special, which the tokenizers of many models do not say."""
+        added, compiled = getattr(self._tokenizer, "added_tokens_decoder", {}), self.compiled()
+        return {token.content: number for number, token in added.items() if compiled.is_special_token(number)}
 
     def pieces(self, text: str) -> list[str | int]:
         """Returns the text in pieces: text, and the ids of special tokens in it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import re
 import threading
 from typing import Any
@@ -11,6 +12,9 @@ from typing import Any
 from llguidance import LLTokenizer
 
 from onefold.errors import PromptError
+from onefold.faults import UNEXPECTED
+
+log = logging.getLogger("onefold.engine")
 
 
 class Vocabulary:
@@ -24,17 +28,29 @@ class Vocabulary:
     @property
     def usable(self) -> bool:
         """Whether the tokenizer is one that grammars can be enforced for."""
-        return self._backend is not None
+        return not self._problem
 
     def require(self, where: str) -> None:
         """Raises PromptError if grammars cannot be enforced for this tokenizer. `where`: the field that asks for it."""
-        if not self.usable:
+        if self._problem:
             name = getattr(self._tokenizer, "name_or_path", "") or type(self._tokenizer).__name__
             raise PromptError(
-                f"the tokenizer of this model ({name}) has no tokenizer.json, which schemas, grammars and forced tools "
-                "need; leave this out, or serve a model that has one",
+                f"the tokenizer of this model ({name}) {self._problem}, which schemas, grammars and forced tools need; "
+                "leave this out, or serve a model with another tokenizer",
                 where=where,
             )
+
+    @functools.cached_property
+    def _problem(self) -> str:
+        """Why grammars cannot be enforced; empty if they can."""
+        if self._backend is None:
+            return "has no tokenizer.json"
+        try:
+            self.compiled()
+        except (RuntimeError, *UNEXPECTED) as error:  # broad on purpose: llguidance reads the file, and it is not ours
+            log.warning("llguidance cannot read this model's tokenizer.json: %s", error)
+            return "has a tokenizer.json that llguidance cannot read"
+        return ""
 
     @functools.cached_property
     def text(self) -> str:

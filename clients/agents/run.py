@@ -6,7 +6,7 @@
 says a script (`model.py`). Passed: the tool call wrote its file, every answer is in the agent's output, no request was
 refused, and each later turn reused at least 99 % of the prompt of the turn before.
 
-Agents get a proxy that does not exist for every address but this machine's: nothing of theirs reaches the network.
+Agents get a proxy that does not exist for every address but this machine's, for those that heed it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from serving import Request, Server, serving  # noqa: E402
 ROOT = HERE.parent.parent
 INSTALLED = ROOT / ".clients" / "agents"
 RUNS = ROOT / ".clients" / "runs"
-"""Homes, logs and outputs; Codex takes no home in the system's temporary folder. The folders that agents work in are
-there, as agents look for a repository around them."""
+"""Homes, logs and outputs; Codex warns of a home in the system's temporary folder. The folders that agents work in
+are there, as agents look for a repository around them."""
 TURN = 240.0
 """Seconds after which an agent hangs."""
 LEAST = 0.99

@@ -13,7 +13,7 @@ is right:
 - responses: the same over /v1/responses
 - usage: tokens of prompt and answer, and cached tokens on a repeat
 
-Clients get a proxy that does not exist for every address but this machine's: nothing of theirs reaches the network.
+Clients get a proxy that does not exist for every address but this machine's, for those that heed it.
 """
 
 from __future__ import annotations

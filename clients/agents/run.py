@@ -6,7 +6,7 @@
 says a script (`model.py`). Passed: the tool call wrote its file, every answer is in the agent's output, no request was
 refused, and each later turn reused at least 99 % of the prompt of the turn before.
 
-Agents get a proxy that does not exist for every address but this machine's: nothing of theirs reaches the network.
+Agents get a proxy that does not exist for every address but this machine's, for those that heed it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from serving import Request, Server, serving  # noqa: E402
 ROOT = HERE.parent.parent
 INSTALLED = ROOT / ".clients" / "agents"
 RUNS = ROOT / ".clients" / "runs"
-"""Homes, logs and outputs; Codex takes no home in the system's temporary folder. The folders that agents work in are
-there, as agents look for a repository around them."""
+"""Homes, logs and outputs; Codex warns of a home in the system's temporary folder. The folders that agents work in
+are there, as agents look for a repository around them."""
 TURN = 240.0
 """Seconds after which an agent hangs."""
 LEAST = 0.99
@@ -62,6 +62,8 @@ class Result:
     """Tokens of the longest prompt of each turn."""
     cached: list[int] = field(default_factory=list)
     """Of the first of a turn's long prompts, the tokens that were reused."""
+    diverged: list[str] = field(default_factory=list)
+    """Where that prompt diverged, in the server's words."""
 
     def reused(self, turn: int) -> float | None:
         """The share of the prompt of the turn before that this turn found in the cache."""
@@ -115,7 +117,9 @@ def note_turn(result: Result, requests: list[Request]) -> None:
         raise Failure("the agent sent no request")
     same = result.prompts[0] if result.prompts else longest
     result.prompts.append(longest)
-    result.cached.append(next(r.cached for r in requests if r.prompt >= 0.9 * same))
+    first = next(r for r in requests if r.prompt >= 0.9 * same)
+    result.cached.append(first.cached)
+    result.diverged.append(first.diverged or "no divergence was logged")
 
 
 def command_of(agent: Agent, name: str, place: Place, session: str) -> list[str]:
@@ -146,8 +150,8 @@ def turns(agent: Agent, place: Place, server: Server, result: Result) -> None:
                 session = found[1]
     for turn in (1, 2):
         if (result.reused(turn) or 0) < LEAST:
-            what = next((r.diverged for r in reversed(server.requests()) if r.diverged), "no divergence was logged")
-            raise Failure(f"turn {turn + 1} reused {result.reused(turn):.1%} of the prompt before: {what}")
+            share = f"{result.reused(turn):.1%} of the prompt before"
+            raise Failure(f"turn {turn + 1} reused {share}: {result.diverged[turn]}")
 
 
 def check_note(note: Path) -> None:

@@ -2,8 +2,8 @@
 
 Its layers add nothing, so that each token is followed by the one that `SAYS` has for it: a chain of whole phrases,
 each of them one token. The generation prompt is the beginning of one of three chains: with tools and no result yet it
-calls one; with a result, or without tools, it answers. What it wrote in its reasoning is left out of earlier turns, as
-many templates do.
+calls one; with a result, or without tools, it answers. A grammar may write a call's beginning for it. What it wrote in
+its reasoning is left out of earlier turns, as many templates do.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ CALL = {"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}
 ANSWER = ["It is", " sunny", " in Paris."]
 SPLIT_ANSWER = "".join(ANSWER)
 
+PATTERN = "sunny?"
+"""What it says to a tool that takes text."""
+_ARGUMENTS = [f'Paris", "days": 2{"}" * 2}', f'{PATTERN}"{"}" * 2}']
+"""How it goes on where a grammar has written the call up to its first string, by the tool's arguments."""
+
 _CALLS, _SAYS, _BREAKS = "<|calls|>", "<|says|>", "<|breaks|>"
 _PHRASES = [
     "<think>",
@@ -34,6 +39,7 @@ _PHRASES = [
     THOUGHT,
     json.dumps(CALL),
     "<tool_call>{not json</tool_call>",
+    *_ARGUMENTS,
     *ANSWER,
 ]
 _CHAINS = [
@@ -91,6 +97,8 @@ def _bigrams(weights: dict[str, mx.array], tokenizer: Tokenizer) -> dict[str, mx
         assert None not in ids, chain
         for token, following in itertools.pairwise(ids):
             follows[following, token] = 1.0
+    for weight, arguments in zip((1.0, 0.5), _ARGUMENTS, strict=True):
+        follows[tokenizer.token_to_id(arguments), tokenizer.token_to_id('"')] = weight
     silent = ("o_proj.weight", "down_proj.weight")
     found = {n: mx.zeros_like(w) if n.endswith(silent) else w for n, w in weights.items()}
     found["model.embed_tokens.weight"] = mx.array(np.eye(SHAPE.vocab, size, dtype=np.float32))

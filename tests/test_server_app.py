@@ -268,7 +268,7 @@ def test_an_error_after_the_start_ends_the_stream(client, engine, path, body):
     if path == TALK[0]:
         assert last.startswith("event: error\n") and '"overloaded_error"' in last
     elif path == RESPOND[0]:
-        assert last.startswith("event: response.failed\n") and '"server_is_overloaded"' in last
+        assert last.startswith("event: response.failed\n") and '"rate_limit_exceeded"' in last
     else:
         assert json.loads(last.removeprefix("data: "))["error"]["message"] == "gone"
     assert "[DONE]" not in response.text and "message_stop" not in response.text

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from listening import listening, wait_until
 from local_model import write_model
-from talking_model import ANSWER, CALL, THOUGHT, write_talking_model
+from talking_model import ANSWER, CALL, PATTERN, THOUGHT, write_talking_model
 
 import onefold
 from onefold.engine.engine import Engine
@@ -131,7 +131,7 @@ def test_openai_custom_tools_there_and_back(talker):
     first = ask(model=talker.name, messages=[QUESTION], tools=[tool])
     (call,) = first.choices[0].message.tool_calls
     assert call.type == "custom" and call.custom.name == CALL["name"]
-    assert json.loads(call.custom.input) == CALL["arguments"]  # it wrote no input, so this is what it wrote
+    assert call.custom.input == PATTERN
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
     messages = [QUESTION, first.choices[0].message.model_dump(exclude_none=True), result]
     assert ask(model=talker.name, messages=messages, tools=[tool]).choices[0].message.content == SAID
@@ -181,8 +181,8 @@ def test_responses_tools_there_and_back(talker, stream):
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     second = ask([QUESTION, *[{k: v for k, v in item.items() if v is not None} for item in sent_back], result])
     assert second.output_text == SAID and second.status == "completed"
-    generated = first.usage.input_tokens + first.usage.output_tokens
-    assert second.usage.input_tokens_details.cached_tokens >= generated - 1  # the last token's KV is not computed
+    # of the call, too, tests/test_clients.py: this tokenizer has one token for what a grammar writes in many
+    assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
 
 
 def test_openai_without_the_tools_that_it_may_not_use(talker):
@@ -337,7 +337,7 @@ def test_anthropic_streaming(talker):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_anthropic_tools_there_and_back(talker, stream):
-    asked: dict[str, Any] = {"model": talker.name, "max_tokens": 50, "tools": [ANTHROPIC_TOOL]}
+    asked: dict[str, Any] = {"model": talker.name, "max_tokens": 200, "tools": [ANTHROPIC_TOOL]}
     asked["thinking"] = {"type": "enabled", "budget_tokens": 1024}
 
     def ask(messages: list[Any]) -> Any:
@@ -369,7 +369,7 @@ def test_anthropics_tool_runner_goes_on_with_the_whole_conversation(talker, stre
         return f"sunny in {city} for {days} days"
 
     long: Any = {"role": "user", "content": "What is the weather in Paris? " * 10}
-    asked: dict[str, Any] = {"model": talker.name, "max_tokens": 50, "messages": [long], "tools": [get_weather]}
+    asked: dict[str, Any] = {"model": talker.name, "max_tokens": 200, "messages": [long], "tools": [get_weather]}
     runner = talker.anthropic.beta.messages.tool_runner(stream=stream, **asked)
     turns = [turn.get_final_message() if stream else turn for turn in runner]
     assert [turn.stop_reason for turn in turns] == ["tool_use", "end_turn"]

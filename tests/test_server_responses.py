@@ -343,8 +343,8 @@ def test_a_silent_stream_says_that_it_is_in_progress(engine):
     "error, code, said",
     [
         (TooLong("no room", tokens=9, most=5), "context_length_exceeded", "maximum context length is 5 tokens"),
-        (Busy("gone", retry_after=7), "server_is_overloaded", "gone. Please try again in 7 s."),
-        (BudgetError("full", needed_bytes=2, available_bytes=1), "server_is_overloaded", "try again in 5 s"),
+        (Busy("gone", retry_after=7), "rate_limit_exceeded", "gone. Please try again in 7 s."),
+        (BudgetError("full", needed_bytes=2, available_bytes=1), "rate_limit_exceeded", "try again in 5 s"),
         (EngineStopped("stopped"), "server_error", "try again in 10 s"),
         (DeviceError("a secret"), "server_error", "The server failed on this request"),
     ],
@@ -361,7 +361,7 @@ def test_a_failure_ends_the_stream_with_a_code(http, engine, error, code, said):
 def test_the_client_hears_of_a_stream_that_failed(client, engine):
     engine.script = lambda request: [Started(HIT), Text("he"), 0.3, Failed(Busy("gone", retry_after=1))]
     *_, last = client.responses.create(model="default", input="hi", stream=True)
-    assert last.type == "response.failed" and last.response.error.code == "server_is_overloaded"
+    assert last.type == "response.failed" and last.response.error.code == "rate_limit_exceeded"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from onefold.errors import RequestError
+from onefold.errors import PromptError, RequestError
 
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 """Where in the grammar an error is, which the client has not written."""
@@ -78,10 +78,10 @@ class Guide:
             self.forced.extend(ahead)
 
     def check(self) -> None:
-        """Raises RequestError if the grammar cannot be followed any further."""
+        """Raises PromptError if the grammar cannot be followed any further."""
         if self._matcher.is_error():
             why = short(self._matcher.get_error())
-            raise RequestError(f"the answer cannot be kept to its schema any further: {why}")
+            raise PromptError(f"the answer cannot be kept to its schema any further: {why}; simplify the schema")
 
 
 def only(token: int, words: int) -> np.ndarray:

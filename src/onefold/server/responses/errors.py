@@ -1,6 +1,7 @@
 """The errors of the Responses API: OpenAI's shape over HTTP, and the error of a response whose stream failed.
 
-Codex reads the code, and from the message when to try again.
+Codex reads the code. It tries again after `rate_limit_exceeded`, when the message says, and not after
+`server_is_overloaded`.
 """
 
 from __future__ import annotations
@@ -32,5 +33,5 @@ def of_response(problem: Problem) -> dict[str, str]:
     if problem.too_long is not None:
         code = "context_length_exceeded"
     elif problem.code in OVERLOADED:
-        code = "server_is_overloaded"
+        code = "rate_limit_exceeded"
     return {"code": code, "message": message(problem)}

@@ -60,6 +60,9 @@ class Compiler:
             self._vocabulary.require(where)
         elif not self._vocabulary.usable or self._calls is None:
             return None
+        if rule is not None and rule.strict and self._calls is None and self._tokenizer.has_tool_calling:
+            message = "strict cannot be enforced: the format of this model's calls is not recognised; leave strict out"
+            raise PromptError(message, where=rule.where)
         calls = self._calls or (plain_calls() if is_required(rule) else None)
         if shape is None and (rule is None or calls is None):
             return None
@@ -70,6 +73,7 @@ class Compiler:
             ends=self._vocabulary.ends,
             state=request.prompt.state,
             thinks=() if request.plain else self._thinks(request.prompt),
+            begins_call=self._tokenizer.tool_call_start_tokens or () if self._tokenizer.has_tool_calling else (),
         )
         return Guided(guide, calls.calls if calls is not None and self._calls is None and is_required(rule) else None)
 

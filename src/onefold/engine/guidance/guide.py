@@ -23,15 +23,24 @@ GUIDED_STATES = frozenset({"normal", "tool"})
 
 class Guide:
     def __init__(
-        self, matcher: Any, vocab: int, *, ends: Sequence[int], state: str, thinks: Sequence[int] = ()
+        self,
+        matcher: Any,
+        vocab: int,
+        *,
+        ends: Sequence[int],
+        state: str,
+        thinks: Sequence[int] = (),
+        begins_call: Sequence[int] = (),
     ) -> None:
         """`matcher`: llguidance's, at the beginning, for `vocab` tokens. `ends`: the tokens that end an answer.
-        `state`: what the answer begins in. `thinks`: the tokens by which the answer may begin to think, if it may."""
+        `state`: what the answer begins in. `thinks`: the tokens by which the answer may begin to think, if it may.
+        `begins_call`: the tokens by which a call of a tool begins."""
         self._matcher = matcher
         self.vocab = vocab
         self._ends = frozenset(ends)
         self._resting = state not in GUIDED_STATES
         self._thinks = tuple(thinks)
+        self._begins_call = list(begins_call)
         self.forced: deque[int] = deque()
         """The only tokens that may come next, as far as they are known."""
         if not self._resting and not self._thinks:
@@ -40,7 +49,7 @@ class Guide:
     @property
     def rests(self) -> bool:
         """Whether every token may come next."""
-        return self._resting
+        return self._resting and not self.forced
 
     @property
     def matcher(self) -> Any:
@@ -66,9 +75,19 @@ class Guide:
         elif not self._resting and token not in self._ends:
             self._matcher.consume_token(token)
             self.check()
-        if not self.forced and token not in self._ends and state in GUIDED_STATES:
-            self._resting = False  # it may have thought until now
+        if not self.forced and token not in self._ends and state in GUIDED_STATES and self._awake(state):
             self._look_ahead()
+
+    def _awake(self, state: str | None) -> bool:
+        """Ends a rest, and returns whether the grammar holds from here on. A call that begins in the middle of a
+        thought is kept to the grammar if it is one of its calls; else the grammar begins behind it."""
+        if self._resting and state == "tool":
+            begun = self._begins_call
+            if not begun or self._matcher.validate_tokens(begun) < len(begun):
+                return False
+            self._matcher.consume_tokens(begun)
+        self._resting = False
+        return True
 
     def _look_ahead(self) -> None:
         ahead = self._matcher.compute_ff_tokens()

@@ -89,11 +89,13 @@ class Vocabulary:
 
     def pieces(self, text: str) -> list[str | int]:
         """Returns the text in pieces: text, and the ids of special tokens in it."""
-        if not self.special or not text:
-            return [text] if text else []
-        names = sorted(self.special, key=len, reverse=True)
-        parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text)
+        parts = self._special_names.split(text) if self._special_names is not None else [text]
         return [self.special.get(part, part) for part in parts if part]
+
+    @functools.cached_property
+    def _special_names(self) -> re.Pattern[str] | None:
+        names = sorted(self.special, key=len, reverse=True)
+        return re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
 
     @functools.cached_property
     def _backend(self) -> Any:

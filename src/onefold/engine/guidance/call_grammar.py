@@ -10,6 +10,7 @@ from onefold.engine.guidance.call_format import SLOT, CallFormat, JsonCalls, Lis
 from onefold.engine.guidance.escaping import escaped_grammar
 from onefold.engine.guidance.lark import ANY_TEXT, Rules, json_value, quoted
 from onefold.engine.guidance.listed_grammar import ListedArguments
+from onefold.engine.guidance.schema_forms import enforceable
 from onefold.engine.tool_schemas import arguments_schema
 from onefold.errors import PromptError
 
@@ -63,7 +64,7 @@ class CallGrammar:
             raise PromptError(message, where=where)
         if isinstance(calls, ListedCalls):
             listed = ListedArguments(self._rules, calls, number)
-            schema = {"type": "object"} if name in self._free else arguments_schema(function)
+            schema = {"type": "object"} if name in self._free else enforceable(arguments_schema(function))
             return f"{literal(name)} {listed.expression(schema, self._rule.grammars.get(name))}"
         assert isinstance(calls, JsonCalls)
         return f"{literal(name + calls.middle)} {self._object(number, function, calls)} {literal(calls.tail)}"
@@ -75,7 +76,7 @@ class CallGrammar:
             inside = self._rules.nested(f"input_{number}", escaped_grammar(self._rule.grammars[name]))
             begin, end = f'{{"{INPUT}"{calls.style["key_separator"]}"', '"}'
             return f"{quoted(begin)} {inside} {quoted(end)}"
-        schema = arguments_schema(function)
+        schema = enforceable(arguments_schema(function))
         if name in self._rule.regexes:
             text = {"type": "string", "pattern": f"^(?:{self._rule.regexes[name]})$"}
             schema = {**schema, "properties": {INPUT: text}}

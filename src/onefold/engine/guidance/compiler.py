@@ -22,6 +22,7 @@ from onefold.engine.guidance.call_format import CallFormat, plain_calls
 from onefold.engine.guidance.grammar import Tools, answer_grammar, is_required, offered
 from onefold.engine.guidance.guide import Guide, short
 from onefold.engine.guidance.limits import KEPT_BYTES, KEPT_GRAMMARS, MOST_BYTES, parser_limits
+from onefold.engine.guidance.schema_forms import in_words
 from onefold.engine.guidance.trial import Trials
 from onefold.engine.guidance.vocabulary import Vocabulary
 from onefold.engine.request import Prompt, Request
@@ -95,7 +96,7 @@ class Compiler:
                 self._tell(bad)
                 matcher, error = self._try(make(free=bad))
         if matcher is None:
-            raise PromptError(f"this cannot be enforced: {error}", where=where)
+            raise PromptError(f"this cannot be enforced: {in_words(error)}", where=where)
         return matcher
 
     def _enforceable(self, asked: Constraint, tools: Tools, calls: CallFormat, name: str) -> bool:

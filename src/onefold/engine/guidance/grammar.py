@@ -12,6 +12,7 @@ from onefold.engine.constraint import Constraint, Shape, ToolRule
 from onefold.engine.guidance.call_format import CallFormat
 from onefold.engine.guidance.call_grammar import CallGrammar
 from onefold.engine.guidance.lark import SPACED, Rules, json_value, quoted
+from onefold.engine.guidance.schema_forms import enforceable
 from onefold.engine.guidance.vocabulary import Vocabulary
 from onefold.errors import PromptError
 from onefold.faults import UNEXPECTED
@@ -56,7 +57,7 @@ def shape_expression(rules: Rules, shape: Shape) -> str:
 
 
 def _schema(_: Rules, shape: Shape) -> str:
-    return json_value(json.loads(shape.text), SPACED)
+    return json_value(enforceable(json.loads(shape.text)), SPACED)
 
 
 def _choice(rules: Rules, shape: Shape) -> str:

@@ -64,7 +64,7 @@ def json_value(schema: Any, style: Mapping[str, Any], *, lenient: bool = False) 
     if schema is True:
         schema = {}
     if schema is False:
-        schema = {"not": {}}
+        schema = {"allOf": [False]}
     options = {**style, "lenient": True, "coerce_one_of": True} if lenient else dict(style)
     own = schema.get("x-guidance")
     return "%json " + json.dumps(

@@ -109,7 +109,7 @@ def test_an_answer_is_json_of_its_schema(engine, sampling):
     ("kind", "text", "wanted"),
     [
         ("regex", "[0-9]{3}-[a-c]/x", r"[0-9]{3}-[a-c]/x"),
-        ("regex", r"^\d\.\d$", r"\d\.\d"),
+        ("regex", r"^\d\.\d$", r"[0-9]\.[0-9]"),
         ("choice", json.dumps(["yes", 'no "x"', "line\nbreak", "straße"]), r'yes|no "x"|line\nbreak|straße'),
         ("grammar", 'start: "a" b ";"\nb: /[0-9]{1,3}/', r"a[0-9]{1,3};"),
         ("grammar", 'root ::= "x" [0-9] [0-9] "."', r"x[0-9][0-9]\."),
@@ -297,10 +297,13 @@ def test_a_model_without_a_format_is_forced_to_call_all_the_same():
         (Shape("json_schema", '{"$ref": "#/$defs/nowhere"}'), "cannot be enforced"),
         (Shape("json_schema", '{"$ref": "http://127.0.0.1:1/x"}'), "cannot be enforced"),
         (Shape("json_schema", '{"type": "nonsense"}'), "cannot be enforced"),
-        (Shape("json_schema", "false"), "cannot be enforced"),
+        (Shape("json_schema", "false"), "nothing can satisfy it"),
         (Shape("json_schema", '{"type": "object", "properties": {"a": false}, "required": ["a"]}'), "cannot be"),
-        (Shape("regex", "(?=a)b"), "cannot be enforced"),
-        (Shape("regex", "(("), "cannot be enforced"),
+        (Shape("regex", "(?=a)b"), "look-around"),
+        (Shape("regex", "(("), "unclosed group"),
+        (Shape("grammar", 'root ::= foo "a"'), "Rule 'foo' not found"),
+        (Shape("grammar", 'foo ::= "a"'), "root"),
+        (Shape("grammar", 'root ::= root "a"'), "nothing can satisfy it"),
         (Shape("regex", ""), "empty"),
         (Shape("choice", "[]"), "at least one"),
         (Shape("grammar", "%%% }{"), "neither as Lark nor as GBNF"),
@@ -369,7 +372,7 @@ def test_a_grammar_that_becomes_too_complex_fails_its_request_alone(engine, monk
     answers = ask_all(
         engine, [asked(engine, hard, "Hard", max_tokens=300), asked(engine, shaped(PERSON), "Who is it?")]
     )
-    assert isinstance(answers[0].error, RequestError) and "any further" in str(answers[0].error)
+    assert isinstance(answers[0].error, RequestError) and "cannot be kept" in str(answers[0].error)
     jsonschema.validate(json.loads(answers[1].text), PERSON)
 
 
@@ -405,6 +408,19 @@ def test_the_child_process_ends_with_the_engine(caplog):
         child = engine._compiler._trials._child
         assert child is not None and child.running
     assert not child.running
+
+
+def test_a_strict_tool_that_cannot_be_enforced_is_named_by_every_model(engine):
+    bad = {"type": "function", "function": {"name": "odd", "parameters": {"type": "objct"}}}
+    rule = Constraint(tools=ToolRule(strict=frozenset({"odd"})))
+    model, _ = speaker()
+    tokenizer = stock.TokenizerWrapper(bytes_and_words(()))
+    tokenizer.chat_template = HERMES
+    with Engine(model, tokenizer, budget="64MB") as without_tools:
+        for served in (engine, without_tools):
+            with pytest.raises(PromptError, match="objct") as refused:
+                ask(served, rule, tools=[TOOL, bad])
+            assert refused.value.where.startswith("tools")
 
 
 # -- masks -----------------------------------------------------------------------------------------

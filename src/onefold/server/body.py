@@ -7,6 +7,7 @@ bounded before they are checked, which no other thread can interrupt. Knows no A
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -166,6 +167,9 @@ def parse_arguments(given: str | Mapping[str, Any] | None) -> Any:
     return found if isinstance(found, dict) else given
 
 
+_PYTHON = re.compile(r"a valid dictionary or instance of \w+")
+
+
 def explain(error: ValidationError, given: Any) -> BadRequest:
     """One sentence about the most specific thing that is wrong."""
     found = [(_path(detail, given), detail) for detail in error.errors(include_url=False, include_input=False)]
@@ -178,7 +182,7 @@ def explain(error: ValidationError, given: Any) -> BadRequest:
         for path, detail in found
         if path == where
     )
-    told = " or ".join(wanted)
+    told = _PYTHON.sub("an object", " or ".join(wanted))
     told = f"this should be {told}" if first["msg"].startswith("Input should be ") else told
     return BadRequest(f"{told[:1].upper()}{told[1:]}.", where=".".join(where))
 

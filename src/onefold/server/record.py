@@ -25,6 +25,10 @@ LONGEST_HEADER = 200
 """Characters, before they are encoded."""
 
 
+LEAST_SECONDS = 0.01
+"""From the first to the last event of an answer, for a rate: a call of a tool comes as a whole, at the end."""
+
+
 @dataclass
 class Record:
     method: str
@@ -83,7 +87,7 @@ class Record:
         if self.first_token_at is None or self.generated < 2:
             return None
         seconds = max(self.last_token_at.values()) - self.first_token_at
-        return (self.generated - 1) / seconds if seconds > 0 else None
+        return (self.generated - 1) / seconds if seconds > LEAST_SECONDS else None
 
     def hit(self) -> Hit | None:
         """The hit of all prompts together. Its reasons are those of the first prompt that has any."""

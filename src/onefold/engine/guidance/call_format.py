@@ -121,8 +121,8 @@ PLAIN = '{"name": "'
 
 
 def plain_calls() -> JsonCalls:
-    """The format for models that have none: the answer is one JSON object for each call, on a line each."""
-    return JsonCalls("", "", PLAIN, f"\n{PLAIN}", "", "", parse_plain, '", "arguments": ', "}", SPACED)
+    """The format for models that have none: the answer is one call, a JSON object."""
+    return JsonCalls("", "", PLAIN, None, "", "", parse_plain, '", "arguments": ', "}", SPACED)
 
 
 def filled(text: str) -> str:
@@ -132,7 +132,8 @@ def filled(text: str) -> str:
 
 def parse_plain(text: str) -> list[tuple[str, Any]]:
     """Raises ValueError, KeyError or TypeError for text that is no call."""
-    return [(call["name"], call["arguments"]) for call in map(json.loads, text.strip().split("\n"))]
+    call = json.loads(text)
+    return [(call["name"], call["arguments"])]
 
 
 def type_of(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The child process of a trial: compiles grammars, and computes the first mask of each.
+"""The child process of a trial: compiles grammars and computes the first mask of each; converts GBNF to Lark.
 
 It reads one JSON object per line, first the vocabulary and then grammars, and answers each with one line. It ends when
 its input does. Knows nothing of MLX.
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from onefold.engine.guidance.limits import MOST_TREE_BYTES, parser_limits
@@ -29,15 +30,20 @@ def main() -> int:
             tokenizer = LLTokenizer(asked["vocabulary"], n_vocab=asked["size"], eos_token=asked["ends"])
             said: dict[str, Any] = {"error": ""}
         else:
-            said = _on_a_thread(tokenizer, asked["grammar"])
+            said = _on_a_thread(tokenizer, asked)
         print(json.dumps(said), flush=True)
     return 0
 
 
-def _on_a_thread(tokenizer: Any, grammar: str) -> dict[str, Any]:
-    """Compiles on a thread, whose stack is as small as that of the thread which will do it in the server."""
+def _on_a_thread(tokenizer: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """Compiles, or converts, on a thread, whose stack is as small as that of the thread which will do it in the
+    server."""
     said: dict[str, Any] = {"error": "the compiler failed"}
-    thread = threading.Thread(target=lambda: said.update(_compiled(tokenizer, grammar)))
+    if "convert" in asked:
+        thread = threading.Thread(target=lambda: said.update(error="", lark=any_to_lark(asked["convert"])))
+    else:
+        thread = threading.Thread(target=lambda: said.update(_compiled(tokenizer, asked["grammar"])))
+    threading.excepthook = lambda failed: said.update(error=str(failed.exc_value))  # llguidance raises plain Exceptions
     thread.start()
     thread.join()
     return said

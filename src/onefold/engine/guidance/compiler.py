@@ -10,18 +10,27 @@ import functools
 import json
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
-from onefold.engine.constraint import Constraint
+from onefold.engine.constraint import Constraint, ToolRule
 from onefold.engine.guidance import call_format
 from onefold.engine.guidance.call_format import CallFormat, plain_calls
 from onefold.engine.guidance.grammar import Tools, answer_grammar, is_required, offered
 from onefold.engine.guidance.guide import Guide, short
-from onefold.engine.guidance.limits import KEPT_BYTES, KEPT_GRAMMARS, MOST_BYTES, parser_limits
+from onefold.engine.guidance.limits import (
+    KEPT_BYTES,
+    KEPT_CONVERSIONS,
+    KEPT_GRAMMARS,
+    MOST_BYTES,
+    MOST_SECONDS,
+    parser_limits,
+)
 from onefold.engine.guidance.schema_forms import in_words
 from onefold.engine.guidance.trial import Trials
 from onefold.engine.guidance.vocabulary import Vocabulary
@@ -48,6 +57,7 @@ class Compiler:
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Any] = OrderedDict()
         """Grammars, the one used last at the end, with their matcher at its beginning, or with the error's text."""
+        self._converted: OrderedDict[str, tuple[str, str]] = OrderedDict()
         self._told: set[str] = set()
 
     def guided(self, request: Request) -> Guided | None:
@@ -55,18 +65,18 @@ class Compiler:
         and need not be. Blocks. Raises PromptError, which says what cannot be enforced; Busy."""
         asked, tools = request.constraint or Constraint(), request.tools or ()
         shape, rule = asked.shape, asked.tools if tools else None
-        must = shape is not None or is_required(rule) or bool(rule and rule.strict)
+        must = shape is not None or is_required(rule) or bool(rule and (rule.strict or rule.grammars or rule.regexes))
         where = shape.where if shape is not None else rule.where if rule is not None else ""
         if must:
             self._vocabulary.require(where)
         elif not self._vocabulary.usable or self._calls is None:
             return None
-        if rule is not None and rule.strict and self._calls is None and self._tokenizer.has_tool_calling:
-            message = "strict cannot be enforced: the format of this model's calls is not recognised; leave strict out"
-            raise PromptError(message, where=rule.where)
-        calls = self._calls or (plain_calls() if is_required(rule) else None)
-        if shape is None and (rule is None or calls is None):
+        if rule is not None and self._calls is None and not is_required(rule):
+            self._check_unused(rule, tools)
+            rule = None
+        if shape is None and rule is None:
             return None
+        calls = self._calls or (plain_calls() if rule is not None else None)
         matcher = self._compiled(Constraint(shape=shape, tools=rule), tools, calls, where)
         guide = Guide(
             matcher.deep_copy(),
@@ -76,7 +86,18 @@ class Compiler:
             thinks=() if request.plain else self._thinks(request.prompt),
             begins_call=self._tokenizer.tool_call_start_tokens or () if self._tokenizer.has_tool_calling else (),
         )
-        return Guided(guide, calls.calls if calls is not None and self._calls is None and is_required(rule) else None)
+        return Guided(guide, calls.calls if calls is not None and self._calls is None else None)
+
+    def _check_unused(self, rule: ToolRule, tools: Tools) -> None:
+        """Raises PromptError if a strict schema or a grammar of tools cannot be enforced, for a model that has no known
+        way to call them: what is wrong with a request does not depend on the model."""
+        if rule.strict and self._tokenizer.has_tool_calling:
+            message = "strict cannot be enforced: the format of this model's calls is not recognised; leave strict out"
+            raise PromptError(message, where=rule.where)
+        named = rule.strict | rule.grammars.keys() | rule.regexes.keys()
+        checked = [tool for tool in tools if tool["function"]["name"] in named]
+        if checked:
+            self._compiled(Constraint(tools=replace(rule, required=True)), checked, plain_calls(), rule.where)
 
     def close(self) -> None:
         """Ends the child process that compiles grammars."""
@@ -85,13 +106,10 @@ class Compiler:
     def _compiled(self, asked: Constraint, tools: Tools, calls: CallFormat | None, where: str) -> Any:
         """The matcher at its beginning. A tool whose schema cannot be enforced, and need not be, may be called with
         any arguments."""
-        make = functools.partial(answer_grammar, asked, tools, calls, self._vocabulary)
+        make = functools.partial(answer_grammar, asked, tools, calls, self._vocabulary, self._convert)
         matcher, error = self._try(make())
         if matcher is None and asked.tools is not None and calls is not None:
-            chosen = offered(tools, asked.tools)
-            names = [tool["function"]["name"] for tool in chosen]
-            loose = [name for name in names if name not in asked.tools.strict and name not in asked.tools.grammars]
-            bad = frozenset(name for name in loose if not self._enforceable(asked, chosen, calls, name))
+            bad = self._unenforceable(asked.tools, offered(tools, asked.tools), calls)
             if bad:
                 self._tell(bad)
                 matcher, error = self._try(make(free=bad))
@@ -99,12 +117,36 @@ class Compiler:
             raise PromptError(f"this cannot be enforced: {in_words(error)}", where=where)
         return matcher
 
-    def _enforceable(self, asked: Constraint, tools: Tools, calls: CallFormat, name: str) -> bool:
-        """Whether the calls of one tool can be enforced."""
-        assert asked.tools is not None
-        alone = Constraint(tools=asked.tools)
-        only = [tool for tool in tools if tool["function"]["name"] == name]
-        return self._try(answer_grammar(alone, only, calls, self._vocabulary))[0] is not None
+    def _unenforceable(self, rule: ToolRule, tools: Tools, calls: CallFormat) -> frozenset[str]:
+        """The tools whose schemas cannot be enforced; all that need not be, if it takes long to find out. Raises
+        PromptError for one that must be enforced."""
+        bad, until = set(), time.monotonic() + MOST_SECONDS
+        for i, tool in enumerate(tools):
+            name = tool["function"]["name"]
+            must = name in rule.strict or name in rule.grammars or name in rule.regexes
+            if not must and time.monotonic() > until:
+                bad.add(name)
+                continue
+            alone = answer_grammar(Constraint(tools=rule), [tool], calls, self._vocabulary, self._convert)
+            matcher, error = self._try(alone)
+            if matcher is None and must:
+                where = f"{rule.where}.{i}"
+                raise PromptError(f"the arguments of this tool cannot be enforced: {in_words(error)}", where=where)
+            if matcher is None:
+                bad.add(name)
+        return frozenset(bad)
+
+    def _convert(self, grammar: str) -> tuple[str, str]:
+        """Returns a client's grammar as Lark, and why it cannot be. The last ones are kept. Raises Busy."""
+        with self._lock:
+            if grammar in self._converted:
+                return self._converted[grammar]
+        found = self._trials.convert(grammar)
+        with self._lock:
+            self._converted[grammar] = found
+            while len(self._converted) > KEPT_CONVERSIONS:
+                self._converted.popitem(last=False)
+        return found
 
     def _try(self, grammar: str) -> tuple[Any, str]:
         """Compiles a grammar. Returns its matcher, or None and why there is none. Raises Busy."""

@@ -6,16 +6,16 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance import regex_to_lark
 
 from onefold.engine.constraint import Constraint, Shape, ToolRule
 from onefold.engine.guidance.call_format import CallFormat
 from onefold.engine.guidance.call_grammar import CallGrammar
-from onefold.engine.guidance.lark import SPACED, Rules, json_value, quoted
+from onefold.engine.guidance.guide import short
+from onefold.engine.guidance.lark import SPACED, Convert, Rules, json_value, quoted
 from onefold.engine.guidance.schema_forms import enforceable
 from onefold.engine.guidance.vocabulary import Vocabulary
 from onefold.errors import PromptError
-from onefold.faults import UNEXPECTED
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -25,11 +25,12 @@ def answer_grammar(
     tools: Tools,
     calls: CallFormat | None,
     vocabulary: Vocabulary,
+    convert: Convert,
     free: frozenset[str] = frozenset(),
 ) -> str:
     """Returns the grammar of an answer: text of the shape, or calls of tools. `free`: tools whose schemas are left out.
     Raises PromptError for what cannot be made into one."""
-    rules = Rules(vocabulary)
+    rules = Rules(vocabulary, convert)
     shape = None if asked.shape is None else shape_expression(rules, asked.shape)
     if asked.tools is None or calls is None:
         assert shape is not None
@@ -57,6 +58,8 @@ def shape_expression(rules: Rules, shape: Shape) -> str:
 
 
 def _schema(_: Rules, shape: Shape) -> str:
+    if shape.text == "false":
+        raise PromptError("the schema is false: nothing can satisfy it", where=shape.where)
     return json_value(enforceable(json.loads(shape.text)), SPACED)
 
 
@@ -68,25 +71,20 @@ def _choice(rules: Rules, shape: Shape) -> str:
 
 
 def _grammar(rules: Rules, shape: Shape) -> str:
-    try:
-        lark: str = any_to_lark(shape.text)
-    except (GbnfToLarkError, *UNEXPECTED) as error:  # broad on purpose: the converter is not ours
-        raise PromptError(f"the grammar can be read neither as Lark nor as GBNF: {error}", where=shape.where) from error
+    lark, error = rules.convert(shape.text)
+    if error:
+        raise PromptError(f"the grammar can be read neither as Lark nor as GBNF: {short(error)}", where=shape.where)
     return rules.nested("grammar", lark)
 
 
 def _regex(rules: Rules, shape: Shape) -> str:
-    """The regular expression between slashes. It always matches the whole text."""
+    """The regular expression always matches the whole text. Digits and words are those of ASCII."""
     text = shape.text.removeprefix("^")
     if text.endswith("$") and not text.endswith(r"\$"):
         text = text[:-1]
     if not text:
         raise PromptError("the regular expression is empty", where=shape.where)
-    made, escaped = "", False
-    for character in text:
-        made += rf"\{character}" if character == "/" and not escaped else character
-        escaped = character == "\\" and not escaped
-    return rules.add("PATTERN", f"/{made.replace(chr(10), chr(92) + 'n')}/")
+    return rules.add("PATTERN", f"/{regex_to_lark(text, 'dw')}/")
 
 
 SHAPES: dict[str, Callable[[Rules, Shape], str]] = {

@@ -15,8 +15,12 @@ import numpy as np
 
 from onefold.errors import PromptError, RequestError
 
-_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
-"""Where in the grammar an error is, which the client has not written."""
+_PLACES = re.compile(r"^((at )?\d+\(\d+\): )*(failed to compile JSON schema: )?")
+_MEANINGS = {
+    "NoExtensionBias": "nothing can satisfy it",
+    "NoExtension": "nothing can satisfy it",
+    "Enable 'coerce_one_of' option to approximate": 'Give the schema "x-guidance": {"coerce_one_of": true} to replace',
+}
 GUIDED_STATES = frozenset({"normal", "tool"})
 """States of an answer that the grammar is about; in others, as in reasoning, everything is allowed."""
 
@@ -100,7 +104,7 @@ class Guide:
         """Raises PromptError if the grammar cannot be followed any further."""
         if self._matcher.is_error():
             why = short(self._matcher.get_error())
-            raise PromptError(f"the answer cannot be kept to its schema any further: {why}; simplify the schema")
+            raise PromptError(f"an answer cannot be kept to this schema or grammar: {why}; simplify it")
 
 
 def only(token: int, words: int) -> np.ndarray:
@@ -115,6 +119,10 @@ def allow(mask: np.ndarray, token: int) -> None:
 
 
 def short(message: str) -> str:
-    """The first line of one of llguidance's messages, without what it appends."""
-    line = message.partition("\n")[0].replace("<non-verbose/>", "").strip()
-    return _PLACE.sub("", line)[:300]
+    """What one of llguidance's messages says, in one line, without places in a grammar that no client wrote."""
+    lines = [line.strip() for line in message.replace("<non-verbose/>", "").splitlines() if line.strip()]
+    first = _PLACES.sub("", lines[0]) if lines else "it cannot be compiled"
+    reason = next((line for line in lines[1:] if line.startswith("error:")), "")
+    for said, meant in _MEANINGS.items():
+        first = first.replace(said, meant)
+    return f"{first.removesuffix('regex parse error:').rstrip()} {reason}".strip()[:300]

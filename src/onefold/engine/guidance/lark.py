@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from onefold.engine.guidance.vocabulary import Vocabulary
@@ -15,11 +15,16 @@ renders, has the tokens that were generated; many tokens are forced; and no answ
 COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 
 
+Convert = Callable[[str], tuple[str, str]]
+"""Returns a Lark or GBNF grammar as Lark, and why it cannot be."""
+
+
 class Rules:
     """The rules of one grammar; `start` is the first."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, convert: Convert) -> None:
         self._vocabulary = vocabulary
+        self.convert = convert
         self._rules: dict[str, str] = {}
         self.slots: dict[str, str] = {}
         """Characters of literals that stand for a regular expression."""

@@ -17,7 +17,7 @@ MOST_SECONDS = 4.0
 """To compile a grammar, on the machine as it is."""
 MOST_TREE_BYTES = 2 << 30
 """Address space that the child process may add, where the system can limit that."""
-KEPT_GRAMMARS = 64
+KEPT_GRAMMARS, KEPT_CONVERSIONS = 64, 16
 KEPT_BYTES = 8 << 20
 """Of the texts of grammars whose compiled form, or whose error, is kept."""
 

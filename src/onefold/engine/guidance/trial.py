@@ -40,10 +40,19 @@ class Trials:
 
     def run(self, grammar: str) -> Verdict:
         """Compiles the grammar in the child process. Raises Busy if other grammars take too long."""
+        said = self._ask({"grammar": grammar})
+        return Verdict(said["error"], tuple(said.get("warnings", ())))
+
+    def convert(self, grammar: str) -> tuple[str, str]:
+        """Returns a Lark or GBNF grammar as Lark, and why it cannot be. Raises Busy."""
+        said = self._ask({"convert": grammar})
+        return said.get("lark", ""), said["error"]
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         if not self._turn.acquire(timeout=WAIT_SECONDS):
             raise Busy("other requests' schemas are being compiled; try again in 5 s", retry_after=5)
         try:
-            return self._run(grammar)
+            return self._run(question)
         finally:
             self._turn.release()
 
@@ -51,7 +60,7 @@ class Trials:
         with self._turn:
             self._end()
 
-    def _run(self, grammar: str) -> Verdict:
+    def _run(self, question: dict[str, Any]) -> dict[str, Any]:
         if self._child is None:
             self._child = _Child()
             vocabulary = self._vocabulary
@@ -59,15 +68,13 @@ class Trials:
             begun = self._child.ask(about, START_SECONDS)
             if begun is None or begun["error"]:
                 self._end()
-                return Verdict("this model's tokenizer cannot be used for it")
-        said = self._child.ask({"grammar": grammar}, MOST_SECONDS)
+                return {"error": "this model's tokenizer cannot be used for it"}
+        said = self._child.ask(question, MOST_SECONDS)
         if said is None:
             slow = self._child.running
             self._end()
-            return Verdict(
-                f"it takes more than {MOST_SECONDS:.0f} s to compile" if slow else "it is too complex to compile"
-            )
-        return Verdict(said["error"], tuple(said["warnings"]))
+            return {"error": f"it takes more than {MOST_SECONDS:.0f} s to compile" if slow else "it is too complex"}
+        return said
 
     def _end(self) -> None:
         if self._child is not None:

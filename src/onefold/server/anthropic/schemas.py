@@ -119,6 +119,10 @@ class Conversation(Fields):
         ),
         "compaction": Refusal("Compaction is not supported: ask the model for a summary in a message."),
         "container": Refusal("Containers and skills are not supported: leave this out."),
+        **dict.fromkeys(
+            ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+            Refusal("Messages have their format in output_config.format: put it there."),
+        ),
         "mcp_servers": Refusal("MCP servers are not supported: give the model their tools, and run them.", _empty),
     }
 

@@ -41,6 +41,8 @@ def _format(given: ResponseFormat) -> Shape:
         return constraints.json_schema(given.json_schema.schema_, "response_format.json_schema.schema")
     if given.schema_ is not None:
         return constraints.json_schema(given.schema_, "response_format.schema")
+    if given.type == "json_schema" and given.json_schema is None:
+        raise BadRequest("This field is required.", where="response_format.json_schema")
     return constraints.json_schema(constraints.ANY_OBJECT, "response_format")
 
 

@@ -210,7 +210,7 @@ class TextFormat(Fields):
     name: str | None = None
     description: str | None = None
     schema_: JsonSchema = None
-    """None: any object."""
+    """Needed for the type json_schema."""
     strict: bool | None = None
 
 
@@ -258,6 +258,7 @@ class ResponsesRequest(InputTokensRequest, SamplingFields, FormatFields):
     )
     refused: ClassVar[Mapping[str, Refusal]] = {
         **InputTokensRequest.refused,
+        "response_format": Refusal("Responses have their format in text.format: put it there."),
         "background": Refusal(STATELESS, lambda value: value is False),
         "prompt": Refusal("This server keeps no prompts: send the prompt's text in instructions and input."),
         "moderation": Refusal("Moderation is not supported: leave this out, or use another service for it."),

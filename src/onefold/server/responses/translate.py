@@ -200,8 +200,10 @@ def shape(asked: ResponsesRequest) -> Shape | None:
 
 
 def _format(given: TextFormat) -> Shape:
-    if given.type == "json_object" or given.schema_ is None:
+    if given.type == "json_object":
         return constraints.json_schema(constraints.ANY_OBJECT, "text.format")
+    if given.schema_ is None:
+        raise BadRequest("This field is required.", where="text.format.schema")
     return constraints.json_schema(given.schema_, "text.format.schema")
 
 

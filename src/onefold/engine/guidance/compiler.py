@@ -25,7 +25,7 @@ from onefold.engine.guidance.limits import KEPT_BYTES, KEPT_GRAMMARS, MOST_BYTES
 from onefold.engine.guidance.trial import Trials
 from onefold.engine.guidance.vocabulary import Vocabulary
 from onefold.engine.request import Prompt, Request
-from onefold.errors import PromptError
+from onefold.errors import PromptError, RequestError
 
 log = logging.getLogger("onefold.engine")
 
@@ -64,13 +64,16 @@ class Compiler:
         if shape is None and (rule is None or calls is None):
             return None
         matcher = self._compiled(Constraint(shape=shape, tools=rule), tools, calls, where)
-        guide = Guide(
-            matcher.deep_copy(),
-            self._vocabulary.size,
-            ends=self._vocabulary.ends,
-            state=request.prompt.state,
-            thinks=() if request.plain else self._thinks(request.prompt),
-        )
+        try:
+            guide = Guide(
+                matcher.deep_copy(),
+                self._vocabulary.size,
+                ends=self._vocabulary.ends,
+                state=request.prompt.state,
+                thinks=() if request.plain else self._thinks(request.prompt),
+            )
+        except RequestError as error:  # the text that every answer begins with is too much for it
+            raise PromptError(str(error), where=where) from error
         return Guided(guide, calls.calls if calls is not None and self._calls is None and is_required(rule) else None)
 
     def close(self) -> None:

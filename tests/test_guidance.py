@@ -25,8 +25,9 @@ from onefold.engine.constraint import Constraint, Shape, ToolRule
 from onefold.engine.engine import Engine
 from onefold.engine.guidance import compiler, masks, trial
 from onefold.engine.guidance.guide import Guide
+from onefold.engine.limits import Limits
 from onefold.engine.request import Reasoning, Request, Sampling, Text
-from onefold.errors import BudgetError, PromptError, RequestError
+from onefold.errors import BudgetError, EngineStopped, PromptError, RequestError
 
 PERSON = {
     "type": "object",
@@ -216,6 +217,39 @@ def test_an_answer_that_was_preempted_goes_on_where_it_was(monkeypatch):
         assert [answer.text for answer in ask_all(engine, made)] == alone
         assert engine.stats().preemptions > 0
         engine.check()
+
+
+LONG = {"const": {"title": "a fixed text that is long " * 4, "items": ["one", "two", "three"]}}
+CHOSEN = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": LONG}, "required": ["a", "b"]}
+
+
+@pytest.mark.parametrize(("budget", "chunk"), [("256MB", 32), ("1MB", 2048)])
+def test_forced_tokens_that_are_too_many_for_one_chunk_are_computed_in_several(budget, chunk):
+    with Engine(*speaker(), budget=budget, limits=Limits(prefill_chunk=chunk)) as engine:
+        free = [asked(engine, None, "Talk.", sampling=Sampling(temperature=1.0, seed=3), max_tokens=100)]
+        made = [
+            asked(engine, shaped(CHOSEN), f"Who is {i}?", sampling=Sampling(temperature=1.0, seed=i)) for i in (1, 2)
+        ]
+        answers = ask_all(engine, free + made)[1:]
+        for answer in answers:
+            jsonschema.validate(json.loads(answer.text), CHOSEN)
+        engine.check()
+
+
+def test_forced_tokens_are_counted(engine):
+    before = engine.stats().generated_tokens
+    answer = ask(engine, shaped(CHOSEN))
+    assert engine.stats().generated_tokens - before == answer.done.completion_tokens
+
+
+@pytest.mark.parametrize("text", ["a <|im_end|> b", "<|im_start|>"])
+def test_text_may_have_the_name_of_a_special_token(engine, text):
+    keyed = {"type": "object", "properties": {text: {"type": "null"}}, "required": [text]}
+    keyed["additionalProperties"] = False
+    for schema in ({"const": text}, keyed):
+        answer = ask(engine, shaped(schema))
+        assert answer.done.finish == "stop"
+        jsonschema.validate(json.loads(answer.text), schema)
 
 
 # -- thinking --------------------------------------------------------------------------------------
@@ -480,3 +514,35 @@ def test_a_call_that_begins_in_a_thought_is_kept_to_the_grammar(rule):
         guide._look_ahead()
         written = tokenizer.decode(list(guide.forced))
         assert not guide.rests and written.startswith('\n{"name": "look_up", "arguments": {"word"')
+
+
+# -- the child process -----------------------------------------------------------------------------
+
+
+def child_of(engine: Engine) -> Any:
+    return engine._compiler._trials._child
+
+
+def test_a_child_process_that_something_ended_is_replaced():
+    with Engine(*speaker(), budget="64MB") as engine:
+        ask(engine, shaped({"enum": ["a", "b"]}), max_tokens=1)
+        process = child_of(engine)._process
+        process.kill()
+        process.wait()
+        for words in (["c", "d"], ["e", "f"]):
+            assert json.loads(ask(engine, shaped({"enum": words})).text) in words
+
+
+def test_a_stopped_engine_starts_no_child_process():
+    engine = Engine(*speaker(), budget="64MB")
+    request = asked(engine, shaped({"enum": ["g", "h"]}))
+    engine.stop()
+    with pytest.raises(EngineStopped):
+        engine.submit(request, print)
+    assert child_of(engine) is None
+
+
+def test_a_beginning_that_is_too_long_is_refused(engine):
+    text = " ".join(map(str, range(90_000)))
+    with pytest.raises(PromptError, match="cannot be"):  # or it takes too long, on a busy machine
+        engine.submit(asked(engine, Constraint(shape=Shape("regex", text))), lambda _: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import jsonschema
@@ -15,6 +16,7 @@ from guided_walks import allowed, walk
 from onefold.engine.constraint import Constraint, ToolRule
 from onefold.engine.guidance import call_format
 from onefold.engine.guidance.compiler import Compiler
+from onefold.engine.guidance.escaping import escaped_regex
 from onefold.engine.guidance.listed_grammar import closing
 from onefold.engine.request import Prompt, Request
 from onefold.errors import PromptError
@@ -199,3 +201,33 @@ def test_the_grammar_of_a_custom_tool_holds_inside_json(compilers):
             assert first.startswith('say "') and first.endswith('"') and 1 <= len(first[5:-1]) <= 3
             assert lines[-1] == "" and lines[:-1] and all(line[:1] == "+" and len(line) <= 5 for line in lines[:-1])
     assert ended > 6
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": [1]},
+        {"properties": "x"},
+        {"properties": {"a": {}}, "required": 5},
+        {"properties": {"a": {}}, "required": [["a"]]},
+        {"properties": {"a": {"anyOf": 5}}},
+    ],
+)
+def test_a_schema_that_is_none_is_no_fault(compilers, schema):
+    tokenizer, compiler = compilers("qwen3_coder")
+    tool = {"type": "function", "function": {"name": "odd", "parameters": {"type": "object", **schema}}}
+    assert compiler.guided(offering(tokenizer, ToolRule(), [tool])) is not None
+
+
+@pytest.mark.parametrize(
+    ("regex", "texts", "others"),
+    [
+        (r"(\r?\n)+", ["\n", "\r\n", "\n\r\n"], ["", "\r", "\\\n"]),
+        (r'"?x', ["x", '"x'], ["\\x", '""x']),
+        (r"\\*\n{2}", ["\n\n", "\\\\\n\n"], ["\n", "\nn"]),
+    ],
+)
+def test_what_repeats_is_a_whole_character_in_escaped_text_too(regex, texts, others):
+    made = re.compile(escaped_regex(regex))
+    for text in texts + others:
+        assert bool(made.fullmatch(json.dumps(text)[1:-1])) == bool(re.fullmatch(regex, text)) == (text in texts)

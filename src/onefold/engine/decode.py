@@ -122,7 +122,9 @@ class Decode:
 
     def _run_ahead(self, job: Job) -> None:
         """Takes a row's forced tokens into its answer, and has them computed as a prompt is."""
+        before = job.n_read
         finish = job.take_forced(SHORT_REST)
+        self._jobs.counts["generated_tokens"] += job.n_read - before
         if finish is not None:
             self._jobs.finish(job, finish)
             return

@@ -101,9 +101,11 @@ class Prefill:
             job.seated(chosen, 0)
             self._jobs.counts["prefilled_tokens"] += rest
             return
-        chunk = chunking.next_chunk(lease.hold, job.position, chunk_tokens)
-        if len(chunk):
-            self._forward(job, chunk.tolist())
+        chunk = chunking.next_chunk(lease.hold, job.position, chunk_tokens).tolist()
+        if not chunk and rest > 1:  # tokens that a guide forced, which the lease was not opened with
+            chunk = job.tokens[job.position : job.position + lease.chunk_limit(min(chunk_tokens, rest - 1))]
+        if chunk:
+            self._forward(job, chunk)
             device.evaluate([layer.state for layer in lease.layers])
             job.position += len(chunk)
             self._jobs.counts["prefilled_tokens"] += len(chunk)

@@ -35,7 +35,7 @@ from onefold.engine.guidance.schema_forms import in_words
 from onefold.engine.guidance.trial import Trials
 from onefold.engine.guidance.vocabulary import Vocabulary
 from onefold.engine.request import Prompt, Request
-from onefold.errors import PromptError
+from onefold.errors import PromptError, RequestError
 
 log = logging.getLogger("onefold.engine")
 
@@ -78,14 +78,17 @@ class Compiler:
             return None
         calls = self._calls or (plain_calls() if rule is not None else None)
         matcher = self._compiled(Constraint(shape=shape, tools=rule), tools, calls, where)
-        guide = Guide(
-            matcher.deep_copy(),
-            self._vocabulary.size,
-            ends=self._vocabulary.ends,
-            state=request.prompt.state,
-            thinks=() if request.plain else self._thinks(request.prompt),
-            begins_call=self._tokenizer.tool_call_start_tokens or () if self._tokenizer.has_tool_calling else (),
-        )
+        try:
+            guide = Guide(
+                matcher.deep_copy(),
+                self._vocabulary.size,
+                ends=self._vocabulary.ends,
+                state=request.prompt.state,
+                thinks=() if request.plain else self._thinks(request.prompt),
+                begins_call=self._tokenizer.tool_call_start_tokens or () if self._tokenizer.has_tool_calling else (),
+            )
+        except RequestError as error:  # the text that every answer begins with is too much for it
+            raise PromptError(str(error), where=where) from error
         return Guided(guide, calls.calls if calls is not None and self._calls is None else None)
 
     def _check_unused(self, rule: ToolRule, tools: Tools) -> None:

@@ -93,8 +93,10 @@ def _regex_part(found: re.Match[str]) -> str:
 
 
 def _character(character: str) -> str:
-    """One character as the escaped text has it, in a regular expression between slashes."""
-    return "".join(rf"\{c}" if c in r'\/.^$*+?()[]{}|"' else c for c in ESCAPES.get(character, character))
+    """One character as the escaped text has it, in a regular expression between slashes. What may follow it, such as a
+    star, is about all of it."""
+    made = "".join(rf"\{c}" if c in r'\/.^$*+?()[]{}|"' else c for c in ESCAPES.get(character, character))
+    return f"(?:{made})" if character in ESCAPES else made
 
 
 def _set(text: str) -> str:

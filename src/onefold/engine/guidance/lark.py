@@ -56,8 +56,10 @@ class Rules:
         return self.add(name, f"%lark {{\n{grammar}\n}}")
 
     def text(self, start: str) -> str:
-        rules = [f"{name}: {body}" for name, body in self._rules.items()]
-        return "\n".join(["%llguidance {}", f"start: {start}", *rules])
+        rules = "\n".join([f"start: {start}", *(f"{name}: {body}" for name, body in self._rules.items())])
+        # where text must have the name of a special token, llguidance would force that token, and then refuse it
+        named = any(name in rules for name in self._vocabulary.special)
+        return f"%llguidance {json.dumps({'no_forcing': True} if named else {})}\n{rules}"
 
 
 def quoted(text: str) -> str:

@@ -29,8 +29,9 @@ class ListedArguments:
 
     def expression(self, schema: Mapping[str, Any], grammar: str | None = None) -> str:
         """Returns the expression from behind the tool's name to the call's end. `grammar`: of the one argument."""
-        properties: Mapping[str, Any] = schema.get("properties") or {}
-        needed = set(schema.get("required") or ())
+        given, required = schema.get("properties"), schema.get("required")
+        properties: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+        needed = {key for key in required if isinstance(key, str)} if isinstance(required, list) else set()
         literal, calls = self._rules.literal, self._format
         kinds = (RAW, WORD, *KINDS.values())
         # From the last argument to the first: what may follow a value of each kind, and what may follow the name.
@@ -83,7 +84,8 @@ def _kind(inside: Any, root: Mapping[str, Any], depth: int = 0) -> tuple[str, Ma
         return _kind(found, root, depth + 1)
     given = inside.get("type")
     types = given if isinstance(given, list) else [given]
-    options = [o for name in ("anyOf", "oneOf") for o in (inside.get(name) or ())]
+    listed = [inside[name] for name in ("anyOf", "oneOf") if isinstance(inside.get(name), list)]
+    options = [option for some in listed for option in some]
     if given is None and options:
         kinds = {_kind(option, root, depth + 1)[0] for option in options if option != {"type": "null"}}
         return (kinds.pop() if len(kinds) == 1 and not kinds & {RAW, WORD} else RAW), inside

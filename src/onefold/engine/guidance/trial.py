@@ -6,6 +6,7 @@ long, or that ends the child, is refused, and the next grammar gets a new child.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import selectors
 import subprocess
@@ -17,7 +18,7 @@ from typing import IO, Any
 
 from onefold.engine.guidance.limits import MOST_SECONDS
 from onefold.engine.guidance.vocabulary import Vocabulary
-from onefold.errors import Busy
+from onefold.errors import Busy, EngineStopped
 
 START_SECONDS = 60.0
 """To import llguidance and read a vocabulary, on a slow machine."""
@@ -37,9 +38,10 @@ class Trials:
         self._vocabulary = vocabulary
         self._turn = threading.Lock()
         self._child: _Child | None = None
+        self._closed = False
 
     def run(self, grammar: str) -> Verdict:
-        """Compiles the grammar in the child process. Raises Busy if other grammars take too long."""
+        """Compiles the grammar in the child process. Raises Busy if other grammars take too long; EngineStopped."""
         said = self._ask({"grammar": grammar})
         return Verdict(said["error"], tuple(said.get("warnings", ())))
 
@@ -52,15 +54,20 @@ class Trials:
         if not self._turn.acquire(timeout=WAIT_SECONDS):
             raise Busy("other requests' schemas are being compiled; try again in 5 s", retry_after=5)
         try:
+            if self._closed:
+                raise EngineStopped("the engine has stopped")
             return self._run(question)
         finally:
             self._turn.release()
 
     def close(self) -> None:
+        self._closed = True
         with self._turn:
             self._end()
 
     def _run(self, question: dict[str, Any]) -> dict[str, Any]:
+        if self._child is not None and not self._child.running:  # something ended it meanwhile
+            self._end()
         if self._child is None:
             self._child = _Child()
             vocabulary = self._vocabulary
@@ -122,7 +129,8 @@ class _Child:
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # what it did not read
+            self._stdin.close()
         self._stdout.close()
 
     @property

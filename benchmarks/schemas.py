@@ -48,9 +48,9 @@ from onefold.errors import Busy, PromptError, RequestError
 MOST_TOKENS = 2000
 SHOWN = 1500
 """Characters of a schema in the prompt."""
-CLOSERS = ("}", "]", '"', ",")
-"""What a walk writes, where it may, so that it comes to an end; in a string, its end."""
-IN_STRING = 3000
+CLOSERS, IN_A_STRING = ("}", "]", '"', ","), ('"', "@", ":")
+"""What a walk writes, where it may, so that it comes to an end."""
+MOST_OUTSIDE = 1000
 """Where more tokens are allowed, it is in a string."""
 MOST_CUT, MOST_REFUSED = 0.02, 0.15
 
@@ -131,7 +131,7 @@ class Walking:
         self._compiler = Compiler(self._tokenizer, len(self._tokenizer))
         self._seed, self._walks = seed, walks
         encode = self._tokenizer.encode
-        self._closers = {closer: encode(closer, add_special_tokens=False)[0] for closer in CLOSERS}
+        self._closers = {closer: encode(closer, add_special_tokens=False)[0] for closer in CLOSERS + IN_A_STRING}
 
     def __call__(self, case: Case) -> Outcome:
         """Returns the worst of some walks."""
@@ -169,7 +169,7 @@ class Walking:
     def _drawn(self, may: np.ndarray, draw: random.Random, haste: float) -> int:
         allowed = np.flatnonzero(may)
         if draw.random() < haste:
-            for closer in ('"',) if len(allowed) > IN_STRING else CLOSERS:
+            for closer in IN_A_STRING if len(allowed) > MOST_OUTSIDE else CLOSERS:
                 if may[self._closers[closer]]:
                     return self._closers[closer]
         return int(draw.choice(allowed))

@@ -6,12 +6,14 @@ import functools
 import itertools
 import json
 import logging
+import random
 import time
 from typing import Any
 
 import jsonschema
 import pytest
 from call_templates import tokenizer_of
+from effort import effort
 from llguidance import LLMatcher
 
 from onefold.engine.guidance import schema_forms
@@ -180,6 +182,78 @@ def test_reasons_are_in_words():
     assert in_words('Unimplemented keys: ["$dynamicRef"]') == 'Unimplemented keys: ["$dynamicRef"]'
 
 
+class Drawn:
+    """Schemas of all keywords at random, a few levels deep."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+
+    def schema(self, depth: int = 0) -> Any:
+        draw = self._draw
+        if depth > 2 or draw.random() < 0.1:
+            return draw.choice([True, False, TEXT, NUMBER, {"const": 1}, {"enum": ["x", "a", 1, None]}, A, B, {}, IF_X])
+        made: dict[str, Any] = {}
+        for _ in range(draw.randint(1, 4)):
+            made |= self._part(depth + 1)
+        return made
+
+    def root(self) -> Any:
+        made = self.schema()
+        named = {
+            "$schema": DRAFTS[self._draw.choice([7, 2020])],
+            "$defs": {"d": self.schema(2), "e": BRANCHES["$defs"]["x"]},
+        }
+        return {**made, **named} if isinstance(made, dict) else made
+
+    def _part(self, depth: int) -> dict[str, Any]:
+        draw, inner = self._draw, lambda: self.schema(depth)
+        names = [*("a", "b", "kind", "n")]
+        some = draw.sample(names, 2)
+        return draw.choice(
+            [
+                lambda: {"type": draw.choice(["object", "array", "string", ["integer", "null"], ["object", "array"]])},
+                lambda: {"type": "object", "properties": {name: inner() for name in some}},
+                lambda: {"type": "object", "properties": KINDS["properties"]},
+                lambda: {"required": some[:1]},
+                lambda: {"additionalProperties": inner()},
+                lambda: {"type": "array", "items": draw.choice([inner(), {"enum": [1, 2, "a", "b"]}])},
+                lambda: {"minItems": draw.choice([1, 2.0])},
+                lambda: {"uniqueItems": True},
+                lambda: {"contains": inner(), **draw.choice([{}, {"minContains": draw.choice([0, 1, 2])}])},
+                lambda: {draw.choice(["allOf", "anyOf", "oneOf"]): [inner() for _ in range(draw.randint(1, 3))]},
+                lambda: {"oneOf": [inner(), inner()]},
+                lambda: {"not": inner()},
+                lambda: {
+                    "if": draw.choice([IF_X, A, inner()]),
+                    "then": inner(),
+                    **draw.choice([{}, {"else": inner()}]),
+                },
+                lambda: {"dependentRequired": {some[0]: some[1:]}},
+                lambda: {"dependentSchemas": {some[0]: inner()}},
+                lambda: {"dependencies": {some[0]: draw.choice([inner(), some[1:]])}},
+                lambda: {
+                    "propertyNames": draw.choice([{"enum": some}, {"maxLength": 1}, {"pattern": "^[ab]"}, inner()])
+                },
+                lambda: {"unevaluatedProperties": draw.choice([False, inner()])},
+                lambda: {"unevaluatedItems": draw.choice([False, inner()])},
+                lambda: {"$ref": draw.choice(["#/$defs/d", "#/$defs/e"])},
+                lambda: {"enum": ["x", 1, None, True, "a"]},
+            ]
+        )()
+
+
+@pytest.mark.parametrize("seed", range(effort(60, 1000)))
+def test_no_schema_allows_more_than_it_did(seed):
+    schema = Drawn(seed).root()
+    matcher = compiled(schema)
+    if matcher.is_error():
+        return
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    for value, tokens in written():
+        if accepts(matcher, tokens):
+            assert kind(schema).is_valid(value), (value, schema)
+
+
 # -- exactly, where a rule is not narrower ---------------------------------------------------------
 
 
@@ -268,6 +342,11 @@ def test_an_unknown_format_is_told_of_once(caplog, monkeypatch):
     for _ in range(3):
         enforceable({"properties": {"a": {"format": "phone"}, "b": {"format": "phone"}}})
     assert [r.message for r in caplog.records] == ["a format of schemas is not known, and not enforced: 'phone'"]
+
+
+def test_additional_properties_are_all_evaluated():
+    parts = {"$ref": "#/$defs/x", "$defs": {"x": {"properties": {"b": True}}}, "additionalProperties": NUMBER}
+    assert enforceable({**parts, "unevaluatedProperties": False}) == parts
 
 
 def test_a_oneof_is_not_judged_by_branches_that_were_narrowed():

@@ -211,7 +211,7 @@ def _unevaluated(made: dict[str, Any], place: Place) -> bool:
     if properties and not made.keys() & IN_PLACE:
         inner = made.pop("unevaluatedProperties")
         named = _names_of_parts(made, place)
-        if named:
+        if named and "additionalProperties" not in made:
             made["properties"] = {**named, **(made.get("properties") or {})}
         made.setdefault("additionalProperties", inner)
     if items and not made.keys() & {*IN_PLACE, "allOf", "$ref"}:

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,10 @@ def judged(case: Case, text: str, tokens: int, ended: bool) -> Outcome:
 
 
 def invalid(schema: Any, text: str) -> str:
-    """Why an answer does not keep to a schema; empty if it does."""
+    """Why an answer does not keep to a schema; empty if it does. Numbers are decimals: 8234.8 is a multiple of 0.01."""
+    schema = json.loads(json.dumps(schema), parse_float=Decimal)
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_float=Decimal)
     except ValueError as error:
         return f"no JSON: {error}"
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)

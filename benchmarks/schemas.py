@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,8 @@ class Walking:
             found.append(self._walk(case, random.Random(f"{self._seed} {case.number} {i}")))
             if found[-1].what not in ("valid", "cut"):
                 return found[-1]
-        return next((one for one in found if one.what == "cut"), found[0])
+        worst = next((one for one in found if one.what == "cut"), found[0])
+        return replace(worst, tokens=sum(one.tokens for one in found))
 
     def _walk(self, case: Case, draw: random.Random) -> Outcome:
         shape = Shape("json_schema", json.dumps(case.schema))
@@ -154,11 +155,12 @@ class Walking:
         assert guided is not None
         guide, tokens = guided.guide, list[int]()
         vocab, end = len(self._tokenizer), min(self._tokenizer.eos_token_ids)
+        least = draw.choice((0.02, 0.1, 0.3))
         while len(tokens) < MOST_TOKENS:
             try:
                 may = np.unpackbits(allowed_bits([guide], vocab)[0].view(np.uint8), bitorder="little")[:vocab]
                 guide.check()
-                haste = 0.3 + 0.65 * min(1.0, len(tokens) / 200)
+                haste = least + (0.95 - least) * min(1.0, len(tokens) / 200)
                 token = guide.forced[0] if guide.forced else end if may[end] else self._drawn(may, draw, haste)
                 if token == end:
                     break

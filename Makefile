@@ -21,7 +21,7 @@ CLIENTS  := .clients
 PIP      := $(PY) -m pip --disable-pip-version-check --quiet
 
 .PHONY: help setup doctor lint types test test-all test-system dist demo models bench-core bench-dropin bench-serve bench-latency bench-disk soak \
-	mac-check torture mutants problems clients agents clean
+	mac-check torture mutants problems schemas clients agents clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -91,6 +91,9 @@ mac-check: setup ## The first hour on a Mac: check what docs/mac.md expects, and
 
 mutants: setup ## Run the tests on 92 bugs that were put into the source, in JOBS processes: nine tenths must be noticed.
 	$(PY) mutants/run.py --jobs $(JOBS)
+
+schemas: setup ## Ask for answers to 1,040 schemas and validate them; hours with the demo model, ARGS=--walk takes minutes.
+	$(PY) benchmarks/schemas.py $(ARGS)
 
 problems: setup ## Run the problems benchmark.
 	$(PY) benchmarks/problems.py

@@ -24,7 +24,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,9 @@ from onefold.errors import Busy, PromptError, RequestError
 MOST_TOKENS = 2000
 SHOWN = 1500
 """Characters of a schema in the prompt."""
-CLOSERS = ("}", "]", '"', ",")
-"""What a walk writes, where it may, so that it comes to an end; in a string, its end."""
-IN_STRING = 3000
+CLOSERS, IN_A_STRING = ("}", "]", '"', ","), ('"', "@", ":")
+"""What a walk writes, where it may, so that it comes to an end."""
+MOST_OUTSIDE = 1000
 """Where more tokens are allowed, it is in a string."""
 MOST_CUT, MOST_REFUSED = 0.02, 0.15
 
@@ -75,9 +76,10 @@ def judged(case: Case, text: str, tokens: int, ended: bool) -> Outcome:
 
 
 def invalid(schema: Any, text: str) -> str:
-    """Why an answer does not keep to a schema; empty if it does."""
+    """Why an answer does not keep to a schema; empty if it does. Numbers are decimals: 8234.8 is a multiple of 0.01."""
+    schema = json.loads(json.dumps(schema), parse_float=Decimal)
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_float=Decimal)
     except ValueError as error:
         return f"no JSON: {error}"
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
@@ -131,7 +133,7 @@ class Walking:
         self._compiler = Compiler(self._tokenizer, len(self._tokenizer))
         self._seed, self._walks = seed, walks
         encode = self._tokenizer.encode
-        self._closers = {closer: encode(closer, add_special_tokens=False)[0] for closer in CLOSERS}
+        self._closers = {closer: encode(closer, add_special_tokens=False)[0] for closer in CLOSERS + IN_A_STRING}
 
     def __call__(self, case: Case) -> Outcome:
         """Returns the worst of some walks."""
@@ -140,7 +142,8 @@ class Walking:
             found.append(self._walk(case, random.Random(f"{self._seed} {case.number} {i}")))
             if found[-1].what not in ("valid", "cut"):
                 return found[-1]
-        return next((one for one in found if one.what == "cut"), found[0])
+        worst = next((one for one in found if one.what == "cut"), found[0])
+        return replace(worst, tokens=sum(one.tokens for one in found))
 
     def _walk(self, case: Case, draw: random.Random) -> Outcome:
         shape = Shape("json_schema", json.dumps(case.schema))
@@ -152,11 +155,12 @@ class Walking:
         assert guided is not None
         guide, tokens = guided.guide, list[int]()
         vocab, end = len(self._tokenizer), min(self._tokenizer.eos_token_ids)
+        least = draw.choice((0.02, 0.1, 0.3))
         while len(tokens) < MOST_TOKENS:
             try:
                 may = np.unpackbits(allowed_bits([guide], vocab)[0].view(np.uint8), bitorder="little")[:vocab]
                 guide.check()
-                haste = 0.3 + 0.65 * min(1.0, len(tokens) / 200)
+                haste = least + (0.95 - least) * min(1.0, len(tokens) / 200)
                 token = guide.forced[0] if guide.forced else end if may[end] else self._drawn(may, draw, haste)
                 if token == end:
                     break
@@ -169,7 +173,7 @@ class Walking:
     def _drawn(self, may: np.ndarray, draw: random.Random, haste: float) -> int:
         allowed = np.flatnonzero(may)
         if draw.random() < haste:
-            for closer in ('"',) if len(allowed) > IN_STRING else CLOSERS:
+            for closer in IN_A_STRING if len(allowed) > MOST_OUTSIDE else CLOSERS:
                 if may[self._closers[closer]]:
                     return self._closers[closer]
         return int(draw.choice(allowed))

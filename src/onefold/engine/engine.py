@@ -317,10 +317,11 @@ class Engine:
     def _end(self) -> None:
         with self._posting:
             self._ended = True
-        self._compiler.close()
         if hasattr(self, "_scheduler"):
             self._drain(self._scheduler)
             self._scheduler.jobs.fail_all(EngineStopped("the engine has stopped"))
+        self._compiler.close()
+        if hasattr(self, "_scheduler"):
             self.cache.close()
 
     def _take_in(self, scheduler: Scheduler) -> bool:

@@ -176,7 +176,7 @@ class Chooser:
 
 def _guided(logits: mx.array, turns: Sequence[Turn]) -> mx.array:
     guides = [turn.guide for turn in turns]
-    if all(guide is None or guide.rests for guide in guides):
+    if all(guide is None or guide.free for guide in guides):
         return logits
     mx.async_eval(logits)
     return masked(logits, guides)

@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 DEFINITIONS = ("$defs", "definitions")
+OTHERS = ("array", "string", "number", "integer", "boolean", "null")
 
 
 def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the schema of a tool's arguments: an object, of no other properties than it names, if it names any."""
     given = function.get("parameters")
     schema = dict(given) if isinstance(given, Mapping) else {}
-    schema.setdefault("type", "object")
+    if schema.setdefault("type", "object") in (*OTHERS, [*OTHERS]):  # arguments are an object, whatever it says
+        schema = {"type": "object"}
     if "properties" in schema and "additionalProperties" not in schema and "patternProperties" not in schema:
         schema["additionalProperties"] = False
     return schema
@@ -39,5 +41,5 @@ def _followed(function: Mapping[str, Any]) -> dict[str, Any]:
     made = {}
     for name, inside in schema["properties"].items():
         found = definition(inside.get("$ref"), schema) if isinstance(inside, Mapping) else None
-        made[name] = inside if found is None else found
+        made[name] = found if isinstance(found, Mapping) else inside if isinstance(inside, Mapping) else {}
     return {**function, "parameters": {**schema, "properties": made}}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llguidance import regex_to_lark
+
 from onefold.engine.constraint import ToolRule
 from onefold.engine.guidance.call_format import SLOT, CallFormat, JsonCalls, ListedCalls
 from onefold.engine.guidance.escaping import escaped_grammar
@@ -64,10 +66,19 @@ class CallGrammar:
             raise PromptError(message, where=where)
         if isinstance(calls, ListedCalls):
             listed = ListedArguments(self._rules, calls, number)
-            schema = {"type": "object"} if name in self._free else enforceable(arguments_schema(function))
-            return f"{literal(name)} {listed.expression(schema, self._rule.grammars.get(name))}"
+            if name in self._free:
+                return f"{literal(name)} {listed.anything()}"
+            schema = enforceable(arguments_schema(function))
+            written = listed.expression(schema, self._text(number, name), strict=name in self._rule.strict)
+            return f"{literal(name)} {written}"
         assert isinstance(calls, JsonCalls)
         return f"{literal(name + calls.middle)} {self._object(number, function, calls)} {literal(calls.tail)}"
+
+    def _text(self, number: int, name: str) -> str | None:
+        """The expression for the text of a custom tool, if it has a grammar."""
+        if name in self._rule.grammars:
+            return self._rules.nested(f"input_{number}", self._rule.grammars[name])
+        return f"/{regex_to_lark(self._rule.regexes[name], 'dw')}/" if name in self._rule.regexes else None
 
     def _object(self, number: int, function: Mapping[str, Any], calls: JsonCalls) -> str:
         """The arguments as one JSON object."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -18,17 +19,21 @@ from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
+from onefold.engine import wanted
 from onefold.engine.constraint import Constraint, ToolRule
 from onefold.engine.guidance import call_format
 from onefold.engine.guidance.call_format import CallFormat, plain_calls
-from onefold.engine.guidance.grammar import Tools, answer_grammar, is_required, offered
+from onefold.engine.guidance.grammar import Tools, answer_grammar, enforced, is_required, offered
 from onefold.engine.guidance.guide import Guide, short
 from onefold.engine.guidance.limits import (
     KEPT_BYTES,
     KEPT_CONVERSIONS,
     KEPT_GRAMMARS,
+    KEPT_SECONDS,
     MOST_BYTES,
     MOST_SECONDS,
+    MOST_TOLD,
+    MOST_TOOLS_BYTES,
     parser_limits,
 )
 from onefold.engine.guidance.schema_forms import in_words
@@ -48,6 +53,16 @@ class Guided(NamedTuple):
     """Parses the whole answer, which is calls of tools in a format that is not the model's own; None: it is not."""
 
 
+class Kept(NamedTuple):
+    """What was made of a grammar."""
+
+    matcher: Any
+    """At its beginning; None if there is an error."""
+    error: str
+    until: float
+    """When it is to be tried again."""
+
+
 class Compiler:
     def __init__(self, tokenizer: Any, vocab: int) -> None:
         """`vocab`: the ids that the model has an embedding for."""
@@ -55,8 +70,8 @@ class Compiler:
         self._vocabulary = Vocabulary(tokenizer, vocab)
         self._trials = Trials(self._vocabulary)
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Any] = OrderedDict()
-        """Grammars, the one used last at the end, with their matcher at its beginning, or with the error's text."""
+        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        """Grammars, the one used last at the end."""
         self._converted: OrderedDict[str, tuple[str, str]] = OrderedDict()
         self._told: set[str] = set()
 
@@ -65,7 +80,7 @@ class Compiler:
         and need not be. Blocks. Raises PromptError, which says what cannot be enforced; Busy."""
         asked, tools = request.constraint or Constraint(), request.tools or ()
         shape, rule = asked.shape, asked.tools if tools else None
-        must = shape is not None or is_required(rule) or bool(rule and (rule.strict or rule.grammars or rule.regexes))
+        must = shape is not None or is_required(rule) or bool(rule and enforced(rule))
         where = shape.where if shape is not None else rule.where if rule is not None else ""
         if must:
             self._vocabulary.require(where)
@@ -85,6 +100,7 @@ class Compiler:
                 ends=self._vocabulary.ends,
                 state=request.prompt.state,
                 thinks=() if request.plain else self._thinks(request.prompt),
+                must_answer=shape is not None or is_required(rule),
                 begins_call=self._tokenizer.tool_call_start_tokens or () if self._tokenizer.has_tool_calling else (),
             )
         except RequestError as error:  # the text that every answer begins with is too much for it
@@ -97,8 +113,7 @@ class Compiler:
         if rule.strict and self._tokenizer.has_tool_calling:
             message = "strict cannot be enforced: the format of this model's calls is not recognised; leave strict out"
             raise PromptError(message, where=rule.where)
-        named = rule.strict | rule.grammars.keys() | rule.regexes.keys()
-        checked = [tool for tool in tools if tool["function"]["name"] in named]
+        checked = [tool for tool in tools if tool["function"]["name"] in enforced(rule)]
         if checked:
             self._compiled(Constraint(tools=replace(rule, required=True)), checked, plain_calls(), rule.where)
 
@@ -110,12 +125,18 @@ class Compiler:
         """The matcher at its beginning. A tool whose schema cannot be enforced, and need not be, may be called with
         any arguments."""
         make = functools.partial(answer_grammar, asked, tools, calls, self._vocabulary, self._convert)
-        matcher, error = self._try(make())
+        loose = frozenset[str]()
+        if asked.tools is not None and calls is not None:
+            loose = frozenset(tool["function"]["name"] for tool in tools) - enforced(asked.tools)
+        if loose and len(json.dumps(tools)) > MOST_TOOLS_BYTES:
+            self._tell(loose)
+            matcher, error = self._try(make(free=loose))
+        else:
+            matcher, error = self._try(make())
         if matcher is None and asked.tools is not None and calls is not None:
-            bad = self._unenforceable(asked.tools, offered(tools, asked.tools), calls)
-            if bad:
-                self._tell(bad)
-                matcher, error = self._try(make(free=bad))
+            bad = self._unenforceable(asked.tools, offered(tools, asked.tools), calls) or loose
+            self._tell(bad)
+            matcher, error = self._try(make(free=bad))
         if matcher is None:
             raise PromptError(f"this cannot be enforced: {in_words(error)}", where=where)
         return matcher
@@ -126,7 +147,8 @@ class Compiler:
         bad, until = set(), time.monotonic() + MOST_SECONDS
         for i, tool in enumerate(tools):
             name = tool["function"]["name"]
-            must = name in rule.strict or name in rule.grammars or name in rule.regexes
+            must = name in enforced(rule)
+            wanted.check()
             if not must and time.monotonic() > until:
                 bad.add(name)
                 continue
@@ -156,31 +178,30 @@ class Compiler:
         if len(grammar) > MOST_BYTES:
             return None, f"it has {len(grammar)} characters as a grammar, and {MOST_BYTES} is the most"
         with self._lock:
-            if grammar in self._kept:
+            if grammar in self._kept and time.monotonic() < self._kept[grammar].until:
                 self._kept.move_to_end(grammar)
-                return self._found(grammar)
+                return self._kept[grammar].matcher, self._kept[grammar].error
         verdict = self._trials.run(grammar)
-        made: Any = short(verdict.error)
-        if not verdict.error:
-            made = LLMatcher(self._vocabulary.compiled(), grammar, log_level=0, limits=parser_limits())
-            if made.is_error():
-                made = short(made.get_error())
+        matcher: Any = None
+        error = short(verdict.error) if verdict.error else ""
+        if not error:
+            matcher = LLMatcher(self._vocabulary.compiled(), grammar, log_level=0, limits=parser_limits())
+            if matcher.is_error():
+                error = short(matcher.get_error())
+                matcher = None
+        until = math.inf if verdict.lasting else time.monotonic() + KEPT_SECONDS
         for warning in verdict.warnings:
             log.info("a grammar was relaxed: %s", short(warning))
         with self._lock:
-            self._kept[grammar] = made
+            self._kept[grammar] = Kept(matcher, error, until)
             self._kept.move_to_end(grammar)
             while len(self._kept) > KEPT_GRAMMARS or (sum(map(len, self._kept)) > KEPT_BYTES and len(self._kept) > 1):
                 self._kept.popitem(last=False)
-            return (None, made) if isinstance(made, str) else (made, "")
-
-    def _found(self, grammar: str) -> tuple[Any, str]:
-        made = self._kept[grammar]
-        return (None, made) if isinstance(made, str) else (made, "")
+        return matcher, error
 
     def _tell(self, names: frozenset[str]) -> None:
         new = names - self._told
-        if new:
+        if new and len(self._told) < MOST_TOLD:
             self._told |= new
             shown = ", ".join(json.dumps(name[:40]) for name in sorted(new)[:10])
             log.warning("the schemas of these tools cannot be enforced, so their arguments may be anything: %s", shown)

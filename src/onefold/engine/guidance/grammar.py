@@ -47,6 +47,11 @@ def is_required(rule: ToolRule | None) -> bool:
     return rule is not None and (rule.required or rule.only is not None)
 
 
+def enforced(rule: ToolRule) -> frozenset[str]:
+    """The tools whose arguments must be enforced."""
+    return rule.strict | rule.grammars.keys() | rule.regexes.keys()
+
+
 def offered(tools: Tools, rule: ToolRule) -> Tools:
     """The tools that may be called."""
     return [tool for tool in tools if rule.only is None or tool["function"]["name"] == rule.only]

@@ -7,12 +7,14 @@ way on it names the tokens of that way at once (`forced`). Used by the engine's 
 from __future__ import annotations
 
 import re
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from onefold.engine.guidance.limits import SLOW_SECONDS, SLOW_STEPS
 from onefold.errors import PromptError, RequestError
 
 _PLACES = re.compile(r"^((at )?\d+\(\d+\): )*(failed to compile JSON schema: )?")
@@ -35,16 +37,21 @@ class Guide:
         state: str,
         thinks: Sequence[int] = (),
         begins_call: Sequence[int] = (),
+        must_answer: bool = False,
     ) -> None:
         """`matcher`: llguidance's, at the beginning, for `vocab` tokens. `ends`: the tokens that end an answer.
         `state`: what the answer begins in. `thinks`: the tokens by which the answer may begin to think, if it may.
-        `begins_call`: the tokens by which a call of a tool begins."""
+        `begins_call`: the tokens by which a call begins. `must_answer`: an answer may not end in a thought."""
         self._matcher = matcher
         self.vocab = vocab
         self._ends = frozenset(ends)
         self._resting = state not in GUIDED_STATES
         self._thinks = tuple(thinks)
         self._begins_call = list(begins_call)
+        self._must_answer = must_answer
+        self._slow = 0
+        self.suspect = False
+        """It may be the one of several guides whose mask took long."""
         self.forced: deque[int] = deque()
         """The only tokens that may come next, as far as they are known."""
         if not self._resting and not self._thinks:
@@ -52,8 +59,18 @@ class Guide:
 
     @property
     def rests(self) -> bool:
-        """Whether every token may come next."""
+        """Whether the grammar does not concern the next token: the model thinks."""
         return self._resting and not self.forced
+
+    @property
+    def forbidden(self) -> frozenset[int]:
+        """Tokens that may not come next while it rests: those that end the answer, if there must be one."""
+        return self._ends if self._must_answer else frozenset()
+
+    @property
+    def free(self) -> bool:
+        """Whether every token may come next."""
+        return self.rests and not self.forbidden
 
     @property
     def matcher(self) -> Any:
@@ -68,6 +85,17 @@ class Guide:
     def read(self, token: int, state: str | None) -> None:
         """Follows a token of the answer. `state`: what the answer is in behind it. Raises RequestError if the grammar
         has become too complex, or has no way on."""
+        begun = time.perf_counter()
+        self._read(token, state)
+        self.note_time(time.perf_counter() - begun)
+        self.check()
+
+    def note_time(self, seconds: float) -> None:
+        """Notes how long it took to compute its mask, or to follow a token: all rows wait for that."""
+        self.suspect = False
+        self._slow += seconds > SLOW_SECONDS
+
+    def _read(self, token: int, state: str | None) -> None:
         thinks, self._thinks = self._thinks, ()
         if self.forced:
             if token != self.forced.popleft():
@@ -102,6 +130,8 @@ class Guide:
 
     def check(self) -> None:
         """Raises PromptError if the grammar cannot be followed any further."""
+        if self._slow >= SLOW_STEPS:
+            raise PromptError("an answer cannot be kept to this schema or grammar: it takes too long; simplify it")
         if self._matcher.is_error():
             why = short(self._matcher.get_error())
             raise PromptError(f"an answer cannot be kept to this schema or grammar: {why}; simplify it")
@@ -116,6 +146,11 @@ def only(token: int, words: int) -> np.ndarray:
 
 def allow(mask: np.ndarray, token: int) -> None:
     mask.view(np.uint32)[token // 32] |= np.uint32(1 << (token % 32))
+
+
+def forbid(mask: np.ndarray, tokens: Iterable[int]) -> None:
+    for token in tokens:
+        mask.view(np.uint32)[token // 32] &= ~np.uint32(1 << (token % 32))
 
 
 def short(message: str) -> str:

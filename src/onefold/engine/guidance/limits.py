@@ -18,6 +18,14 @@ MOST_SECONDS = 4.0
 MOST_TREE_BYTES = 2 << 30
 """Address space that the child process may add, where the system can limit that."""
 KEPT_GRAMMARS, KEPT_CONVERSIONS = 64, 16
+KEPT_SECONDS = 60.0
+"""How long a grammar is refused that took too long."""
+MOST_TOOLS_BYTES = 1 << 19
+"""Of tools, for their schemas to be enforced where that is not asked for."""
+MOST_TOLD = 100
+"""Names of tools that the log is told of."""
+SLOW_SECONDS, SLOW_STEPS = 0.05, 3
+"""A guide that takes so long, so many times, fails its request: others wait for its masks."""
 KEPT_BYTES = 8 << 20
 """Of the texts of grammars whose compiled form, or whose error, is kept."""
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from onefold.engine.guidance.call_format import ListedCalls
-from onefold.engine.guidance.lark import SPACED, Rules, json_value
+from onefold.engine.guidance.call_format import ListedCalls, type_of
+from onefold.engine.guidance.lark import SPACED, Rules, json_value, quoted
 from onefold.engine.tool_schemas import DEFINITIONS, definition
 
 RAW, WORD = "raw", "word"
@@ -27,50 +27,72 @@ class ListedArguments:
         self._number = number
         self._close, self._quote = closing(calls)
 
-    def expression(self, schema: Mapping[str, Any], grammar: str | None = None) -> str:
-        """Returns the expression from behind the tool's name to the call's end. `grammar`: of the one argument."""
+    def expression(self, schema: Mapping[str, Any], text: str | None = None, *, strict: bool = False) -> str:
+        """Returns the expression from behind the tool's name to the call's end. `text`: of a string, the expression.
+        `strict`: what cannot be enforced is not left out."""
         given, required = schema.get("properties"), schema.get("required")
         properties: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
         needed = {key for key in required if isinstance(key, str)} if isinstance(required, list) else set()
         literal, calls = self._rules.literal, self._format
-        kinds = (RAW, WORD, *KINDS.values())
-        # From the last argument to the first: what may follow a value of each kind, and what may follow the name.
-        after = {kind: literal(self._behind(calls.tails, kind)) for kind in kinds}
+        ways = {kind: self._way(kind) for kind in (RAW, WORD, *KINDS.values())}
+        # From the last argument to the first: what may follow a value, by its way on, and what may follow the name.
+        after = {way: literal(way.tail) for way in ways.values()}
         first = literal(calls.empty)
         for i, (key, inside) in reversed([*enumerate(properties.items())]):
-            kind, value = self._value(i, inside, schema, grammar)
-            link = literal(key + calls.links["string" if kind in (RAW, WORD) else kind])
-            argument = self._rules.add(f"argument_{self._number}_{i}", f"{link} {value} {after[kind]}")
-            here = {k: f"{literal(self._behind(calls.glue, k))} {argument}" for k in kinds}
+            kind, value = self._value(i, inside, schema, text, strict)
+            link = f"{quoted(key)} {literal(calls.links['string' if kind in (RAW, WORD) else kind])}"
+            argument = self._rules.add(f"argument_{self._number}_{i}", f"{link} {value} {after[ways[kind]]}")
+            here = {way: f"{literal(way.glue)} {argument}" for way in after}
             begun = f"{literal(calls.middle)} {argument}"
             if key in needed:
                 after, first = here, begun
             else:
-                after = {k: self._either(f"rest_{i}_{k}", here[k], after[k]) for k in kinds}
+                after = {
+                    way: self._either(f"rest_{i}_{n}", here[way], other) for n, (way, other) in enumerate(after.items())
+                }
                 first = self._either(f"first_{i}", begun, first)
         return first
+
+    def anything(self) -> str:
+        """Returns the same for any arguments, as text."""
+        literal, calls, way = self._rules.literal, self._format, self._way(RAW)
+        value = self._value(0, {}, {}, None, strict=False)[1]
+        one = self._rules.add(f"any_{self._number}", f"/[\\w.-]+/ {literal(calls.links['string'])} {value}")
+        more = f"({literal(way.glue)} {one})*"
+        return self._either("some", f"{literal(calls.middle)} {one} {more} {literal(way.tail)}", literal(calls.empty))
 
     def _either(self, name: str, one: str, other: str) -> str:
         return self._rules.add(f"{name}_{self._number}", f"{one} | {other}")
 
-    def _behind(self, texts: Mapping[str, str], kind: str) -> str:
-        """What follows a value of a kind. Raw text in tags has taken its closing tag already."""
-        text = texts["string" if kind in (RAW, WORD) else kind]
-        return text.partition(self._close)[2] if kind == RAW and not self._quote else text
+    def _way(self, kind: str) -> Way:
+        """How a call goes on behind a value of a kind. Raw text in tags has taken its closing tag already."""
+        written = "string" if kind in (RAW, WORD) else kind
+        glue, tail = self._format.glue[written], self._format.tails[written]
+        if kind == RAW and not self._quote:
+            glue, tail = glue.partition(self._close)[2], tail.partition(self._close)[2]
+        return Way(glue, tail)
 
-    def _value(self, i: int, inside: Any, root: Mapping[str, Any], grammar: str | None) -> tuple[str, str]:
+    def _value(
+        self, i: int, inside: Any, root: Mapping[str, Any], text: str | None, strict: bool
+    ) -> tuple[str, str]:
         kind, schema = _kind(inside, root)
         if kind == WORD:
-            words = [str(word) for word in _words(schema) or ()]
-            return WORD, "(" + " | ".join(self._rules.literal(word) for word in words) + ")"
+            return WORD, "(" + " | ".join(quoted(word) for word in _words(schema) or ()) + ")"
         if kind != RAW:
             definitions = {name: root[name] for name in DEFINITIONS if name in root}
-            return kind, json_value({**definitions, **schema}, SPACED, lenient=True)
-        if grammar is not None:
-            return WORD, self._rules.nested(f"input_{self._number}", grammar)
+            return kind, json_value({**definitions, **schema}, SPACED, lenient=not strict)
+        if text is not None:
+            return WORD, text
         if self._quote:
             return WORD, rf"/[^{self._close}\\\x00-\x1f\x7f]*/"
         return RAW, self._rules.until(f"text_{self._number}_{i}", self._close)
+
+
+class Way(NamedTuple):
+    """What follows a value: before another argument, and at the end."""
+
+    glue: str
+    tail: str
 
 
 def _kind(inside: Any, root: Mapping[str, Any], depth: int = 0) -> tuple[str, Mapping[str, Any]]:
@@ -79,6 +101,10 @@ def _kind(inside: Any, root: Mapping[str, Any], depth: int = 0) -> tuple[str, Ma
         return RAW, {}
     if _words(inside):
         return WORD, inside
+    values = inside.get("enum", [inside["const"]] if "const" in inside else None)
+    if isinstance(values, list) and values and not any(isinstance(value, str) for value in values):
+        kinds = {type_of(value) for value in values if value is not None}
+        return (kinds.pop() if len(kinds) == 1 else RAW), inside
     found = definition(inside.get("$ref"), root)
     if found is not None:
         return _kind(found, root, depth + 1)

@@ -7,6 +7,7 @@ is an ordinary operation of MLX on every backend.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,8 @@ from llguidance import LLExecutor
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from onefold.cache.memory import device
-from onefold.engine.guidance.guide import Guide, allow, only
+from onefold.engine.guidance.guide import Guide, allow, forbid, only
+from onefold.engine.guidance.limits import SLOW_SECONDS
 
 BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 
@@ -36,22 +38,38 @@ def allowed_bits(guides: Sequence[Guide | None], vocab: int) -> np.ndarray:
     """One row of bits for each guide: 1 is a token that may come."""
     size = max([vocab, *(guide.vocab for guide in guides if guide is not None)])
     bits = allocate_token_bitmask(len(guides), size)
-    asked: list[tuple[Any, int]] = []
+    asked: list[tuple[Guide, int]] = []
     for i, guide in enumerate(guides):
-        if guide is None or guide.rests:
+        if guide is None or guide.free:
             continue
-        if guide.forced:
+        if guide.rests:
+            forbid(bits[i], guide.forbidden)
+        elif guide.forced:
             bits[i] = only(guide.forced[0], bits.shape[1])
         else:
-            asked.append((guide.matcher, i))
-    if len(asked) == 1:
-        fill_next_token_bitmask(asked[0][0], bits, asked[0][1])
-    elif asked:
-        fill_next_token_bitmask_par(_threads(), asked, bits)
+            asked.append((guide, i))
+    _fill(asked, bits)
     for i, guide in enumerate(guides):
         if guide is not None and not guide.forced and guide.may_think is not None:
             allow(bits[i], guide.may_think)
     return bits
+
+
+def _fill(asked: Sequence[tuple[Guide, int]], bits: np.ndarray) -> None:
+    """Computes masks, all of them in parallel. If that takes long, the next ones are computed one by one, to see whose
+    they are; a guide that takes long several times fails at its next `check`."""
+    suspects = [(guide, i) for guide, i in asked if guide.suspect or len(asked) == 1]
+    for guide, i in suspects:
+        begun = time.perf_counter()
+        fill_next_token_bitmask(guide.matcher, bits, i)
+        guide.note_time(time.perf_counter() - begun)
+    others = [(guide, i) for guide, i in asked if (guide, i) not in suspects]
+    if others:
+        begun = time.perf_counter()
+        fill_next_token_bitmask_par(_threads(), [(guide.matcher, i) for guide, i in others], bits)
+        if time.perf_counter() - begun > SLOW_SECONDS:
+            for guide, _ in others:
+                guide.suspect = True
 
 
 @functools.cache

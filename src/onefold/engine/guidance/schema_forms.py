@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from onefold.engine.guidance.schema_choices import condition, negation, one_of, unique_items
-from onefold.engine.guidance.schema_facts import NOTES, Place, conjuncts, place_of, types_of
+from onefold.engine.guidance.schema_facts import NOTES, TYPES, Place, conjuncts, place_of, types_of
 
 log = logging.getLogger("onefold.engine")
 
@@ -28,12 +28,18 @@ COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "ma
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 SINGLE = ("items", "additionalItems", "additionalProperties")
+CONTAINING = frozenset({*MAPS, *LISTS, *SINGLE})
 SAME_VALUE = ("allOf", "anyOf", "oneOf")
 """Keywords with schemas of the value itself, and not of a part of it."""
+REWRITTEN = frozenset(
+    {"unevaluatedProperties", "unevaluatedItems", "dependentRequired", "dependentSchemas", "dependencies"}
+    | {"contains", "propertyNames", "not", "if", "uniqueItems"}
+)
+"""Keywords of the rules below."""
 IN_PLACE = frozenset({"$dynamicRef", "$recursiveRef", "anyOf", "oneOf", "if", "dependentSchemas", "not"})
 """Keywords by which other schemas evaluate properties and items, too; beside allOf and $ref."""
 MOST_DEPTH = 100
-MOST_FORMS = 20_000
+MOST_FORMS = 5000
 """Schemas that are written for arrays of distinct values."""
 MOST_NAMES = 1000
 """Properties that schemas inside are told of."""
@@ -92,16 +98,17 @@ class _Forms:
             place = replace(place, root=given)
         made = dict(given)
         _same(made, place)
-        if self._narrow:
+        if self._narrow and made.keys() & REWRITTEN:
             for rule in RULES:
                 self.narrowed |= rule(made, place)
             self._unique(made, place)
         self._one_of(made, place)
-        return self._inside(made, place, depth + 1)
+        return self._inside(made, place, depth + 1) if made.keys() & CONTAINING else made
 
     def _inside(self, made: dict[str, Any], place: Place, depth: int) -> dict[str, Any]:
         """Writes the schemas inside. What is data, or a name, is left alone."""
-        other, same = replace(place, types=frozenset(ALL), around={}), _around(made, place)
+        other = replace(place, types=TYPES, around={}) if place.around or place.types != TYPES else place
+        same = _around(made, place) if made.keys() & {*SAME_VALUE} else place
         for word in MAPS:
             if isinstance(made.get(word), Mapping):
                 made[word] = {name: self.schema(inner, other, depth) for name, inner in made[word].items()}
@@ -148,9 +155,6 @@ class _Forms:
             _also(made, parts)
 
 
-ALL = ("null", "boolean", "number", "string", "array", "object")
-
-
 def _around(made: Mapping[str, Any], place: Place) -> Place:
     mine = made.get("properties")
     known = mine if isinstance(mine, Mapping) and len(mine) <= MOST_NAMES else {}
@@ -168,9 +172,9 @@ def _also(made: dict[str, Any], parts: list[Any]) -> None:
 def _same(made: dict[str, Any], place: Place) -> None:
     """What changes nothing: 2.0 is 2, and some keywords forbid nothing."""
     known = made.get("format")
-    if "format" in made and known not in FORMATS:
+    if isinstance(known, str) and known not in FORMATS:
         del made["format"]
-        if isinstance(known, str) and known not in _told and len(_told) < MOST_TOLD:
+        if known not in _told and len(_told) < MOST_TOLD:
             _told.add(known)
             log.info("a format of schemas is not known, and not enforced: %r", known[:40])
     for word in COUNTS:
@@ -207,7 +211,7 @@ def _unevaluated(made: dict[str, Any], place: Place) -> bool:
     if properties and not made.keys() & IN_PLACE:
         inner = made.pop("unevaluatedProperties")
         named = _names_of_parts(made, place)
-        if named:
+        if named and "additionalProperties" not in made:
             made["properties"] = {**named, **(made.get("properties") or {})}
         made.setdefault("additionalProperties", inner)
     if items and not made.keys() & {*IN_PLACE, "allOf", "$ref"}:
@@ -239,19 +243,13 @@ def _dependencies(made: dict[str, Any], _: Place) -> bool:
     for word in ("dependentRequired", "dependentSchemas", "dependencies"):
         if isinstance(made.get(word), Mapping):
             found += made.pop(word).items()
-    needed = dict.fromkeys(made["required"] if isinstance(made.get("required"), list) else ())
     for name, inner in found:
         if isinstance(inner, str):  # as draft 3 has it
             inner = [inner]
         if inner is False:
             _also(made, [{"properties": {name: False}}])
         elif inner is not True and _may_occur(made, name):
-            if isinstance(inner, list):
-                needed |= dict.fromkeys(inner)
-            else:
-                _also(made, [inner])
-    if needed:
-        made["required"] = list(needed)
+            _also(made, [{"required": inner} if isinstance(inner, list) else inner])
     return bool(found)
 
 

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import IO, Any
 
+from onefold.engine import wanted
 from onefold.engine.guidance.limits import MOST_SECONDS
 from onefold.engine.guidance.vocabulary import Vocabulary
 from onefold.errors import Busy, EngineStopped
@@ -31,6 +32,8 @@ class Verdict:
     error: str
     """Why the grammar cannot be used, in llguidance's words where it has some; empty if it can."""
     warnings: tuple[str, ...] = ()
+    lasting: bool = True
+    """False: the machine may have been busy, and the same grammar may pass another time."""
 
 
 class Trials:
@@ -43,7 +46,7 @@ class Trials:
     def run(self, grammar: str) -> Verdict:
         """Compiles the grammar in the child process. Raises Busy if other grammars take too long; EngineStopped."""
         said = self._ask({"grammar": grammar})
-        return Verdict(said["error"], tuple(said.get("warnings", ())))
+        return Verdict(said["error"], tuple(said.get("warnings", ())), said.get("lasting", True))
 
     def convert(self, grammar: str) -> tuple[str, str]:
         """Returns a Lark or GBNF grammar as Lark, and why it cannot be. Raises Busy."""
@@ -51,8 +54,11 @@ class Trials:
         return said.get("lark", ""), said["error"]
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        if not self._turn.acquire(timeout=WAIT_SECONDS):
-            raise Busy("other requests' schemas are being compiled; try again in 5 s", retry_after=5)
+        until = time.monotonic() + WAIT_SECONDS
+        while not self._turn.acquire(timeout=0.2):
+            wanted.check()
+            if time.monotonic() > until:
+                raise Busy("other requests' schemas are being compiled; try again in 5 s", retry_after=5)
         try:
             if self._closed:
                 raise EngineStopped("the engine has stopped")
@@ -61,7 +67,11 @@ class Trials:
             self._turn.release()
 
     def close(self) -> None:
+        """Ends the child process. A grammar that is being compiled is refused."""
         self._closed = True
+        child = self._child
+        if child is not None:
+            child.kill()
         with self._turn:
             self._end()
 
@@ -75,12 +85,13 @@ class Trials:
             begun = self._child.ask(about, START_SECONDS)
             if begun is None or begun["error"]:
                 self._end()
-                return {"error": "this model's tokenizer cannot be used for it"}
+                return {"error": "this model's tokenizer cannot be used for it", "lasting": False}
         said = self._child.ask(question, MOST_SECONDS)
         if said is None:
             slow = self._child.running
             self._end()
-            return {"error": f"it takes more than {MOST_SECONDS:.0f} s to compile" if slow else "it is too complex"}
+            took = f"it takes more than {MOST_SECONDS:.0f} s to compile"
+            return {"error": took if slow else "it is too complex", "lasting": False}
         return said
 
     def _end(self) -> None:
@@ -125,6 +136,9 @@ class _Child:
         line, _, self._held = self._held.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def kill(self) -> None:
+        self._process.kill()
 
     def end(self) -> None:
         self._process.kill()

@@ -23,7 +23,7 @@ from llguidance import LLParserLimits
 from onefold.engine import decode, stock
 from onefold.engine.constraint import Constraint, Shape, ToolRule
 from onefold.engine.engine import Engine
-from onefold.engine.guidance import compiler, masks, trial
+from onefold.engine.guidance import compiler, guide, masks, trial
 from onefold.engine.guidance.guide import Guide
 from onefold.engine.limits import Limits
 from onefold.engine.request import Reasoning, Request, Sampling, Text
@@ -546,3 +546,72 @@ def test_a_beginning_that_is_too_long_is_refused(engine):
     text = " ".join(map(str, range(90_000)))
     with pytest.raises(PromptError, match="cannot be"):  # or it takes too long, on a busy machine
         engine.submit(asked(engine, Constraint(shape=Shape("regex", text))), lambda _: None)
+
+
+# -- what hostile requests found -------------------------------------------------------------------
+
+
+def test_text_that_looks_like_a_thought_stays_text(thinker):
+    schema = {"const": {"note": "a <think> b </think> <tool_call>"}}
+    tokenizer = thinker.tokenizer
+    tokens = tokenizer.encode("<|im_start|>assistant\n<think>\n\n</think>\n\n", add_special_tokens=False)
+    request = Request(prompt=thinker.text(tokens), constraint=shaped(schema), sampling=DRAWN, max_tokens=400)
+    answer = Answer(list(thinker.ask(request)))
+    assert json.loads(answer.text) == schema["const"] and not answer.reasoning
+
+
+def test_an_answer_does_not_end_while_the_model_thinks(thinker):
+    tokenizer = thinker.tokenizer
+    end, start = min(tokenizer.eos_token_ids), tokenizer.think_start_tokens[0]
+    sampling = Sampling(temperature=1.0, logit_bias={start: 60.0, tokenizer.think_end_tokens[0]: 70.0, end: 80.0})
+    for i in range(3):
+        answer = ask(thinker, shaped({"enum": ["yes", "no"]}), f"Try {i}", sampling=sampling, max_tokens=900)
+        assert answer.done.finish == "stop" and json.loads(answer.text) in ("yes", "no")
+
+
+def test_a_guide_that_takes_long_fails_its_request_alone(engine, monkeypatch):
+    monkeypatch.setattr(guide, "SLOW_SECONDS", 0.0)
+    answer = ask(engine, shaped({"type": "string", "minLength": 50}))
+    assert isinstance(answer.error, PromptError) and "takes too long" in str(answer.error)
+    monkeypatch.undo()
+    jsonschema.validate(json.loads(ask(engine, shaped(PERSON)).text), PERSON)
+
+
+def test_masks_that_take_long_together_are_looked_at_one_by_one(engine, monkeypatch):
+    made = [engine._compiler.guided(asked(engine, shaped({"type": "string", "minLength": i + 3}))) for i in range(3)]
+    guides: list[Guide | None] = [found.guide for found in made if found is not None]
+    for one in guides:
+        assert one is not None
+        for token in list(one.forced):
+            one.read(token, "normal")
+    monkeypatch.setattr(masks, "SLOW_SECONDS", 0.0)
+    masks.allowed_bits(guides, engine.vocab)
+    assert all(one is not None and one.suspect for one in guides)
+    masks.allowed_bits(guides, engine.vocab)
+    assert not any(one is not None and one.suspect for one in guides)  # each was quick by itself
+
+
+def test_many_tools_are_offered_without_their_schemas_rather_than_refused():
+    properties = {f"argument_{j}": {"type": "string"} for j in range(12)}
+    tools = [
+        {"type": "function", "function": {"name": f"tool_{i}", "parameters": {"properties": properties}}}
+        for i in range(900)
+    ]
+    with Engine(*speaker("qwen3_coder"), budget="64MB") as engine:
+        begun = time.monotonic()
+        guided = engine._compiler.guided(asked(engine, Constraint(tools=ToolRule(only="tool_7")), tools=tools))
+        assert guided is not None and time.monotonic() - begun < 20
+        answer = ask(engine, Constraint(tools=ToolRule(only="tool_7")), tools=tools, max_tokens=12)
+        assert answer.done
+
+
+def test_a_grammar_that_took_too_long_once_is_tried_again(monkeypatch):
+    with Engine(*speaker(), budget="64MB") as engine:
+        monkeypatch.setattr(trial, "MOST_SECONDS", 0.0)
+        with pytest.raises(PromptError, match="to compile"):
+            ask(engine, shaped({"enum": ["k", "l"]}))
+        monkeypatch.undo()
+        with pytest.raises(PromptError, match="to compile"):
+            ask(engine, shaped({"enum": ["k", "l"]}))
+        monkeypatch.setattr(compiler.time, "monotonic", lambda at=time.monotonic: at() + 61)
+        assert json.loads(ask(engine, shaped({"enum": ["k", "l"]})).text) in ("k", "l")

@@ -231,3 +231,61 @@ def test_what_repeats_is_a_whole_character_in_escaped_text_too(regex, texts, oth
     made = re.compile(escaped_regex(regex))
     for text in texts + others:
         assert bool(made.fullmatch(json.dumps(text)[1:-1])) == bool(re.fullmatch(regex, text)) == (text in texts)
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "hermes"])
+def test_the_expression_of_a_custom_tool_holds_in_every_format(compilers, name):
+    tokenizer, compiler = compilers(name)
+    schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    tool = {"type": "function", "function": {"name": "dial", "parameters": schema}}
+    for seed in range(5):
+        request = offering(tokenizer, ToolRule(only="dial", regexes={"dial": r"\d{3}-[a-c]{2}"}), [tool])
+        guided = compiler.guided(request)
+        assert guided is not None
+        found = walk(tokenizer, request, guided, seed)
+        assert found.ended and re.fullmatch(r"[0-9]{3}-[a-c]{2}", json.loads(found.calls[0].arguments)["input"])
+
+
+@pytest.mark.parametrize(
+    ("lark", "wanted"),
+    [
+        (r'start: /a\x22b{1,2}/', r'a"b{1,2}'),
+        (r'start: "!".."#"', r'[!-#]'),
+        (r'start: "x\f" "y"', "x\x0cy"),
+        (r"start: /a.b/s", r"a[\s\S]b"),
+        (r"start: /[^a-z\n]{2}/", r"[^a-z\n]{2}"),
+        ('start: "k" NEWLINE "m"\n%import common.NEWLINE', r"k(\r?\n)+m"),
+    ],
+)
+def test_a_grammar_holds_inside_json(compilers, lark, wanted):
+    tokenizer, compiler = compilers("hermes")
+    schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    tool = {"type": "function", "function": {"name": "say", "parameters": schema}}
+    for seed in range(6):
+        request = offering(tokenizer, ToolRule(only="say", grammars={"say": lark}), [tool])
+        guided = compiler.guided(request)
+        assert guided is not None
+        found = walk(tokenizer, request, guided, seed, closers=('m"}',))
+        assert not found.ended or re.fullmatch(wanted, json.loads(found.calls[0].arguments)["input"])
+
+
+@pytest.mark.parametrize("lark", [r"start: /\P{L}/", r'start: "a\n"i', r"start: /[[:alpha:]]/", r"start: /a\b/"])
+def test_a_grammar_that_cannot_be_escaped_is_refused(compilers, lark):
+    tokenizer, compiler = compilers("hermes")
+    tool = {"type": "function", "function": {"name": "say", "parameters": {"type": "object"}}}
+    with pytest.raises(PromptError, match="custom tool"):
+        compiler.guided(offering(tokenizer, ToolRule(only="say", grammars={"say": lark}), [tool]))
+
+
+def test_names_of_special_tokens_in_keys_and_values_are_text(compilers):
+    tokenizer, compiler = compilers("qwen3_coder", MARKS)
+    properties = {"kind": {"enum": ["<|im_end|>", "</arg_value>"]}, "n": {"enum": [1, 22]}}
+    schema = {"type": "object", "properties": properties, "required": ["kind", "n"]}
+    tool = {"type": "function", "function": {"name": "odd", "parameters": schema}}
+    for seed in range(4):
+        request = offering(tokenizer, ToolRule(only="odd"), [tool])
+        guided = compiler.guided(request)
+        assert guided is not None
+        found = walk(tokenizer, request, guided, seed)
+        assert found.ended
+        jsonschema.validate(json.loads(found.calls[0].arguments), schema)

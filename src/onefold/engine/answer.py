@@ -83,6 +83,8 @@ class Answer:
         _ = self._detokenizer.last_segment
         machine = None if request.plain else stock.make_text_state_machine(tokenizer)
         self._machine = None if machine is None else machine.make_state(request.prompt.state)
+        self._unread = ""
+        """Text that might have been the beginning of a marker."""
         self._state: str | None = request.prompt.state
         self._call: str | None = None
         self._parse_calls = calls
@@ -101,6 +103,12 @@ class Answer:
     def stopped_by(self) -> str | None:
         """The stop string that ended it."""
         return self._stops.found
+
+    def read_as_text(self) -> None:
+        """Takes all that follows for text: it looks for no thought and no call any more."""
+        if self._machine is not None and self._state == "normal":
+            _, rest, _ = stock.TextStateMachine.flush(self._machine)
+            self._unread, self._machine = rest, None
 
     def read(self, token: int, logprob: Logprob | None = None) -> tuple[list[Event], bool]:
         """Returns the events that this token completes, and whether the answer ends with it."""
@@ -130,7 +138,8 @@ class Answer:
 
     def _split(self, text: str) -> list[Event]:
         if self._machine is None:
-            return self._text(text)
+            text, self._unread = self._unread + text, ""
+            return self._in_state("normal", text)
         events: list[Event] = []
         if text:
             self._machine, segments = stock.TextStateMachine.split(self._machine, text)

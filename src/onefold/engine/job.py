@@ -76,6 +76,9 @@ class Job:
         self._row = Row(request.sampling, vocab, request.top_logprobs)
         self.guide = None if guided is None else guided.guide
         self._answer = Answer(tokenizer, request, None if guided is None else guided.calls)
+        asked = request.constraint
+        self._all_text = asked is not None and asked.shape is not None and (asked.tools is None or not request.tools)
+        """What its guide allows is text alone, even if it looks like a marker of something else."""
         self._events: list[Event] = []
 
     # -- memory ------------------------------------------------------------------------------
@@ -191,6 +194,8 @@ class Job:
 
     def _take(self, token: int, logprob: Logprob | None) -> Finish | None:
         self.tokens.append(token)
+        if self._all_text and self.guide is not None and self.guide.began:
+            self._answer.read_as_text()
         events, ended = self._answer.read(token, logprob)
         self._events += events
         if ended:

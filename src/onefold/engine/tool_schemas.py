@@ -34,6 +34,16 @@ def for_parsers(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{**tool, "function": _followed(tool["function"])} if "function" in tool else dict(tool) for tool in tools]
 
 
+def _typed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema with the type of its listed values, if it says none."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    kinds = {type(value) for value in values} if isinstance(values, list) else set()
+    named = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    if "type" in schema or len(kinds) != 1 or not kinds <= named.keys():
+        return schema
+    return {**schema, "type": named[kinds.pop()]}
+
+
 def _followed(function: Mapping[str, Any]) -> dict[str, Any]:
     schema = function.get("parameters")
     if not isinstance(schema, Mapping) or not isinstance(schema.get("properties"), Mapping):
@@ -41,5 +51,5 @@ def _followed(function: Mapping[str, Any]) -> dict[str, Any]:
     made = {}
     for name, inside in schema["properties"].items():
         found = definition(inside.get("$ref"), schema) if isinstance(inside, Mapping) else None
-        made[name] = found if isinstance(found, Mapping) else inside if isinstance(inside, Mapping) else {}
+        made[name] = _typed(found if isinstance(found, Mapping) else inside if isinstance(inside, Mapping) else {})
     return {**function, "parameters": {**schema, "properties": made}}

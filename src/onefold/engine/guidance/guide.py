@@ -63,6 +63,11 @@ class Guide:
         return self._resting and not self.forced
 
     @property
+    def began(self) -> bool:
+        """Whether the next token is one of the grammar's: the model has thought, or does not."""
+        return not self._resting and not self._thinks
+
+    @property
     def forbidden(self) -> frozenset[int]:
         """Tokens that may not come next while it rests: those that end the answer, if there must be one."""
         return self._ends if self._must_answer else frozenset()

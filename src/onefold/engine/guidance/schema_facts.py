@@ -73,7 +73,7 @@ def _target(schema: Mapping[str, Any], place: Place) -> Any:
     match = re.fullmatch(r"#/(\$defs|definitions)/([^/~%]+)", reference) if isinstance(reference, str) else None
     found = place.root.get(match[1]) if match else None
     target = found.get(match[2]) if match and isinstance(found, Mapping) else None
-    return None if isinstance(target, Mapping) and "$id" in target else target
+    return None if isinstance(target, Mapping) and target.keys() & {"$id", "id"} else target
 
 
 def conjuncts(schema: Any, place: Place, depth: int = 0) -> Iterator[Any]:

@@ -94,7 +94,7 @@ class _Forms:
         if depth > MOST_DEPTH:
             self.unproven = True
             return given
-        if depth and isinstance(given.get("$id"), str):
+        if depth and isinstance(given.get("id" if place.draft == 4 else "$id"), str):
             place = replace(place, root=given)
         made = dict(given)
         _same(made, place)

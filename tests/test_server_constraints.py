@@ -286,7 +286,6 @@ def test_calls_of_tools_in_a_response_are_as_in_a_chat(ask, engine, fields, rule
         (None, None),
         ({"format": {"type": "text"}, "verbosity": "low"}, None),
         ({"format": {"type": "json_object"}}, Shape("json_schema", OBJECT, "text.format")),
-        ({"format": {"type": "json_schema", "name": "n"}}, Shape("json_schema", OBJECT, "text.format")),
         (
             {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}},
             Shape("json_schema", WRITTEN, "text.format.schema"),
@@ -295,6 +294,13 @@ def test_calls_of_tools_in_a_response_are_as_in_a_chat(ask, engine, fields, rule
 )
 def test_the_format_of_a_response(ask, given, shape):
     assert ask(RESPONSE, text=given) == (Constraint(shape=shape) if shape else None)
+
+
+def test_a_format_in_the_wrong_place_or_without_its_schema_is_refused(refused):
+    chats = {"type": "json_schema", "name": "n", "json_schema": {"schema": SCHEMA}}
+    assert refused(RESPONSE, text={"format": chats})["param"] == "text.format.schema"
+    assert refused(RESPONSE, response_format={"type": "json_object"})["param"] == "response_format"
+    assert refused(CHAT, response_format={"type": "json_schema"})["param"] == "response_format.json_schema"
 
 
 OTHERS = [(fields, shape) for fields, shape in FORMATS if "response_format" not in fields]

@@ -190,7 +190,7 @@ def test_template_options():
         ({"role": "king", "content": "x"}, "messages.0.role", "'assistant'"),
         ({"content": "x"}, "messages.0.role", "required"),
         ({"role": "user", "content": 5}, "messages.0.content", "a valid string or a valid list"),
-        ({"role": "user", "content": [5]}, "messages.0.content.0", "valid dictionary"),
+        ({"role": "user", "content": [5]}, "messages.0.content.0", "an object"),
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "messages.0.tool_calls.0.function.name", "required"),
     ],
 )

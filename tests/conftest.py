@@ -1,12 +1,15 @@
 """How all tests run: one BLAS thread a process, no compiled graphs, a collector that skips what was imported.
 
-Also the model folders of tests that serve.
+Also the model folders, and the server, of tests that serve.
 """
+
+from __future__ import annotations
 
 import gc
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: more threads would wait for each other
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -25,6 +28,9 @@ from onefold import faults
 from onefold.cache.model import stock
 from onefold.cache.tiers.records.folder import Folder
 from onefold.errors import IntegrityError
+
+if TYPE_CHECKING:
+    from scripted_engine import ScriptedEngine
 
 faults.NOT_CAUGHT = (AssertionError, IntegrityError)  # a bug must not pass as a cache miss
 stock.hook_saving()  # for good: otherwise each cache that is the last one to close looks through all loaded modules
@@ -51,6 +57,26 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is not None and nextitem.path != item.path:
         leave_alone()
     return done
+
+
+@pytest.fixture(scope="module")
+def scripted_server() -> Iterator[tuple[str, ScriptedEngine]]:
+    """The URL of a server with an engine that says what a test tells it, for the tests of one file."""
+    from listening import listening
+    from scripted_engine import ScriptedEngine
+
+    engine = ScriptedEngine()
+    with listening(engine) as url:
+        yield url, engine
+
+
+@pytest.fixture
+def scripted_engine(scripted_server: tuple[str, ScriptedEngine]) -> ScriptedEngine:
+    """That engine, as new, behind the same server."""
+    engine = scripted_server[1]
+    vars(engine).clear()
+    engine.__init__()  # type: ignore[misc]
+    return engine
 
 
 @pytest.fixture(scope="session")

@@ -33,24 +33,14 @@ ALL = [CHAT, TEXT, TALK, RESPOND]
 EACH = pytest.mark.parametrize("path, body", ALL, ids=["chat", "text", "messages", "responses"])
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[tuple[str, ScriptedEngine]]:
-    engine = ScriptedEngine()
-    with listening(engine) as url:
-        yield url, engine
+@pytest.fixture
+def engine(scripted_engine: ScriptedEngine) -> ScriptedEngine:
+    return scripted_engine
 
 
 @pytest.fixture
-def engine(shared: tuple[str, ScriptedEngine]) -> ScriptedEngine:
-    engine = shared[1]
-    vars(engine).clear()
-    engine.__init__()  # type: ignore[misc]  # as new, behind the same server
-    return engine
-
-
-@pytest.fixture
-def client(shared: tuple[str, ScriptedEngine], engine: ScriptedEngine) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=shared[0], timeout=30) as made:
+def client(scripted_server: tuple[str, ScriptedEngine], engine: ScriptedEngine) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=scripted_server[0], timeout=30) as made:
         yield made
 
 
@@ -460,8 +450,8 @@ def test_names_that_a_server_goes_by(engine, bound, allowed, ours, foreign):
         assert found == [403] * len(foreign)
 
 
-def test_http_1_0_has_no_host(shared):
-    at = urlsplit(shared[0])
+def test_http_1_0_has_no_host(scripted_server):
+    at = urlsplit(scripted_server[0])
     with socket.create_connection((at.hostname, at.port), timeout=30) as sock:
         sock.sendall(b"GET /health HTTP/1.0\r\n\r\n")
         assert sock.recv(4096).startswith(b"HTTP/1.1 200")

@@ -56,30 +56,20 @@ ORDER = [
 ]
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[tuple[str, ScriptedEngine]]:
-    engine = ScriptedEngine()
-    with listening(engine) as url:
-        yield url, engine
+@pytest.fixture
+def engine(scripted_engine: ScriptedEngine) -> ScriptedEngine:
+    return scripted_engine
 
 
 @pytest.fixture
-def engine(shared: tuple[str, ScriptedEngine]) -> ScriptedEngine:
-    engine = shared[1]
-    vars(engine).clear()
-    engine.__init__()  # type: ignore[misc]  # as new, behind the same server
-    return engine
-
-
-@pytest.fixture
-def http(shared: tuple[str, ScriptedEngine], engine: ScriptedEngine) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=shared[0], timeout=30) as made:
+def http(scripted_server: tuple[str, ScriptedEngine], engine: ScriptedEngine) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=scripted_server[0], timeout=30) as made:
         yield made
 
 
 @pytest.fixture
-def client(shared: tuple[str, ScriptedEngine], engine: ScriptedEngine) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{shared[0]}/v1", api_key="any", max_retries=0, timeout=30) as made:
+def client(scripted_server: tuple[str, ScriptedEngine], engine: ScriptedEngine) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{scripted_server[0]}/v1", api_key="any", max_retries=0, timeout=30) as made:
         yield made
 
 

@@ -19,7 +19,8 @@ from llguidance import LLMatcher
 from onefold.engine.guidance import schema_forms
 from onefold.engine.guidance.lark import SPACED, json_value
 from onefold.engine.guidance.limits import parser_limits
-from onefold.engine.guidance.schema_forms import enforceable, in_words
+from onefold.engine.guidance.messages import explained
+from onefold.engine.guidance.schema_forms import enforceable
 from onefold.engine.guidance.vocabulary import Vocabulary
 
 DRAFTS = {
@@ -176,10 +177,10 @@ def test_what_cannot_be_enforced_is_refused_in_words(schema):
 
 
 def test_reasons_are_in_words():
-    assert "12 listed values" in in_words('Unimplemented keys: ["uniqueItems"]')
-    assert "maxContains" in in_words('Unimplemented keys: ["contains", "maxContains"]')
-    assert in_words("Invalid type: x") == "Invalid type: x"
-    assert in_words('Unimplemented keys: ["$dynamicRef"]') == 'Unimplemented keys: ["$dynamicRef"]'
+    assert "12 listed values" in explained('Unimplemented keys: ["uniqueItems"]')
+    assert "maxContains" in explained('Unimplemented keys: ["contains", "maxContains"]')
+    assert explained("Invalid type: x") == "Invalid type: x"
+    assert explained('Unimplemented keys: ["$dynamicRef"]') == 'Unimplemented keys: ["$dynamicRef"]'
 
 
 class Drawn:

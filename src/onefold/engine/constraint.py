@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
+CUSTOM_INPUT = "input"
+"""The argument of a tool that takes text: the text."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -36,7 +39,7 @@ class ToolRule:
     """Tools whose schema must be enforced: if it cannot be, the request is refused. The schemas of others are enforced
     where that is possible."""
     grammars: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """For tools that take text in the argument `input`: the Lark grammar of that text."""
+    """For tools that take text in the argument `CUSTOM_INPUT`: the Lark grammar of that text."""
     regexes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """The same, as a regular expression."""
     where: str = "tools"

@@ -76,9 +76,7 @@ class Job:
         self._row = Row(request.sampling, vocab, request.top_logprobs)
         self.guide = None if guided is None else guided.guide
         self._answer = Answer(tokenizer, request, None if guided is None else guided.calls)
-        asked = request.constraint
-        self._all_text = asked is not None and asked.shape is not None and (asked.tools is None or not request.tools)
-        """What its guide allows is text alone, even if it looks like a marker of something else."""
+        self._all_text = guided is not None and guided.all_text
         self._events: list[Event] = []
 
     # -- memory ------------------------------------------------------------------------------

@@ -9,14 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from onefold.engine.constraint import ToolRule
+from onefold.engine.constraint import CUSTOM_INPUT, ToolRule
 from onefold.errors import BadRequest
 from onefold.server import normalise
 from onefold.server.body import parse_arguments
 from onefold.server.constraints import grammar_text
-
-CUSTOM_INPUT = "input"
-"""The argument that a custom tool's text is."""
 
 
 @dataclass(frozen=True)

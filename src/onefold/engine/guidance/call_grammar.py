@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llguidance import regex_to_lark
-
-from onefold.engine.constraint import ToolRule
+from onefold.engine.constraint import CUSTOM_INPUT, ToolRule
 from onefold.engine.guidance.call_format import SLOT, CallFormat, JsonCalls, ListedCalls
 from onefold.engine.guidance.escaping import escaped_grammar
-from onefold.engine.guidance.lark import ANY_TEXT, Rules, json_value, quoted
+from onefold.engine.guidance.lark import ANY_TEXT, Rules, expression, json_value, quoted
 from onefold.engine.guidance.listed_grammar import ListedArguments
 from onefold.engine.guidance.schema_forms import enforceable
 from onefold.engine.tool_schemas import arguments_schema
 from onefold.errors import PromptError
-
-INPUT = "input"
-"""The argument that the text of a custom tool is."""
 
 
 class CallGrammar:
@@ -78,19 +73,19 @@ class CallGrammar:
         """The expression for the text of a custom tool, if it has a grammar."""
         if name in self._rule.grammars:
             return self._rules.nested(f"input_{number}", self._rule.grammars[name])
-        return f"/{regex_to_lark(self._rule.regexes[name], 'dw')}/" if name in self._rule.regexes else None
+        return expression(self._rule.regexes[name]) if name in self._rule.regexes else None
 
     def _object(self, number: int, function: Mapping[str, Any], calls: JsonCalls) -> str:
         """The arguments as one JSON object."""
         name = function["name"]
         if name in self._rule.grammars:
             inside = self._rules.nested(f"input_{number}", escaped_grammar(self._rule.grammars[name]))
-            begin, end = f'{{"{INPUT}"{calls.style["key_separator"]}"', '"}'
+            begin, end = f'{{"{CUSTOM_INPUT}"{calls.style["key_separator"]}"', '"}'
             return f"{quoted(begin)} {inside} {quoted(end)}"
         schema = enforceable(arguments_schema(function))
         if name in self._rule.regexes:
             text = {"type": "string", "pattern": f"^(?:{self._rule.regexes[name]})$"}
-            schema = {**schema, "properties": {INPUT: text}}
+            schema = {**schema, "properties": {CUSTOM_INPUT: text}}
         if name in self._free:
             schema = {"type": "object"}
         return json_value(schema, calls.style, lenient=name not in self._rule.strict)

@@ -18,7 +18,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
-from onefold.engine.guidance.limits import MOST_TREE_BYTES, parser_limits
+from onefold.engine.guidance.limits import CHILD_BYTES, parser_limits
 
 
 def main() -> int:
@@ -60,10 +60,10 @@ def _compiled(tokenizer: Any, grammar: str) -> dict[str, Any]:
 
 
 def _limit_memory() -> None:
-    """Limits the address space to what is used now and `MOST_TREE_BYTES`. macOS has no such limit."""
+    """Limits the address space to what is used now and `CHILD_BYTES`. macOS has no such limit."""
     with contextlib.suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + MOST_TREE_BYTES
+        most = pages * resource.getpagesize() + CHILD_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 

@@ -24,7 +24,7 @@ from onefold.engine.constraint import Constraint, ToolRule
 from onefold.engine.guidance import call_format
 from onefold.engine.guidance.call_format import CallFormat, plain_calls
 from onefold.engine.guidance.grammar import Tools, answer_grammar, enforced, is_required, offered
-from onefold.engine.guidance.guide import Guide, short
+from onefold.engine.guidance.guide import Guide
 from onefold.engine.guidance.limits import (
     KEPT_BYTES,
     KEPT_CONVERSIONS,
@@ -36,7 +36,7 @@ from onefold.engine.guidance.limits import (
     MOST_TOOLS_BYTES,
     parser_limits,
 )
-from onefold.engine.guidance.schema_forms import in_words
+from onefold.engine.guidance.messages import explained
 from onefold.engine.guidance.trial import Trials
 from onefold.engine.guidance.vocabulary import Vocabulary
 from onefold.engine.request import Prompt, Request
@@ -51,6 +51,8 @@ class Guided(NamedTuple):
     guide: Guide
     calls: Callable[[str], list[tuple[str, Any]]] | None
     """Parses the whole answer, which is calls of tools in a format that is not the model's own; None: it is not."""
+    all_text: bool
+    """What the guide allows is text alone, even if it looks like a marker of a thought or a call."""
 
 
 class Kept(NamedTuple):
@@ -72,7 +74,7 @@ class Compiler:
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Kept] = OrderedDict()
         """Grammars, the one used last at the end."""
-        self._converted: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        self._converted: OrderedDict[str, str] = OrderedDict()
         self._told: set[str] = set()
 
     def guided(self, request: Request) -> Guided | None:
@@ -105,7 +107,8 @@ class Compiler:
             )
         except RequestError as error:  # the text that every answer begins with is too much for it
             raise PromptError(str(error), where=where) from error
-        return Guided(guide, calls.calls if calls is not None and self._calls is None else None)
+        parse = calls.calls if calls is not None and self._calls is None else None
+        return Guided(guide, parse, all_text=rule is None)
 
     def _check_unused(self, rule: ToolRule, tools: Tools) -> None:
         """Raises PromptError if a strict schema or a grammar of tools cannot be enforced, for a model that has no known
@@ -138,7 +141,7 @@ class Compiler:
             self._tell(bad)
             matcher, error = self._try(make(free=bad))
         if matcher is None:
-            raise PromptError(f"this cannot be enforced: {in_words(error)}", where=where)
+            raise PromptError(f"this cannot be enforced: {error}", where=where)
         return matcher
 
     def _unenforceable(self, rule: ToolRule, tools: Tools, calls: CallFormat) -> frozenset[str]:
@@ -156,7 +159,7 @@ class Compiler:
             matcher, error = self._try(alone)
             if matcher is None and must:
                 where = f"{rule.where}.{i}"
-                raise PromptError(f"the arguments of this tool cannot be enforced: {in_words(error)}", where=where)
+                raise PromptError(f"the arguments of this tool cannot be enforced: {error}", where=where)
             if matcher is None:
                 bad.add(name)
         return frozenset(bad)
@@ -165,13 +168,15 @@ class Compiler:
         """Returns a client's grammar as Lark, and why it cannot be. The last ones are kept. Raises Busy."""
         with self._lock:
             if grammar in self._converted:
-                return self._converted[grammar]
-        found = self._trials.convert(grammar)
+                return self._converted[grammar], ""
+        lark, error = self._trials.convert(grammar)
+        if error:
+            return lark, error
         with self._lock:
-            self._converted[grammar] = found
+            self._converted[grammar] = lark
             while len(self._converted) > KEPT_CONVERSIONS:
                 self._converted.popitem(last=False)
-        return found
+        return lark, ""
 
     def _try(self, grammar: str) -> tuple[Any, str]:
         """Compiles a grammar. Returns its matcher, or None and why there is none. Raises Busy."""
@@ -183,15 +188,15 @@ class Compiler:
                 return self._kept[grammar].matcher, self._kept[grammar].error
         verdict = self._trials.run(grammar)
         matcher: Any = None
-        error = short(verdict.error) if verdict.error else ""
+        error = explained(verdict.error) if verdict.error else ""
         if not error:
             matcher = LLMatcher(self._vocabulary.compiled(), grammar, log_level=0, limits=parser_limits())
             if matcher.is_error():
-                error = short(matcher.get_error())
+                error = explained(matcher.get_error())
                 matcher = None
         until = math.inf if verdict.lasting else time.monotonic() + KEPT_SECONDS
         for warning in verdict.warnings:
-            log.info("a grammar was relaxed: %s", short(warning))
+            log.info("llguidance relaxed a grammar: %s", explained(warning))
         with self._lock:
             self._kept[grammar] = Kept(matcher, error, until)
             self._kept.move_to_end(grammar)

@@ -6,13 +6,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from llguidance import regex_to_lark
-
 from onefold.engine.constraint import Constraint, Shape, ToolRule
 from onefold.engine.guidance.call_format import CallFormat
 from onefold.engine.guidance.call_grammar import CallGrammar
-from onefold.engine.guidance.guide import short
-from onefold.engine.guidance.lark import SPACED, Convert, Rules, json_value, quoted
+from onefold.engine.guidance.lark import SPACED, Convert, Rules, expression, json_value, quoted
+from onefold.engine.guidance.messages import explained
 from onefold.engine.guidance.schema_forms import enforceable
 from onefold.engine.guidance.vocabulary import Vocabulary
 from onefold.errors import PromptError
@@ -78,18 +76,18 @@ def _choice(rules: Rules, shape: Shape) -> str:
 def _grammar(rules: Rules, shape: Shape) -> str:
     lark, error = rules.convert(shape.text)
     if error:
-        raise PromptError(f"the grammar can be read neither as Lark nor as GBNF: {short(error)}", where=shape.where)
+        raise PromptError(f"the grammar can be read neither as Lark nor as GBNF: {explained(error)}", where=shape.where)
     return rules.nested("grammar", lark)
 
 
 def _regex(rules: Rules, shape: Shape) -> str:
-    """The regular expression always matches the whole text. Digits and words are those of ASCII."""
+    """The regular expression always matches the whole text."""
     text = shape.text.removeprefix("^")
     if text.endswith("$") and not text.endswith(r"\$"):
         text = text[:-1]
     if not text:
         raise PromptError("the regular expression is empty", where=shape.where)
-    return rules.add("PATTERN", f"/{regex_to_lark(text, 'dw')}/")
+    return rules.add("PATTERN", expression(text))
 
 
 SHAPES: dict[str, Callable[[Rules, Shape], str]] = {

@@ -6,23 +6,15 @@ way on it names the tokens of that way at once (`forced`). Used by the engine's 
 
 from __future__ import annotations
 
-import re
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from onefold.engine.guidance.limits import SLOW_SECONDS, SLOW_STEPS
+from onefold.engine.guidance.messages import explained
 from onefold.errors import PromptError, RequestError
 
-_PLACES = re.compile(r"^((at )?\d+\(\d+\): )*(failed to compile JSON schema: )?")
-_MEANINGS = {
-    "NoExtensionBias": "nothing can satisfy it",
-    "NoExtension": "nothing can satisfy it",
-    "Enable 'coerce_one_of' option to approximate": 'Give the schema "x-guidance": {"coerce_one_of": true} to replace',
-}
 GUIDED_STATES = frozenset({"normal", "tool"})
 """States of an answer that the grammar is about; in others, as in reasoning, everything is allowed."""
 
@@ -64,7 +56,7 @@ class Guide:
 
     @property
     def began(self) -> bool:
-        """Whether the next token is one of the grammar's: the model has thought, or does not."""
+        """Whether the grammar holds for the next token: the model no longer thinks, or never does."""
         return not self._resting and not self._thinks
 
     @property
@@ -138,31 +130,5 @@ class Guide:
         if self._slow >= SLOW_STEPS:
             raise PromptError("an answer cannot be kept to this schema or grammar: it takes too long; simplify it")
         if self._matcher.is_error():
-            why = short(self._matcher.get_error())
+            why = explained(self._matcher.get_error())
             raise PromptError(f"an answer cannot be kept to this schema or grammar: {why}; simplify it")
-
-
-def only(token: int, words: int) -> np.ndarray:
-    """A mask that allows one token."""
-    mask = np.zeros(words, np.int32)
-    allow(mask, token)
-    return mask
-
-
-def allow(mask: np.ndarray, token: int) -> None:
-    mask.view(np.uint32)[token // 32] |= np.uint32(1 << (token % 32))
-
-
-def forbid(mask: np.ndarray, tokens: Iterable[int]) -> None:
-    for token in tokens:
-        mask.view(np.uint32)[token // 32] &= ~np.uint32(1 << (token % 32))
-
-
-def short(message: str) -> str:
-    """What one of llguidance's messages says, in one line, without places in a grammar that no client wrote."""
-    lines = [line.strip() for line in message.replace("<non-verbose/>", "").splitlines() if line.strip()]
-    first = _PLACES.sub("", lines[0]) if lines else "it cannot be compiled"
-    reason = next((line for line in lines[1:] if line.startswith("error:")), "")
-    for said, meant in _MEANINGS.items():
-        first = first.replace(said, meant)
-    return f"{first.removesuffix('regex parse error:').rstrip()} {reason}".strip()[:300]

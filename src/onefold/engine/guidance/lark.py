@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from llguidance import regex_to_lark
 
 from onefold.engine.guidance.vocabulary import Vocabulary
 
@@ -39,8 +41,7 @@ class Rules:
         for slot, pattern in self.slots.items():
             if slot in text:
                 return f" /{pattern}/ ".join(self.literal(part) for part in text.split(slot))
-        pieces = self._vocabulary.pieces(text)
-        return " ".join(f"<[{piece}]>" if isinstance(piece, int) else quoted(piece) for piece in pieces)
+        return _written(self._vocabulary.pieces(text))
 
     def until(self, name: str, end: str) -> str:
         """Any text up to the first `end`, and that."""
@@ -48,8 +49,7 @@ class Rules:
         if isinstance(pieces[0], int):  # no text contains a special token
             return f"{ANY_TEXT} {self.literal(end)}"
         self.add(name, f"{ANY_TEXT} {quoted(pieces[0])}", lazy=True)
-        rest = " ".join(f"<[{p}]>" if isinstance(p, int) else quoted(p) for p in pieces[1:])
-        return f"{name} {rest}".rstrip()
+        return f"{name} {_written(pieces[1:])}".rstrip()
 
     def nested(self, name: str, grammar: str) -> str:
         """A whole Lark grammar with names of its own."""
@@ -60,6 +60,15 @@ class Rules:
         # where text must have the name of a special token, llguidance would force that token, and then refuse it
         named = any(name in rules for name in self._vocabulary.special)
         return f"%llguidance {json.dumps({'no_forcing': True} if named else {})}\n{rules}"
+
+
+def _written(pieces: Sequence[str | int]) -> str:
+    return " ".join(f"<[{piece}]>" if isinstance(piece, int) else quoted(piece) for piece in pieces)
+
+
+def expression(regex: str) -> str:
+    """A regular expression. Digits and words are those of ASCII."""
+    return f"/{regex_to_lark(regex, 'dw')}/"
 
 
 def quoted(text: str) -> str:

@@ -15,15 +15,15 @@ MOST_BYTES = 1 << 20
 """Of a grammar's text."""
 MOST_SECONDS = 4.0
 """To compile a grammar, on the machine as it is."""
-MOST_TREE_BYTES = 2 << 30
+CHILD_BYTES = 2 << 30
 """Address space that the child process may add, where the system can limit that."""
 KEPT_GRAMMARS, KEPT_CONVERSIONS = 64, 16
 KEPT_SECONDS = 60.0
-"""How long a grammar is refused that took too long."""
+"""Seconds for which a grammar that took too long is refused."""
 MOST_TOOLS_BYTES = 1 << 19
-"""Of tools, for their schemas to be enforced where that is not asked for."""
+"""Schemas of larger lists of tools are enforced only where the request asks for it."""
 MOST_TOLD = 100
-"""Names of tools that the log is told of."""
+"""At most so many names of tools are logged."""
 SLOW_SECONDS, SLOW_STEPS = 0.05, 3
 """A guide that takes so long, so many times, fails its request: others wait for its masks."""
 KEPT_BYTES = 8 << 20

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +17,7 @@ from llguidance import LLExecutor
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from onefold.cache.memory import device
-from onefold.engine.guidance.guide import Guide, allow, forbid, only
+from onefold.engine.guidance.guide import Guide
 from onefold.engine.guidance.limits import SLOW_SECONDS
 
 BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
@@ -43,15 +43,15 @@ def allowed_bits(guides: Sequence[Guide | None], vocab: int) -> np.ndarray:
         if guide is None or guide.free:
             continue
         if guide.rests:
-            forbid(bits[i], guide.forbidden)
+            _forbid(bits[i], guide.forbidden)
         elif guide.forced:
-            bits[i] = only(guide.forced[0], bits.shape[1])
+            bits[i] = _only(guide.forced[0], bits.shape[1])
         else:
             asked.append((guide, i))
     _fill(asked, bits)
     for i, guide in enumerate(guides):
         if guide is not None and not guide.forced and guide.may_think is not None:
-            allow(bits[i], guide.may_think)
+            _allow(bits[i], guide.may_think)
     return bits
 
 
@@ -70,6 +70,22 @@ def _fill(asked: Sequence[tuple[Guide, int]], bits: np.ndarray) -> None:
         if time.perf_counter() - begun > SLOW_SECONDS:
             for guide, _ in others:
                 guide.suspect = True
+
+
+def _only(token: int, words: int) -> np.ndarray:
+    """A mask that allows one token."""
+    mask = np.zeros(words, np.int32)
+    _allow(mask, token)
+    return mask
+
+
+def _allow(mask: np.ndarray, token: int) -> None:
+    mask.view(np.uint32)[token // 32] |= np.uint32(1 << (token % 32))
+
+
+def _forbid(mask: np.ndarray, tokens: Iterable[int]) -> None:
+    for token in tokens:
+        mask.view(np.uint32)[token // 32] &= ~np.uint32(1 << (token % 32))
 
 
 @functools.cache

@@ -10,7 +10,6 @@ Schemas come from clients: how deep and how far this looks is bounded, and no re
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -45,17 +44,6 @@ MOST_NAMES = 1000
 """Properties that schemas inside are told of."""
 MOST_TOLD = 100
 
-WORDS = {
-    "uniqueItems": "uniqueItems can be enforced only for items of at most 12 listed values, or with maxItems of 1",
-    "not": "`not` can be enforced only for types, required names, and values beside an enum",
-    "if": "if/then/else can be enforced only where `if` tests for required names, or for values of properties that "
-    "list theirs in an enum",
-    "contains": "`contains` cannot be enforced with maxContains",
-    "propertyNames": "propertyNames can be enforced only as an enum, as lengths, or as the pattern of an object "
-    "without other properties",
-    "unevaluatedProperties": "unevaluatedProperties cannot be enforced beside anyOf, oneOf, if or dependentSchemas",
-    "unevaluatedItems": "unevaluatedItems cannot be enforced beside schemas of the same array: use items",
-}
 _told: set[str] = set()
 
 
@@ -69,13 +57,6 @@ def enforceable(schema: Any) -> Any:
         # llguidance would look for values that two branches of a oneOf share, in branches that allow fewer now
         made = _Forms(narrow=False).schema(schema, place_of(schema), 0)
     return made
-
-
-def in_words(error: str) -> str:
-    """What llguidance says of a schema, or what it means."""
-    found = re.fullmatch(r"Unimplemented keys: \[(.*)\]", error)
-    words = [WORDS[word] for word in WORDS if found and f'"{word}"' in found[1]]
-    return "; ".join(words) if words else error
 
 
 class _Forms:

@@ -87,6 +87,8 @@ class Trials:
                 self._end()
                 return {"error": "this model's tokenizer cannot be used for it", "lasting": False}
         said = self._child.ask(question, MOST_SECONDS)
+        if said is None and self._closed:
+            raise EngineStopped("the engine has stopped")
         if said is None:
             slow = self._child.running
             self._end()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from onefold.engine.constraint import CUSTOM_INPUT
 from onefold.errors import BadRequest
 from onefold.server import normalise, tools
 from onefold.server.body import parse_arguments
 from onefold.server.openai.schemas import Call, CalledFunction, ChatRequest, Choice, Message, Named, Part
 from onefold.server.openai.schemas import Tool as GivenTool
 from onefold.server.options import for_the_template
-from onefold.server.tools import CUSTOM_INPUT, Offer, Tool
+from onefold.server.tools import Offer, Tool
 
 
 def messages(given: Sequence[Message]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from onefold.engine.constraint import Shape
+from onefold.engine.constraint import CUSTOM_INPUT, Shape
 from onefold.errors import BadRequest
 from onefold.server import constraints, normalise, tools
 from onefold.server.body import parse_arguments
@@ -33,7 +33,7 @@ from onefold.server.responses.schemas import (
     TextFormat,
     ToolChoice,
 )
-from onefold.server.tools import CUSTOM_INPUT, Offer, Tool
+from onefold.server.tools import Offer, Tool
 
 LOCAL_SHELL = "local_shell"
 """The function that calls of OpenAI's own shell are shown to the model as."""

@@ -62,7 +62,7 @@ def walk(
         if ended:
             found.ended = True
             break
-        guide.read(token, answer.state)
+        guide.read(token, answer.state, 10_000)
     found.events += answer.close(ended=found.ended)
     return found
 

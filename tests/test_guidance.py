@@ -126,6 +126,60 @@ def test_an_answer_has_the_shape_that_was_asked_for(engine, kind, text, wanted):
             assert re.fullmatch(wanted, answer.text), answer.text
 
 
+STORY = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "minLength": 2000},
+        "mood": {"enum": ["glad", "sad"]},
+        "at": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]+@[a-z]+[.]de$"}, "minItems": 2},
+        "seen": {"type": "object", "properties": {"by": {"type": "integer"}}, "required": ["by"]},
+    },
+    "required": ["text", "mood", "at", "seen"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("least", [0, 2000])
+@pytest.mark.parametrize("most", [120, 260, 700])
+def test_an_answer_is_completed_before_its_limit(engine, most, least):
+    """What is required is there, and the answer still says that it was cut."""
+    schema = {**STORY, "properties": {**STORY["properties"], "text": {"type": "string", "minLength": least}}}
+    for i in range(effort(2, 10)):
+        answer = ask(engine, shaped(schema), f"Tell {i}", max_tokens=most)
+        assert answer.done.completion_tokens <= most
+        if least and most < 2000 / 8:  # not even one token for eight characters
+            assert answer.done.finish == "length"
+        elif not least:
+            jsonschema.validate(json.loads(answer.text), schema)
+
+
+def test_an_answer_that_is_not_near_its_limit_is_not_completed(engine):
+    """Its end is the model's own."""
+    answers = [ask(engine, shaped({"type": "boolean"}), f"Is it {i}?", max_tokens=12) for i in range(4)]
+    assert {answer.done.finish for answer in answers} == {"stop"}
+
+
+def test_a_call_is_not_completed(engine):
+    """A file half written would look like a whole one."""
+    tool = json.loads(json.dumps(TOOL))
+    tool["function"]["parameters"]["properties"]["word"] = {"type": "string", "minLength": 3000}
+    rule = Constraint(tools=ToolRule(required=True))
+    answer = ask(engine, rule, tools=[tool], max_tokens=100)
+    assert answer.done.finish == "length"
+    assert not answer.calls
+
+
+def test_a_token_that_was_not_allowed_fails_its_request(engine):
+    made = engine._compiler.guided(asked(engine, shaped(PERSON)))
+    assert made is not None
+    guided = made.guide
+    wrong = engine.tokenizer.encode("zebra", add_special_tokens=False)[0]
+    while guided.forced:
+        guided.read(guided.forced[0], "normal", 100)
+    with pytest.raises(RequestError, match="not allowed"):
+        guided.read(wrong, "normal", 100)
+
+
 def test_bias_and_penalties_do_not_get_past_the_mask(engine):
     token = engine.tokenizer.encode("zebra", add_special_tokens=False)[0]
     sampling = Sampling(temperature=1.0, logit_bias={token: 100.0}, presence_penalty=2.0, repetition_penalty=1.4)
@@ -488,15 +542,15 @@ def test_a_thought_that_begins_with_several_tokens_is_begun_whole(engine):
     guide = Guide(guided.guide.matcher.deep_copy(), engine.vocab, ends=[3], state="normal", thinks=[5, 6, 7])
     row = np.unpackbits(masks.allowed_bits([guide], engine.vocab)[0].view(np.uint8), bitorder="little")
     assert row[5]
-    guide.read(5, "normal")
+    guide.read(5, "normal", 100)
     for expected in (6, 7):
         assert not guide.rests and guide.forced[0] == expected
         row = np.unpackbits(masks.allowed_bits([guide], engine.vocab)[0].view(np.uint8), bitorder="little")
         assert row.sum() == 1 and row[expected]
-        guide.read(expected, "normal" if expected == 6 else "reasoning")
+        guide.read(expected, "normal" if expected == 6 else "reasoning", 100)
     assert guide.rests
-    guide.read(9, "reasoning")
-    guide.read(10, "normal")
+    guide.read(9, "reasoning", 100)
+    guide.read(10, "normal", 100)
     assert not guide.rests
 
 
@@ -506,10 +560,10 @@ def test_a_call_that_begins_in_a_thought_is_kept_to_the_grammar(rule):
         guided = engine._compiler.guided(asked(engine, Constraint(tools=rule), tools=[TOOL]))
         assert guided is not None
         guide, tokenizer = guided.guide, engine.tokenizer
-        guide.read(tokenizer.think_start_tokens[0], "reasoning")
+        guide.read(tokenizer.think_start_tokens[0], "reasoning", 100)
         assert guide.rests
         for token in tokenizer.encode("hm <tool_call>", add_special_tokens=False):
-            guide.read(token, "reasoning")
+            guide.read(token, "reasoning", 100)
         guide._awake("tool")
         guide._look_ahead()
         written = tokenizer.decode(list(guide.forced))
@@ -583,7 +637,7 @@ def test_masks_that_take_long_together_are_looked_at_one_by_one(engine, monkeypa
     for one in guides:
         assert one is not None
         for token in list(one.forced):
-            one.read(token, "normal")
+            one.read(token, "normal", 100)
     monkeypatch.setattr(masks, "SLOW_SECONDS", 0.0)
     masks.allowed_bits(guides, engine.vocab)
     assert all(one is not None and one.suspect for one in guides)

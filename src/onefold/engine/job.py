@@ -199,8 +199,9 @@ class Job:
         if ended:
             return "stop"
         if self.guide is not None:
-            self.guide.read(token, self._answer.state)
-        return "length" if self.left == 0 and self.chosen is None else None
+            self.guide.read(token, self._answer.state, self.left)
+        completed = self.guide is not None and self.guide.completed
+        return "length" if completed or (self.left == 0 and self.chosen is None) else None
 
     def _logprob(self, token: int, found: tuple[float, list[tuple[int, float]]] | None) -> Logprob | None:
         if found is None:

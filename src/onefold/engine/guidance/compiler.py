@@ -23,6 +23,7 @@ from onefold.engine import wanted
 from onefold.engine.constraint import Constraint, ToolRule
 from onefold.engine.guidance import call_format
 from onefold.engine.guidance.call_format import CallFormat, plain_calls
+from onefold.engine.guidance.closing import Completions
 from onefold.engine.guidance.grammar import Tools, answer_grammar, enforced, is_required, offered
 from onefold.engine.guidance.guide import Guide
 from onefold.engine.guidance.limits import (
@@ -103,6 +104,8 @@ class Compiler:
                 state=request.prompt.state,
                 thinks=() if request.plain else self._thinks(request.prompt),
                 must_answer=shape is not None or is_required(rule),
+                # a call that was cut short would be made: a file half written
+                completions=self._completions if rule is None else None,
                 begins_call=self._tokenizer.tool_call_start_tokens or () if self._tokenizer.has_tool_calling else (),
             )
         except RequestError as error:  # the text that every answer begins with is too much for it
@@ -218,6 +221,10 @@ class Compiler:
             return ()
         tail = prompt.tokens[-32:].tolist()  # a generation prompt is short
         return () if tokenizer.rfind_think_end(tail) >= 0 else tuple(tokenizer.think_start_tokens)
+
+    @functools.cached_property
+    def _completions(self) -> Completions:
+        return Completions(self._vocabulary.compiled())
 
     @functools.cached_property
     def _calls(self) -> CallFormat | None:

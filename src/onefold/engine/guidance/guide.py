@@ -11,12 +11,18 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from onefold.engine.guidance.closing import FIRST_LOOK, MARGIN, Completions
 from onefold.engine.guidance.limits import SLOW_SECONDS, SLOW_STEPS
 from onefold.engine.guidance.messages import explained
 from onefold.errors import PromptError, RequestError
 
 GUIDED_STATES = frozenset({"normal", "tool"})
 """States of an answer that the grammar is about; in others, as in reasoning, everything is allowed."""
+
+NOT_ALLOWED = (
+    "the device computed a token that is not allowed here: the model's output may not be a number; ask again, and "
+    "report it if it happens again"
+)
 
 
 class Guide:
@@ -30,10 +36,12 @@ class Guide:
         thinks: Sequence[int] = (),
         begins_call: Sequence[int] = (),
         must_answer: bool = False,
+        completions: Completions | None = None,
     ) -> None:
         """`matcher`: llguidance's, at the beginning, for `vocab` tokens. `ends`: the tokens that end an answer.
         `state`: what the answer begins in. `thinks`: the tokens by which the answer may begin to think, if it may.
-        `begins_call`: the tokens by which a call begins. `must_answer`: an answer may not end in a thought."""
+        `begins_call`: the tokens by which a call begins. `must_answer`: an answer may not end in a thought.
+        `completions`: completes the answer near its limit of tokens; None: it is cut there."""
         self._matcher = matcher
         self.vocab = vocab
         self._ends = frozenset(ends)
@@ -41,6 +49,9 @@ class Guide:
         self._thinks = tuple(thinks)
         self._begins_call = list(begins_call)
         self._must_answer = must_answer
+        self._completions = completions
+        self._look_at = FIRST_LOOK
+        self._completing = False
         self._slow = 0
         self.suspect = False
         """It may be the one of several guides whose mask took long."""
@@ -79,13 +90,20 @@ class Guide:
         """A token that may come next beside those of the mask: the model may begin to think."""
         return self._thinks[0] if self._thinks else None
 
-    def read(self, token: int, state: str | None) -> None:
-        """Follows a token of the answer. `state`: what the answer is in behind it. Raises RequestError if the grammar
-        has become too complex, or has no way on."""
+    @property
+    def completed(self) -> bool:
+        """Whether the answer was completed because of its limit, and ends here."""
+        return self._completing and not self.forced
+
+    def read(self, token: int, state: str | None, left: int) -> None:
+        """Follows a token of the answer. `state`: what the answer is in behind it. `left`: tokens that may still come.
+        Raises RequestError if the grammar has become too complex, or has no way on."""
         begun = time.perf_counter()
         self._read(token, state)
         self.note_time(time.perf_counter() - begun)
         self.check()
+        if self._completions is not None and left <= self._look_at and self.began and not self._completing:
+            self._consider_completing(self._completions, left)
 
     def note_time(self, seconds: float) -> None:
         """Notes how long it took to compute its mask, or to follow a token: all rows wait for that."""
@@ -95,15 +113,16 @@ class Guide:
     def _read(self, token: int, state: str | None) -> None:
         thinks, self._thinks = self._thinks, ()
         if self.forced:
-            if token != self.forced.popleft():
-                raise RequestError("the model's output is not a number: the answer cannot be kept to its schema")
+            allowed = token == self.forced.popleft()
         elif thinks and token == thinks[0]:
             self._resting = True
             self.forced.extend(thinks[1:])
             return
-        elif not self._resting and token not in self._ends:
-            self._matcher.consume_token(token)
+        else:
+            allowed = self._resting or token in self._ends or bool(self._matcher.try_consume_tokens([token]))
+        if not allowed:
             self.check()
+            raise RequestError(NOT_ALLOWED)
         if not self.forced and token not in self._ends and state in GUIDED_STATES and self._awake(state):
             self._look_ahead()
 
@@ -124,6 +143,23 @@ class Guide:
             self._matcher.consume_tokens(ahead)
             self.check()
             self.forced.extend(ahead)
+
+    def _consider_completing(self, completions: Completions, left: int) -> None:
+        """Forces the tokens that complete the answer, if the tokens that are left just suffice for them; else says when
+        to look again."""
+        if self._matcher.is_stopped():  # all that may come is the end
+            return
+        found = completions.find(self._matcher)
+        if found is None:
+            self._look_at = left * 3 // 4
+            return
+        needed = len(self.forced) + len(found)
+        least = needed + needed // 4 + MARGIN
+        if needed <= left <= least:
+            self._matcher.consume_tokens(found)
+            self.forced.extend(found)
+            self._completing = True
+        self._look_at = min(left - 1, max(least, (left + needed) // 2))
 
     def check(self) -> None:
         """Raises PromptError if the grammar cannot be followed any further."""

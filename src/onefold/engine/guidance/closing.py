@@ -1,0 +1,78 @@
+"""Completes an answer that is about to reach its limit of tokens: JSON that is cut in the middle is of no use.
+
+Strings are closed, no optional property is begun, and what the schema still requires is made short. A candidate for the
+next token is one character, and the grammar is asked whether it may come, which takes microseconds.
+"""
+
+from __future__ import annotations
+
+import string
+import time
+from typing import Any
+
+import numpy as np
+
+FIRST_LOOK = 512
+"""Tokens before the limit at which completing is considered first."""
+MOST_TOKENS = 256
+"""The longest completion."""
+MOST_SECONDS = 0.05
+"""To find one: other rows wait for it."""
+MARGIN = 8
+"""A completion begins with about so many tokens to spare: what comes next may need more."""
+CLOSERS = '}],:"'
+"""What makes an answer outside a string shortest, the best first. In a string it is the quotation mark."""
+OTHERS = "0123456789-tfn[{." + string.ascii_letters + string.punctuation + " "
+ONLY_INSIDE = "(a%~_"
+"""Where one of them may come next, it is in a string: "a" begins nothing in JSON."""
+
+
+class Completions:
+    def __init__(self, vocabulary: Any) -> None:
+        """`vocabulary`: llguidance's."""
+        tokens = {letter: vocabulary.tokenize_str(letter) for letter in {*CLOSERS, *OTHERS}}
+
+        def single(letters: str) -> list[int]:
+            return [tokens[letter][0] for letter in letters if len(tokens[letter]) == 1]
+
+        self._quote, self._closers = single('"'), single(CLOSERS)
+        self._others, self._only_inside = single(OTHERS), single(ONLY_INSIDE)
+
+    def find(self, matcher: Any) -> list[int] | None:
+        """Returns tokens that complete an answer from where `matcher` is; None if none are found within the limits.
+        Leaves the matcher as it is."""
+        matcher, found = matcher.deep_copy(), list[int]()
+        used: dict[int, int] = {}
+        until = time.monotonic() + MOST_SECONDS
+        while not matcher.is_accepting():
+            ahead = matcher.compute_ff_tokens() or self._next(matcher, used)
+            if not ahead or len(found) > MOST_TOKENS or time.monotonic() > until:
+                return None
+            matcher.consume_tokens(ahead)
+            found += ahead
+        return found
+
+    def _next(self, matcher: Any, used: dict[int, int]) -> list[int]:
+        """The token to go on with; none if nothing may come. Of those that close nothing it is the one that
+        was used least, so that each part of a pattern has its turn."""
+        inside = any(_may_come(matcher, token) for token in self._only_inside)
+        for token in self._quote if inside else self._closers:
+            if _may_come(matcher, token):
+                return [token]
+        for token in sorted(self._others, key=lambda one: used.get(one, 0)):
+            if _may_come(matcher, token):
+                used[token] = used.get(token, 0) + 1
+                return [token]
+        return _first_allowed(matcher)
+
+
+def _may_come(matcher: Any, token: int) -> bool:
+    return bool(matcher.validate_tokens([token]) == 1)
+
+
+def _first_allowed(matcher: Any) -> list[int]:
+    """The first token of the vocabulary that may come next; none if there is none. Rare: the middle of a letter that
+    has several bytes."""
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    allowed = np.flatnonzero(bits)
+    return [int(allowed[0])] if len(allowed) else []

@@ -49,6 +49,8 @@ def walk(
         assert len(may), "nothing is allowed"
         if not queued and not guide.forced and draw.random() < 0.3:
             queued = _closing(tokenizer, guide, closers)
+        if guide.forced:
+            queued = []
         if queued:
             token = queued.pop(0)
         elif ends & set(may.tolist()) and draw.random() < 0.5:

@@ -41,7 +41,7 @@ def test_its_errors_have_its_shape_wherever_they_come_from(client, engine):
     refused = client.post("/v1/say", json={"words": "", "loudly": True})
     assert refused.status_code == 400 and "no voice" in refused.json()["sorry"]
     for path, headers in (("/v1/say/nothing", {}), ("/nothing", {"x-say": "1"})):
-        assert client.get(path, headers=headers).json() == {"sorry": "Not found."}
+        assert client.get(path, headers=headers).json() == {"sorry": f"There is nothing at {path!r}."}
     assert client.get("/v1/say", headers={"host": "evil.example"}).json()["sorry"].startswith("Host not allowed")
     assert set(client.get("/nothing").json()) == {"error"}
     engine.script = lambda request: [Started(HIT), 0.3, Failed(Busy("later", retry_after=1))]

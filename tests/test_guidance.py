@@ -169,6 +169,20 @@ def test_a_call_is_not_completed(engine):
     assert not answer.calls
 
 
+def test_answers_of_one_schema_share_no_limits(engine, monkeypatch):
+    """A lexer that answers shared would exceed its states after some of them, and fail all requests from then on."""
+    monkeypatch.setattr(compiler, "parser_limits", lambda: LLParserLimits(max_lexer_states=400))
+    kinds = "abcdefghijkl"
+    schema = {"type": "string", "pattern": f"^({'|'.join(f'{kind}[^{kind}]{{30}}{kind}' for kind in kinds)})$"}
+    for kind in kinds:
+        made = engine._compiler.guided(asked(engine, shaped(schema)))
+        assert made is not None
+        for letter in f'"{kind}{"z" * 28}':
+            masks.allowed_bits([made.guide], engine.vocab)
+            token = engine.tokenizer.encode(letter, add_special_tokens=False)[0]
+            made.guide.read(made.guide.forced[0] if made.guide.forced else token, "normal", 1000)
+
+
 def test_a_token_that_was_not_allowed_fails_its_request(engine):
     made = engine._compiler.guided(asked(engine, shaped(PERSON)))
     assert made is not None

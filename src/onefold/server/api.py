@@ -42,5 +42,5 @@ class Api:
     """Paths that begin so are this API's, also those that do not exist."""
     header: bytes = b""
     """A header that only this API's clients send, in lower case: it tells who asks for a path of the server itself."""
-    not_found: str = "Not found."
-    """What is said of a path of this API that does not exist."""
+    not_found: str = ""
+    """What is said of a path of this API that does not exist, if there is more to say than that."""

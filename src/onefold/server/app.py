@@ -99,7 +99,8 @@ async def _ours(request: Request, error: Exception) -> Response:
 
 async def _starlettes(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    said = {404: api_of(request.scope).not_found, 405: "Method not allowed."}
+    nothing = api_of(request.scope).not_found or f"There is nothing at {request.url.path[:200]!r}."
+    said = {404: nothing, 405: f"Method not allowed: {request.method}."}
     message = said.get(error.status_code, str(error.detail))
     return respond(request.scope, Problem(error.status_code, message, allow=(error.headers or {}).get("Allow")))
 

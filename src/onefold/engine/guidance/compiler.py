@@ -1,7 +1,8 @@
 """Makes guides: what a request asks for becomes a grammar, and the grammar is compiled for the model's vocabulary.
 
-Compiled grammars are kept, and so are errors: a conversation sends the same tools with every request. Any number of
-threads may ask; compiling blocks.
+The text of a grammar is kept, and whether it can be compiled: a conversation sends the same tools with every request.
+Each answer has a matcher of its own, which takes 2 to 20 ms to make: copies of a matcher share llguidance's lexer, with
+its limits, and the answers of a day would exceed them. Any number of threads may ask; compiling blocks.
 """
 
 from __future__ import annotations
@@ -56,12 +57,11 @@ class Guided(NamedTuple):
     """What the guide allows is text alone, even if it looks like a marker of a thought or a call."""
 
 
-class Kept(NamedTuple):
-    """What was made of a grammar."""
+class Known(NamedTuple):
+    """Whether a grammar can be compiled."""
 
-    matcher: Any
-    """At its beginning; None if there is an error."""
     error: str
+    """Why it cannot be; empty if it can."""
     until: float
     """When it is to be tried again."""
 
@@ -73,8 +73,10 @@ class Compiler:
         self._vocabulary = Vocabulary(tokenizer, vocab)
         self._trials = Trials(self._vocabulary)
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
-        """Grammars, the one used last at the end."""
+        self._verdicts: OrderedDict[str, Known] = OrderedDict()
+        """By the grammar; the one used last is at the end, as in the next two."""
+        self._grammars: OrderedDict[str, str] = OrderedDict()
+        """By what was asked for."""
         self._converted: OrderedDict[str, str] = OrderedDict()
         self._told: set[str] = set()
 
@@ -98,7 +100,7 @@ class Compiler:
         matcher = self._compiled(Constraint(shape=shape, tools=rule), tools, calls, where)
         try:
             guide = Guide(
-                matcher.deep_copy(),
+                matcher,
                 self._vocabulary.size,
                 ends=self._vocabulary.ends,
                 state=request.prompt.state,
@@ -128,23 +130,34 @@ class Compiler:
         self._trials.close()
 
     def _compiled(self, asked: Constraint, tools: Tools, calls: CallFormat | None, where: str) -> Any:
-        """The matcher at its beginning. A tool whose schema cannot be enforced, and need not be, may be called with
-        any arguments."""
+        """A new matcher. A tool whose schema cannot be enforced, and need not be, may be called with any arguments."""
+        offer = json.dumps(tools)
+        key = repr((asked, calls is self._calls, offer))
+        with self._lock:
+            grammar = self._grammars.get(key)
+        if grammar is not None:
+            matcher, _ = self._try(grammar)
+            if matcher is not None:
+                return matcher
         make = functools.partial(answer_grammar, asked, tools, calls, self._vocabulary, self._convert)
         loose = frozenset[str]()
         if asked.tools is not None and calls is not None:
             loose = frozenset(tool["function"]["name"] for tool in tools) - enforced(asked.tools)
-        if loose and len(json.dumps(tools)) > MOST_TOOLS_BYTES:
+        if loose and len(offer) > MOST_TOOLS_BYTES:
             self._tell(loose)
-            matcher, error = self._try(make(free=loose))
+            grammar = make(free=loose)
         else:
-            matcher, error = self._try(make())
+            grammar = make()
+        matcher, error = self._try(grammar)
         if matcher is None and asked.tools is not None and calls is not None:
             bad = self._unenforceable(asked.tools, offered(tools, asked.tools), calls) or loose
             self._tell(bad)
-            matcher, error = self._try(make(free=bad))
+            grammar = make(free=bad)
+            matcher, error = self._try(grammar)
         if matcher is None:
             raise PromptError(f"this cannot be enforced: {error}", where=where)
+        with self._lock:
+            _keep(self._grammars, key, grammar)
         return matcher
 
     def _unenforceable(self, rule: ToolRule, tools: Tools, calls: CallFormat) -> frozenset[str]:
@@ -182,30 +195,29 @@ class Compiler:
         return lark, ""
 
     def _try(self, grammar: str) -> tuple[Any, str]:
-        """Compiles a grammar. Returns its matcher, or None and why there is none. Raises Busy."""
+        """Returns a new matcher for a grammar, or None and why there is none. Raises Busy."""
         if len(grammar) > MOST_BYTES:
             return None, f"it has {len(grammar)} characters as a grammar, and {MOST_BYTES} is the most"
         with self._lock:
-            if grammar in self._kept and time.monotonic() < self._kept[grammar].until:
-                self._kept.move_to_end(grammar)
-                return self._kept[grammar].matcher, self._kept[grammar].error
-        verdict = self._trials.run(grammar)
+            known = self._verdicts.get(grammar)
+        if known is None or time.monotonic() >= known.until:
+            known = self._tried(grammar)
         matcher: Any = None
-        error = explained(verdict.error) if verdict.error else ""
-        if not error:
+        if not known.error:
             matcher = LLMatcher(self._vocabulary.compiled(), grammar, log_level=0, limits=parser_limits())
             if matcher.is_error():
-                error = explained(matcher.get_error())
+                known = known._replace(error=explained(matcher.get_error()))
                 matcher = None
-        until = math.inf if verdict.lasting else time.monotonic() + KEPT_SECONDS
-        for warning in verdict.warnings:
-            log.info("llguidance relaxed a grammar: %s", explained(warning))
         with self._lock:
-            self._kept[grammar] = Kept(matcher, error, until)
-            self._kept.move_to_end(grammar)
-            while len(self._kept) > KEPT_GRAMMARS or (sum(map(len, self._kept)) > KEPT_BYTES and len(self._kept) > 1):
-                self._kept.popitem(last=False)
-        return matcher, error
+            _keep(self._verdicts, grammar, known)
+        return matcher, known.error
+
+    def _tried(self, grammar: str) -> Known:
+        found = self._trials.run(grammar)
+        for warning in found.warnings:
+            log.info("llguidance relaxed a grammar: %s", explained(warning))
+        until = math.inf if found.lasting else time.monotonic() + KEPT_SECONDS
+        return Known(explained(found.error) if found.error else "", until)
 
     def _tell(self, names: frozenset[str]) -> None:
         new = names - self._told
@@ -232,3 +244,11 @@ class Compiler:
         if found is None and self._tokenizer.has_tool_calling:
             log.warning("the format of this model's tool calls is not recognised: calls are not kept to a grammar")
         return found
+
+
+def _keep(kept: OrderedDict[str, Any], key: str, value: Any) -> None:
+    """Adds an entry at the end, and drops the first ones that are too many, or too long."""
+    kept[key] = value
+    kept.move_to_end(key)
+    while len(kept) > KEPT_GRAMMARS or (sum(map(len, kept)) > KEPT_BYTES and len(kept) > 1):
+        kept.popitem(last=False)

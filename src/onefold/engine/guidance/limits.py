@@ -32,11 +32,11 @@ KEPT_BYTES = 8 << 20
 
 def parser_limits() -> Any:
     """Returns the limits of one grammar. A mask that exceeds them is an error of its request alone. 20,000 states of a
-    lexer take up to 40 MB."""
+    lexer take up to 40 MB, and the fuel of a step up to 40 ms."""
     return LLParserLimits(
         max_items_in_row=3000,
         initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=100_000,
+        step_lexer_fuel=1_000_000,
         step_max_items=30_000,
         max_lexer_states=20_000,
         max_grammar_size=50_000,

@@ -159,6 +159,24 @@ def test_an_answer_that_is_not_near_its_limit_is_not_completed(engine):
     assert {answer.done.finish for answer in answers} == {"stop"}
 
 
+@pytest.mark.parametrize(
+    ("schema", "most", "fits"),
+    [
+        ({"type": "object", "properties": {"score": {"enum": [66, 77]}}, "required": ["score"]}, 24, 15),
+        ({"type": "integer", "minimum": 100, "maximum": 120}, 5, 3),
+        ({"enum": ["1", "10", "100"]}, 9, 6),
+    ],
+)
+def test_an_answer_that_fits_is_the_models_own(engine, schema, most, fits):
+    """Completing it would leave the model no choice."""
+    closed = {**schema, "additionalProperties": False} if "properties" in schema else schema
+    for i in range(6):
+        free = ask(engine, shaped(closed), f"Say {i}", max_tokens=200, sampling=Sampling(temperature=1.0, seed=i))
+        near = ask(engine, shaped(closed), f"Say {i}", max_tokens=most, sampling=Sampling(temperature=1.0, seed=i))
+        assert free.done.completion_tokens <= fits + 2
+        assert near.text == free.text
+
+
 def test_a_call_is_not_completed(engine):
     """A file half written would look like a whole one."""
     tool = json.loads(json.dumps(TOOL))
@@ -167,6 +185,34 @@ def test_a_call_is_not_completed(engine):
     answer = ask(engine, rule, tools=[tool], max_tokens=100)
     assert answer.done.finish == "length"
     assert not answer.calls
+
+
+def test_a_matcher_that_takes_long_to_make_is_copied_for_some_answers(engine, monkeypatch):
+    made = []
+    real = compiler.LLMatcher
+    monkeypatch.setattr(compiler, "LLMatcher", lambda *given, **named: made.append(1) or real(*given, **named))
+    monkeypatch.setattr(compiler, "COPIED_SECONDS", -1.0)
+    monkeypatch.setattr(compiler, "MOST_COPIES", 3)
+    for i in range(7):
+        answer = ask(engine, shaped({"enum": ["slow", "slower"]}), f"Say {i}")
+        assert json.loads(answer.text) in ("slow", "slower")
+    assert len(made) == 3
+
+
+def test_a_tool_that_was_refused_for_now_is_enforced_later(engine, monkeypatch):
+    schema = {"type": "object", "properties": {"n": {"enum": [5]}}, "required": ["n"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "dial", "parameters": schema}}
+    asking = asked(engine, Constraint(tools=ToolRule(only="dial")), tools=[tool])
+    tried = trial.Verdict("it took too long", lasting=False)
+    compiler_ = engine._compiler
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "KEPT_SECONDS", 0.0)
+        patch.setattr(compiler_._trials, "run", lambda grammar: tried if "[5]" in grammar else real(grammar))
+        real = type(compiler_._trials).run.__get__(compiler_._trials)
+        loose = compiler_.guided(asking)
+    strict = compiler_.guided(asking)
+    assert loose is not None and strict is not None
+    assert len(loose.guide.forced) < len(strict.guide.forced)
 
 
 def test_answers_of_one_schema_share_no_limits(engine, monkeypatch):

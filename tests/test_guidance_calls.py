@@ -246,35 +246,6 @@ def test_the_expression_of_a_custom_tool_holds_in_every_format(compilers, name):
         assert found.ended and re.fullmatch(r"[0-9]{3}-[a-c]{2}", json.loads(found.calls[0].arguments)["input"])
 
 
-STRINGS = [
-    {"type": "string", "minLength": 3, "maxLength": 9},
-    {"type": "string", "maxLength": 5},
-    {"type": "string", "minLength": 4},
-    {"type": "string", "pattern": "^[a-c]{2,5}$"},
-    {"type": "string", "pattern": "x[0-9]", "maxLength": 20},
-    {"type": "string", "pattern": r"^\$[<>/a-z]{0,6}$"},
-]
-
-
-@pytest.mark.parametrize("special", [(), MARKS], ids=["text", "special"])
-@pytest.mark.parametrize("name", [name for name in FORMATS if name not in UNKNOWN])
-def test_lengths_and_patterns_of_strings_hold_in_every_format(compilers, name, special):
-    tokenizer, compiler = compilers(name, special)
-    properties = {f"s{i}": schema for i, schema in enumerate(STRINGS)}
-    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-    tool = {"type": "function", "function": {"name": "note", "parameters": schema}}
-    ended, seeds = 0, effort(4, 40)
-    for seed in range(seeds):
-        request = offering(tokenizer, ToolRule(only="note", strict=frozenset({"note"})), [tool])
-        guided = compiler.guided(request)
-        assert guided is not None
-        found = walk(tokenizer, request, guided, seed, closers=closers(tokenizer))
-        if found.ended:
-            ended += 1
-            jsonschema.validate(json.loads(found.calls[0].arguments), schema)
-    assert ended > seeds // 2
-
-
 @pytest.mark.parametrize(
     ("lark", "wanted"),
     [

@@ -20,7 +20,6 @@ from onefold.engine.guidance import schema_forms
 from onefold.engine.guidance.lark import SPACED, json_value
 from onefold.engine.guidance.limits import parser_limits
 from onefold.engine.guidance.messages import explained
-from onefold.engine.guidance.schema_bounds import LARGEST, bounded
 from onefold.engine.guidance.schema_forms import enforceable
 from onefold.engine.guidance.vocabulary import Vocabulary
 
@@ -322,7 +321,7 @@ def test_twelve_distinct_values_compile():
 )
 def test_data_and_names_are_no_keywords(schema):
     before = json.dumps(schema)
-    assert enforceable(schema) == bounded(json.loads(before))
+    assert enforceable(schema) == json.loads(before)
     assert json.dumps(schema) == before
 
 
@@ -348,7 +347,7 @@ def test_an_unknown_format_is_told_of_once(caplog, monkeypatch):
 
 def test_additional_properties_are_all_evaluated():
     parts = {"$ref": "#/$defs/x", "$defs": {"x": {"properties": {"b": True}}}, "additionalProperties": NUMBER}
-    assert enforceable({**parts, "unevaluatedProperties": False}) == bounded(parts)
+    assert enforceable({**parts, "unevaluatedProperties": False}) == parts
 
 
 def test_a_oneof_is_not_judged_by_branches_that_were_narrowed():
@@ -410,38 +409,3 @@ def test_a_hostile_schema_takes_no_time(schema):
 )
 def test_a_schema_of_the_wrong_shape_is_left_to_llguidance(schema):
     enforceable(schema)
-
-
-WHOLE = {"type": "integer", "minimum": -LARGEST, "maximum": LARGEST}
-
-
-@pytest.mark.parametrize(
-    ("schema", "wanted"),
-    [
-        ({"type": "integer"}, WHOLE),
-        ({"type": ["integer", "null"]}, {**WHOLE, "type": ["integer", "null"]}),
-        ({"type": "integer", "minimum": 3}, {**WHOLE, "minimum": 3}),
-        ({"type": "integer", "exclusiveMaximum": 9}, {"type": "integer", "exclusiveMaximum": 9, "minimum": -LARGEST}),
-        ({"items": {"type": "integer"}}, {"items": WHOLE}),
-        ({"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/a"}]}, {"anyOf": [WHOLE, {"$ref": "#/$defs/a"}]}),
-        ({"properties": {"format": {"type": "integer"}}}, {"properties": {"format": WHOLE}}),
-        ({"type": "string", "format": "email"}, {"type": "string", "format": "email", "maxLength": 254}),
-        ({"format": "email", "maxLength": 999}, None),
-        ({"format": "email", "minLength": 999}, None),
-        ({"type": "number"}, None),
-        ({"type": ["integer", "number"]}, None),
-        ({"type": "integer", "multipleOf": 3}, None),
-        ({"enum": [10**30], "type": "integer"}, None),
-        ({"allOf": [{"type": "integer"}, {"minimum": 1e30}]}, None),
-        ({"default": {"type": "integer"}, "const": {"type": "integer"}}, None),
-    ],
-)
-def test_what_has_no_bounds_is_bounded(schema, wanted):
-    assert enforceable(schema) == (schema if wanted is None else wanted)
-
-
-def test_bounds_leave_out_no_number_of_64_bits_that_is_a_double():
-    matcher, encode = compiled({"type": "integer"}), vocabulary()._tokenizer.encode
-    for number in (0, -1, 10**18, 1_900_000_000_000_000_000, -LARGEST, LARGEST):
-        assert accepts(matcher, encode(str(number), add_special_tokens=False)), number
-    assert not accepts(matcher, encode("9" * 20, add_special_tokens=False))

@@ -18,8 +18,8 @@ MOST_TOKENS = 256
 """The longest completion."""
 MOST_SECONDS = 0.05
 """To find one: other rows wait for it."""
-MARGIN = 8
-"""A completion begins with about so many tokens to spare: what comes next may need more."""
+MOST_SPARE = 8
+"""A completion begins with at most so many tokens to spare, and a quarter of its own: what comes next may need more."""
 CLOSERS = '}],:"'
 """What makes an answer outside a string shortest, the best first. In a string it is the quotation mark."""
 OTHERS = "0123456789-tfn[{." + string.ascii_letters + string.punctuation + " "
@@ -40,7 +40,7 @@ class Completions:
 
     def find(self, matcher: Any) -> list[int] | None:
         """Returns tokens that complete an answer from where `matcher` is; None if none are found within the limits.
-        Leaves the matcher as it is."""
+        Leaves the matcher as it is, but for what its lexer has learnt."""
         matcher, found = matcher.deep_copy(), list[int]()
         used: dict[int, int] = {}
         until = time.monotonic() + MOST_SECONDS

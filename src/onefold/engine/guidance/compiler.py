@@ -2,7 +2,8 @@
 
 The text of a grammar is kept, and whether it can be compiled: a conversation sends the same tools with every request.
 Each answer has a matcher of its own, which takes 2 to 20 ms to make: copies of a matcher share llguidance's lexer, with
-its limits, and the answers of a day would exceed them. Any number of threads may ask; compiling blocks.
+its limits, and the answers of a day would exceed them. Only if it takes longer, some answers share one. Any number of
+threads may ask; compiling blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
@@ -28,11 +29,13 @@ from onefold.engine.guidance.closing import Completions
 from onefold.engine.guidance.grammar import Tools, answer_grammar, enforced, is_required, offered
 from onefold.engine.guidance.guide import Guide
 from onefold.engine.guidance.limits import (
+    COPIED_SECONDS,
     KEPT_BYTES,
     KEPT_CONVERSIONS,
     KEPT_GRAMMARS,
     KEPT_SECONDS,
     MOST_BYTES,
+    MOST_COPIES,
     MOST_SECONDS,
     MOST_TOLD,
     MOST_TOOLS_BYTES,
@@ -57,13 +60,18 @@ class Guided(NamedTuple):
     """What the guide allows is text alone, even if it looks like a marker of a thought or a call."""
 
 
-class Known(NamedTuple):
+@dataclass
+class Known:
     """Whether a grammar can be compiled."""
 
     error: str
     """Why it cannot be; empty if it can."""
     until: float
     """When it is to be tried again."""
+    slow: Any = None
+    """A matcher at its beginning, if one takes long to make."""
+    copies: int = 0
+    """How many answers had a copy of it."""
 
 
 class Compiler:
@@ -135,6 +143,8 @@ class Compiler:
         key = repr((asked, calls is self._calls, offer))
         with self._lock:
             grammar = self._grammars.get(key)
+            if grammar is not None:
+                self._grammars.move_to_end(key)
         if grammar is not None:
             matcher, _ = self._try(grammar)
             if matcher is not None:
@@ -149,15 +159,16 @@ class Compiler:
         else:
             grammar = make()
         matcher, error = self._try(grammar)
-        if matcher is None and asked.tools is not None and calls is not None:
+        if matcher is not None:
+            with self._lock:
+                _keep(self._grammars, key, grammar)
+            return matcher
+        if asked.tools is not None and calls is not None:
             bad = self._unenforceable(asked.tools, offered(tools, asked.tools), calls) or loose
             self._tell(bad)
-            grammar = make(free=bad)
-            matcher, error = self._try(grammar)
+            matcher, error = self._try(make(free=bad))
         if matcher is None:
             raise PromptError(f"this cannot be enforced: {error}", where=where)
-        with self._lock:
-            _keep(self._grammars, key, grammar)
         return matcher
 
     def _unenforceable(self, rule: ToolRule, tools: Tools, calls: CallFormat) -> frozenset[str]:
@@ -172,11 +183,11 @@ class Compiler:
                 bad.add(name)
                 continue
             alone = answer_grammar(Constraint(tools=rule), [tool], calls, self._vocabulary, self._convert)
-            matcher, error = self._try(alone)
-            if matcher is None and must:
+            error = self._known(alone).error
+            if error and must:
                 where = f"{rule.where}.{i}"
                 raise PromptError(f"the arguments of this tool cannot be enforced: {error}", where=where)
-            if matcher is None:
+            if error:
                 bad.add(name)
         return frozenset(bad)
 
@@ -195,29 +206,42 @@ class Compiler:
         return lark, ""
 
     def _try(self, grammar: str) -> tuple[Any, str]:
-        """Returns a new matcher for a grammar, or None and why there is none. Raises Busy."""
+        """Returns a matcher for a grammar at its beginning, or None and why there is none. Raises Busy."""
+        known = self._known(grammar)
+        if known.error:
+            return None, known.error
+        with self._lock:
+            if known.slow is not None and known.copies < MOST_COPIES:
+                known.copies += 1
+                return known.slow.deep_copy(), ""
+        begun = time.perf_counter()
+        matcher = LLMatcher(self._vocabulary.compiled(), grammar, log_level=0, limits=parser_limits())
+        if matcher.is_error():
+            known.error = explained(matcher.get_error())
+            return None, known.error
+        if time.perf_counter() - begun > COPIED_SECONDS:
+            with self._lock:
+                known.slow, known.copies = matcher.deep_copy(), 1
+        return matcher, ""
+
+    def _known(self, grammar: str) -> Known:
+        """Returns whether a grammar can be compiled; a child process compiles it if that is not known. Raises Busy."""
         if len(grammar) > MOST_BYTES:
-            return None, f"it has {len(grammar)} characters as a grammar, and {MOST_BYTES} is the most"
+            too_long = f"it has {len(grammar)} characters as a grammar, and {MOST_BYTES} is the most"
+            return Known(too_long, math.inf)
         with self._lock:
             known = self._verdicts.get(grammar)
-        if known is None or time.monotonic() >= known.until:
-            known = self._tried(grammar)
-        matcher: Any = None
-        if not known.error:
-            matcher = LLMatcher(self._vocabulary.compiled(), grammar, log_level=0, limits=parser_limits())
-            if matcher.is_error():
-                known = known._replace(error=explained(matcher.get_error()))
-                matcher = None
-        with self._lock:
-            _keep(self._verdicts, grammar, known)
-        return matcher, known.error
-
-    def _tried(self, grammar: str) -> Known:
+            if known is not None and time.monotonic() < known.until:
+                self._verdicts.move_to_end(grammar)
+                return known
         found = self._trials.run(grammar)
         for warning in found.warnings:
             log.info("llguidance relaxed a grammar: %s", explained(warning))
         until = math.inf if found.lasting else time.monotonic() + KEPT_SECONDS
-        return Known(explained(found.error) if found.error else "", until)
+        known = Known(explained(found.error) if found.error else "", until)
+        with self._lock:
+            _keep(self._verdicts, grammar, known)
+        return known
 
     def _tell(self, names: frozenset[str]) -> None:
         new = names - self._told

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from onefold.engine.guidance.closing import FIRST_LOOK, MARGIN, Completions
+from onefold.engine.guidance.closing import FIRST_LOOK, MOST_SPARE, Completions
 from onefold.engine.guidance.limits import SLOW_SECONDS, SLOW_STEPS
 from onefold.engine.guidance.messages import explained
 from onefold.errors import PromptError, RequestError
@@ -20,8 +20,8 @@ GUIDED_STATES = frozenset({"normal", "tool"})
 """States of an answer that the grammar is about; in others, as in reasoning, everything is allowed."""
 
 NOT_ALLOWED = (
-    "the device computed a token that is not allowed here: the model's output may not be a number; ask again, and "
-    "report it if it happens again"
+    "this answer cannot be kept to its schema or grammar any further: the token that was computed is not allowed; "
+    "simplify the schema, or ask again"
 )
 
 
@@ -149,17 +149,20 @@ class Guide:
         to look again."""
         if self._matcher.is_stopped():  # all that may come is the end
             return
+        begun = time.perf_counter()
         found = completions.find(self._matcher)
-        if found is None:
+        if time.perf_counter() - begun > SLOW_SECONDS / 2:  # all rows wait for it: not again
+            self._completions = None
+        needed = len(self.forced) + len(found or ())
+        least = needed + max(1, min(MOST_SPARE, needed // 4))
+        if found is None or needed > left:
             self._look_at = left * 3 // 4
-            return
-        needed = len(self.forced) + len(found)
-        least = needed + needed // 4 + MARGIN
-        if needed <= left <= least:
+        elif left <= least:
             self._matcher.consume_tokens(found)
             self.forced.extend(found)
             self._completing = True
-        self._look_at = min(left - 1, max(least, (left + needed) // 2))
+        else:
+            self._look_at = min(left - 1, max(least, (left + needed) // 2))
 
     def check(self) -> None:
         """Raises PromptError if the grammar cannot be followed any further."""

@@ -43,19 +43,13 @@ class Rules:
                 return f" /{pattern}/ ".join(self.literal(part) for part in text.split(slot))
         return _written(self._vocabulary.pieces(text))
 
-    def until(self, name: str, end: str, parts: Sequence[str] = ()) -> str:
-        """Any text up to the first `end`, and that. `parts`: terminals that the text before it matches, all of them."""
-        pieces, terminal = self._vocabulary.pieces(end), name.upper()
+    def until(self, name: str, end: str) -> str:
+        """Any text up to the first `end`, and that."""
+        pieces = self._vocabulary.pieces(end)
         if isinstance(pieces[0], int):  # no text contains a special token
-            before = self.add(terminal, " & ".join(parts)) if parts else ANY_TEXT
-            return f"{before} {self.literal(end)}"
-        if parts:
-            without = f"~({ANY_TEXT} {quoted(pieces[0])} {ANY_TEXT})"
-            self.add(f"{terminal}_TEXT", " & ".join([*parts, without]))
-            self.add(terminal, f"{terminal}_TEXT {quoted(pieces[0])}")
-        else:
-            self.add(name, f"{ANY_TEXT} {quoted(pieces[0])}", lazy=True)
-        return f"{terminal if parts else name} {_written(pieces[1:])}".rstrip()
+            return f"{ANY_TEXT} {self.literal(end)}"
+        self.add(name, f"{ANY_TEXT} {quoted(pieces[0])}", lazy=True)
+        return f"{name} {_written(pieces[1:])}".rstrip()
 
     def nested(self, name: str, grammar: str) -> str:
         """A whole Lark grammar with names of its own."""

@@ -18,6 +18,8 @@ MOST_SECONDS = 4.0
 CHILD_BYTES = 2 << 30
 """Address space that the child process may add, where the system can limit that."""
 KEPT_GRAMMARS, KEPT_CONVERSIONS = 64, 16
+COPIED_SECONDS, MOST_COPIES = 0.1, 32
+"""A matcher that takes so long to make is copied for so many answers, which share its lexer."""
 KEPT_SECONDS = 60.0
 """Seconds for which a grammar that took too long is refused."""
 MOST_TOOLS_BYTES = 1 << 19

@@ -11,13 +11,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from onefold.engine.guidance.call_format import ListedCalls, type_of
-from onefold.engine.guidance.lark import SPACED, Rules, expression, json_value, quoted
+from onefold.engine.guidance.lark import SPACED, Rules, json_value, quoted
 from onefold.engine.tool_schemas import DEFINITIONS, definition
 
 RAW, WORD = "raw", "word"
 """Kinds of strings: any text, and one of a list."""
-ANY = r"[\s\S]*"
-TRIMMED = rf"/(\S({ANY}\S)?)?/"
 KINDS = {"integer": "integer", "number": "integer", "boolean": "boolean", "array": "array", "object": "object"}
 
 
@@ -85,11 +83,9 @@ class ListedArguments:
             return kind, json_value({**definitions, **schema}, SPACED, lenient=not strict)
         if text is not None:
             return WORD, text
-        name, parts = f"text_{self._number}_{i}", text_parts(schema)
         if self._quote:
-            parts = [rf"/[^{self._close}\\\x00-\x1f\x7f]*/", *parts]
-            return WORD, parts[0] if len(parts) == 1 else self._rules.add(name.upper(), " & ".join(parts))
-        return RAW, self._rules.until(name, self._close, parts)
+            return WORD, rf"/[^{self._close}\\\x00-\x1f\x7f]*/"
+        return RAW, self._rules.until(f"text_{self._number}_{i}", self._close)
 
 
 class Way(NamedTuple):
@@ -127,25 +123,6 @@ def _words(schema: Mapping[str, Any]) -> list[str] | None:
     """The strings that a schema allows, if it lists them."""
     found = schema.get("enum", [schema["const"]] if "const" in schema else None)
     return found if isinstance(found, list) and found and all(isinstance(x, str) for x in found) else None
-
-
-def text_parts(schema: Mapping[str, Any]) -> list[str]:
-    """Returns the terminals that a string must match, all of them: its lengths and its pattern. A parser strips the
-    text, so such a string has no spaces around it."""
-    low, high, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern")
-    parts = []
-    if type(low) is int and (low > 0 or type(high) is int):
-        parts.append(f"/(?s:.){{{low},{high if type(high) is int else ''}}}/")
-    if isinstance(pattern, str):
-        parts.append(_whole(pattern))
-    return [*parts, TRIMMED] if parts else []
-
-
-def _whole(pattern: str) -> str:
-    """A pattern, which may match anywhere, as one of the whole text: `^a|b$` matches a or b, and less than it could."""
-    begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith(r"\$")
-    inner = pattern[begins : len(pattern) - ends]
-    return expression(f"{'' if begins else ANY}(?:{inner}){'' if ends else ANY}")
 
 
 def closing(calls: ListedCalls) -> tuple[str, bool]:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from onefold.engine.guidance.schema_bounds import bounded
 from onefold.engine.guidance.schema_choices import condition, negation, one_of, unique_items
 from onefold.engine.guidance.schema_facts import NOTES, TYPES, Place, conjuncts, place_of, types_of
 
@@ -57,7 +56,7 @@ def enforceable(schema: Any) -> Any:
     if forms.narrowed and forms.unproven:
         # llguidance would look for values that two branches of a oneOf share, in branches that allow fewer now
         made = _Forms(narrow=False).schema(schema, place_of(schema), 0)
-    return made if forms.unproven else bounded(made)
+    return made
 
 
 class _Forms:

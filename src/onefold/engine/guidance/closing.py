@@ -12,17 +12,18 @@ from typing import Any
 
 import numpy as np
 
+from onefold.engine.guidance.limits import SLOW_SECONDS
+
 FIRST_LOOK = 512
 """Tokens before the limit at which completing is considered first."""
 MOST_TOKENS = 256
 """The longest completion."""
-MOST_SECONDS = 0.05
-"""To find one: other rows wait for it."""
 MOST_SPARE = 8
 """A completion begins with at most so many tokens to spare, and a quarter of its own: what comes next may need more."""
 CLOSERS = '}],:"'
 """What makes an answer outside a string shortest, the best first. In a string it is the quotation mark."""
 OTHERS = "0123456789-tfn[{." + string.ascii_letters + string.punctuation + " "
+"""What is tried next, in this order."""
 ONLY_INSIDE = "(a%~_"
 """Where one of them may come next, it is in a string: "a" begins nothing in JSON."""
 
@@ -43,7 +44,7 @@ class Completions:
         Leaves the matcher as it is, but for what its lexer has learnt."""
         matcher, found = matcher.deep_copy(), list[int]()
         used: dict[int, int] = {}
-        until = time.monotonic() + MOST_SECONDS
+        until = time.monotonic() + SLOW_SECONDS
         while not matcher.is_accepting():
             ahead = matcher.compute_ff_tokens() or self._next(matcher, used)
             if not ahead or len(found) > MOST_TOKENS or time.monotonic() > until:
@@ -53,8 +54,8 @@ class Completions:
         return found
 
     def _next(self, matcher: Any, used: dict[int, int]) -> list[int]:
-        """The token to go on with; none if nothing may come. Of those that close nothing it is the one that
-        was used least, so that each part of a pattern has its turn."""
+        """Returns the next token of a completion; none if nothing may come. Of the tokens that close nothing it takes
+        the one that was used least, so that each part of a pattern has its turn."""
         inside = any(_may_come(matcher, token) for token in self._only_inside)
         for token in self._quote if inside else self._closers:
             if _may_come(matcher, token):

@@ -2,8 +2,8 @@
 
 The text of a grammar is kept, and whether it can be compiled: a conversation sends the same tools with every request.
 Each answer has a matcher of its own, which takes 2 to 20 ms to make: copies of a matcher share llguidance's lexer, with
-its limits, and the answers of a day would exceed them. Only if it takes longer, some answers share one. Any number of
-threads may ask; compiling blocks.
+its limits, and the answers of a day would exceed them. If a matcher takes longer to make, a few answers get copies of
+one. Any number of threads may ask; compiling blocks.
 """
 
 from __future__ import annotations
@@ -82,10 +82,11 @@ class Compiler:
         self._trials = Trials(self._vocabulary)
         self._lock = threading.Lock()
         self._verdicts: OrderedDict[str, Known] = OrderedDict()
-        """By the grammar; the one used last is at the end, as in the next two."""
+        """By the text of the grammar."""
         self._grammars: OrderedDict[str, str] = OrderedDict()
-        """By what was asked for."""
+        """Texts of grammars, by what was asked for."""
         self._converted: OrderedDict[str, str] = OrderedDict()
+        """Clients' grammars as Lark, by their text."""
         self._told: set[str] = set()
 
     def guided(self, request: Request) -> Guided | None:
@@ -138,30 +139,24 @@ class Compiler:
         self._trials.close()
 
     def _compiled(self, asked: Constraint, tools: Tools, calls: CallFormat | None, where: str) -> Any:
-        """A new matcher. A tool whose schema cannot be enforced, and need not be, may be called with any arguments."""
-        offer = json.dumps(tools)
+        """Returns a matcher at its beginning. A tool whose schema cannot be enforced, and need not be, may be called
+        with any arguments. Raises PromptError, Busy."""
+        make = functools.partial(answer_grammar, asked, tools, calls, self._vocabulary, self._convert)
+        offer, loose = json.dumps(tools), frozenset[str]()
+        if asked.tools is not None and calls is not None:
+            loose = frozenset(tool["function"]["name"] for tool in tools) - enforced(asked.tools)
         key = repr((asked, calls is self._calls, offer))
         with self._lock:
             grammar = self._grammars.get(key)
-            if grammar is not None:
-                self._grammars.move_to_end(key)
-        if grammar is not None:
-            matcher, _ = self._try(grammar)
-            if matcher is not None:
-                return matcher
-        make = functools.partial(answer_grammar, asked, tools, calls, self._vocabulary, self._convert)
-        loose = frozenset[str]()
-        if asked.tools is not None and calls is not None:
-            loose = frozenset(tool["function"]["name"] for tool in tools) - enforced(asked.tools)
-        if loose and len(offer) > MOST_TOOLS_BYTES:
+        if grammar is None and loose and len(offer) > MOST_TOOLS_BYTES:
             self._tell(loose)
             grammar = make(free=loose)
-        else:
+        elif grammar is None:
             grammar = make()
         matcher, error = self._try(grammar)
         if matcher is not None:
             with self._lock:
-                _keep(self._grammars, key, grammar)
+                _keep(self._grammars, key, grammar, KEPT_GRAMMARS)
             return matcher
         if asked.tools is not None and calls is not None:
             bad = self._unenforceable(asked.tools, offered(tools, asked.tools), calls) or loose
@@ -200,9 +195,7 @@ class Compiler:
         if error:
             return lark, error
         with self._lock:
-            self._converted[grammar] = lark
-            while len(self._converted) > KEPT_CONVERSIONS:
-                self._converted.popitem(last=False)
+            _keep(self._converted, grammar, lark, KEPT_CONVERSIONS)
         return lark, ""
 
     def _try(self, grammar: str) -> tuple[Any, str]:
@@ -240,7 +233,7 @@ class Compiler:
         until = math.inf if found.lasting else time.monotonic() + KEPT_SECONDS
         known = Known(explained(found.error) if found.error else "", until)
         with self._lock:
-            _keep(self._verdicts, grammar, known)
+            _keep(self._verdicts, grammar, known, KEPT_GRAMMARS)
         return known
 
     def _tell(self, names: frozenset[str]) -> None:
@@ -270,9 +263,10 @@ class Compiler:
         return found
 
 
-def _keep(kept: OrderedDict[str, Any], key: str, value: Any) -> None:
-    """Adds an entry at the end, and drops the first ones that are too many, or too long."""
+def _keep(kept: OrderedDict[str, Any], key: str, value: Any, most: int) -> None:
+    """Puts an entry at the end, and drops the first ones while there are more than `most`, or their keys are too long
+    together."""
     kept[key] = value
     kept.move_to_end(key)
-    while len(kept) > KEPT_GRAMMARS or (sum(map(len, kept)) > KEPT_BYTES and len(kept) > 1):
+    while len(kept) > most or (sum(map(len, kept)) > KEPT_BYTES and len(kept) > 1):
         kept.popitem(last=False)

@@ -1,7 +1,8 @@
 """Which tokens may come next in one answer.
 
 A guide follows the tokens of its answer, one by one. It rests while the model thinks, and where its grammar leaves one
-way on it names the tokens of that way at once (`forced`). Used by the engine's thread alone. Knows nothing of MLX.
+way on it names the tokens of that way at once (`forced`), as it does with those that complete an answer near its limit
+of tokens. Used by the engine's thread alone. Knows nothing of MLX.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ MOST_SECONDS = 4.0
 CHILD_BYTES = 2 << 30
 """Address space that the child process may add, where the system can limit that."""
 KEPT_GRAMMARS, KEPT_CONVERSIONS = 64, 16
+"""Texts of grammars that are kept, with whether they compile; and clients' grammars that were converted to Lark."""
 COPIED_SECONDS, MOST_COPIES = 0.1, 32
 """A matcher that takes so long to make is copied for so many answers, which share its lexer."""
 KEPT_SECONDS = 60.0
@@ -29,7 +30,7 @@ MOST_TOLD = 100
 SLOW_SECONDS, SLOW_STEPS = 0.05, 3
 """A guide that takes so long, so many times, fails its request: others wait for its masks."""
 KEPT_BYTES = 8 << 20
-"""Of the texts of grammars whose compiled form, or whose error, is kept."""
+"""Of the keys of what is kept: texts of grammars, and of tools."""
 
 
 def parser_limits() -> Any:

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from decimal import Decimal, localcontext
+from decimal import MAX_EMAX, Decimal, InvalidOperation, localcontext
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def invalid(schema: Any, text: str) -> str:
     """Why an answer does not keep to a schema; empty if it does. Numbers are decimals: 8234.8 is a multiple of 0.01."""
     schema = json.loads(json.dumps(schema), parse_float=Decimal)
     try:
-        value = json.loads(text, parse_float=Decimal)
+        value = json.loads(text, parse_float=number)
     except (ValueError, ArithmeticError) as error:
         return f"no JSON: {error}"
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
@@ -92,6 +92,17 @@ def invalid(schema: Any, text: str) -> str:
     except (Unresolvable, re.error) as broken:
         return f"cannot be validated: {broken}"
     return "" if wrong is None else f"{'/'.join(map(str, wrong.schema_path))}: {wrong.message[:200]}"
+
+
+def number(text: str) -> Decimal:
+    """Reads a number of JSON. One with an exponent that decimals have no room for is the largest of them, or 0."""
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        digits, exponent = text.lower().split("e")
+        sign = "-" if digits.startswith("-") else ""
+        tiny = exponent.startswith("-") or not digits.strip("-0.")
+        return Decimal(f"{sign}0" if tiny else f"{sign}1E{MAX_EMAX}")
 
 
 class Asking:

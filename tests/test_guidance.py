@@ -23,7 +23,7 @@ from llguidance import LLParserLimits
 from onefold.engine import decode, stock
 from onefold.engine.constraint import Constraint, Shape, ToolRule
 from onefold.engine.engine import Engine
-from onefold.engine.guidance import compiler, guide, masks, trial
+from onefold.engine.guidance import closing, compiler, guide, masks, trial
 from onefold.engine.guidance.guide import Guide
 from onefold.engine.limits import Limits
 from onefold.engine.request import Reasoning, Request, Sampling, Text
@@ -152,6 +152,16 @@ def test_an_answer_that_cannot_be_completed_is_cut(engine, schema):
     answer = ask(engine, shaped(schema), max_tokens=120)
     assert answer.done.finish == "length"
     assert answer.done.completion_tokens == 120
+
+
+def test_looking_for_a_completion_that_does_not_fit_is_bounded(engine, monkeypatch):
+    """All rows wait for it."""
+    tried = []
+    real = closing.Completions.find
+    monkeypatch.setattr(closing.Completions, "find", lambda *given: tried.append(given[2]) or real(*given))
+    ask(engine, shaped({"type": "string", "minLength": 2000}), max_tokens=120)
+    assert tried
+    assert sum(tried) <= 3 * 120
 
 
 def test_an_answer_that_is_not_near_its_limit_is_not_completed(engine):
@@ -583,7 +593,7 @@ def test_a_mask_forbids_what_the_guide_forbids_and_nothing_else(engine, dtype):
     assert free is not None
     guides: list[Guide | None] = [guided.guide, None, free.guide]
     logits = mx.random.normal((3, engine.vocab)).astype(dtype)
-    found = masks.masked(logits, guides)
+    found = logits + masks.mask(guides, engine.vocab, dtype)
     assert found.dtype == dtype
     bits = masks.allowed_bits(guides, engine.vocab)
     for row in range(3):

@@ -22,7 +22,7 @@ import numpy as np
 from onefold.cache.memory import device
 from onefold.engine import stock
 from onefold.engine.guidance.guide import Guide
-from onefold.engine.guidance.masks import masked
+from onefold.engine.guidance.masks import mask
 from onefold.engine.request import Sampling
 from onefold.errors import PromptError
 
@@ -150,13 +150,13 @@ class Chooser:
 
     def choose(self, logits: mx.array, turns: Sequence[Turn]) -> Chosen:
         """One token per row of `logits`. While masks are computed, the device computes the logits."""
-        chosen = self._tokens(_guided(logits, turns), turns)
+        chosen = self._tokens(logits, _mask(logits, turns), turns)
         logprobs = {i: _logprobs(logits[i], chosen[i], t.row) for i, t in enumerate(turns) if _asks(t.row)}
         return Chosen(chosen, logprobs)
 
-    def _tokens(self, logits: mx.array, turns: Sequence[Turn]) -> mx.array:
+    def _tokens(self, logits: mx.array, forbids: mx.array | None, turns: Sequence[Turn]) -> mx.array:
         if all(t.row.greedy and not t.row.processed for t in turns):
-            return mx.argmax(logits, axis=-1)
+            return mx.argmax(logits if forbids is None else logits + forbids, axis=-1)
         groups: dict[Hashable, list[int]] = defaultdict(list)
         for i, turn in enumerate(turns):
             seeded = turn.row.sampling.seed is not None and not turn.row.greedy
@@ -164,7 +164,7 @@ class Chooser:
         parts = []
         for members in groups.values():
             first = turns[members[0]]
-            rows = mx.concatenate([_scores(logits[i : i + 1], turns[i]) for i in members])
+            rows = mx.concatenate([_scores(logits, forbids, i, turns[i]) for i in members])
             if not first.row.greedy:
                 seed = first.row.sampling.seed
                 mx.random.seed(self._draws.getrandbits(63) if seed is None else _mix(seed, first.generated))
@@ -174,20 +174,23 @@ class Chooser:
         return mx.concatenate(parts)[mx.array(back)]
 
 
-def _guided(logits: mx.array, turns: Sequence[Turn]) -> mx.array:
+def _mask(logits: mx.array, turns: Sequence[Turn]) -> mx.array | None:
+    """What is added to the logits to forbid tokens; None if every token may come in every row."""
     guides = [turn.guide for turn in turns]
     if all(guide is None or guide.free for guide in guides):
-        return logits
+        return None
     mx.async_eval(logits)
-    return masked(logits, guides)
+    return mask(guides, logits.shape[-1], logits.dtype)
 
 
-def _scores(logits: mx.array, turn: Turn) -> mx.array:
-    """Log probabilities in 32 bits, after bias and penalties."""
-    logits = logits.astype(mx.float32)
+def _scores(logits: mx.array, forbids: mx.array | None, i: int, turn: Turn) -> mx.array:
+    """Log probabilities of a row in 32 bits, after bias and penalties. What is forbidden is so whatever those do."""
+    row = logits[i : i + 1].astype(mx.float32)
     if turn.row.processed:
-        logits = turn.row.process(logits, turn.tokens, turn.prompt_tokens, turn.newest)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        row = turn.row.process(row, turn.tokens, turn.prompt_tokens, turn.newest)
+    if forbids is not None:
+        row = row + forbids[i : i + 1]
+    return row - mx.logsumexp(row, axis=-1, keepdims=True)
 
 
 def _asks(row: Row) -> bool:

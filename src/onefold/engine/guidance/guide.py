@@ -7,15 +7,20 @@ of tokens. Used by the engine's thread alone. Knows nothing of MLX.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from onefold.engine.guidance.closing import FIRST_LOOK, MOST_SPARE, Completions
 from onefold.engine.guidance.limits import SLOW_SECONDS, SLOW_STEPS
 from onefold.engine.guidance.messages import explained
 from onefold.errors import PromptError, RequestError
+
+log = logging.getLogger("onefold.engine")
 
 GUIDED_STATES = frozenset({"normal", "tool"})
 """States of an answer that the grammar is about; in others, as in reasoning, everything is allowed."""
@@ -122,10 +127,23 @@ class Guide:
         else:
             allowed = self._resting or token in self._ends or bool(self._matcher.try_consume_tokens([token]))
         if not allowed:
-            self.check()
-            raise RequestError(NOT_ALLOWED)
+            self._refuse(token)
         if not self.forced and token not in self._ends and state in GUIDED_STATES and self._awake(state):
             self._look_ahead()
+
+    def _refuse(self, token: int) -> None:
+        """Raises RequestError for a token that may not come. A lexer that has reached its limits says so only when the
+        next mask is computed."""
+        mask = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+        self.check()
+        log.warning(
+            "token %d is not allowed by the grammar of its answer: of %d that are, it is %sone; forced: %s",
+            token,
+            int(mask.sum()),
+            "" if token < len(mask) and mask[token] else "not ",
+            list(self.forced)[:8],
+        )
+        raise RequestError(NOT_ALLOWED)
 
     def _awake(self, state: str | None) -> bool:
         """Ends a rest, and returns whether the grammar holds from here on. A call that begins in the middle of a
@@ -151,13 +169,13 @@ class Guide:
         if self._matcher.is_stopped():  # all that may come is the end
             return
         begun = time.perf_counter()
-        found = completions.find(self._matcher)
+        found = completions.find(self._matcher, left - len(self.forced))
         if time.perf_counter() - begun > SLOW_SECONDS / 2:  # all rows wait for it: not again
             self._completions = None
         needed = len(self.forced) + len(found or ())
         least = needed + max(1, min(MOST_SPARE, needed // 4))
-        if found is None or needed > left:
-            self._look_at = left * 3 // 4
+        if found is None:
+            self._look_at = left * 2 // 3
         elif left <= least:
             self._matcher.consume_tokens(found)
             self.forced.extend(found)

@@ -23,15 +23,14 @@ from onefold.engine.guidance.limits import SLOW_SECONDS
 BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 
 
-def masked(logits: mx.array, guides: Sequence[Guide | None]) -> mx.array:
-    """Returns the logits [rows, vocabulary] with minus infinity for each token that its row's guide forbids. A guide
-    whose grammar fails here allows nothing more; its `check` raises then."""
-    vocab = logits.shape[-1]
+def mask(guides: Sequence[Guide | None], vocab: int, dtype: mx.Dtype) -> mx.array:
+    """Returns [rows, vocabulary] with minus infinity for each token that its row's guide forbids, else 0: what is added
+    to logits. A guide whose grammar fails here allows nothing more; its `check` raises then."""
     bits = mx.array(allowed_bits(guides, vocab).view(np.uint8))
-    added = _table(logits.dtype)[bits].reshape(len(guides), -1)
+    added = _table(dtype)[bits].reshape(len(guides), -1)
     if added.shape[1] < vocab:
         raise ValueError(f"the model has logits for {vocab} tokens, and its tokenizer has {added.shape[1]}")
-    return logits + added[:, :vocab]
+    return added[:, :vocab]
 
 
 def allowed_bits(guides: Sequence[Guide | None], vocab: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 from onefold.cache.memory import eviction
 from onefold.cache.memory.checkpoints import Checkpoint, Points, superfluous
@@ -39,6 +39,8 @@ class NodeStore:
         """The tier below memory; None if there is none."""
         self.clock = 0.0
         """The time of the last use of any node."""
+        self.time: Callable[[], float] = time.time
+        """The clock that uses are timed by. A replay of recorded requests sets its own."""
 
     # -- finding -------------------------------------------------------------------------
 
@@ -66,7 +68,7 @@ class NodeStore:
             yield from tree.root.walk()
 
     def touch(self, node: Node) -> None:
-        self.clock = max(self.clock + 1e-6, time.time())
+        self.clock = max(self.clock + 1e-6, self.time())
         path = node.path()
         for n in path:
             n.last_use = self.clock
@@ -75,7 +77,7 @@ class NodeStore:
 
     def now(self) -> float:
         """Returns a time that is not before the last use of any node."""
-        return max(self.clock, time.time())
+        return max(self.clock, self.time())
 
     def hold(self, node: Node) -> None:
         for n in node.path():

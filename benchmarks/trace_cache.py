@@ -30,7 +30,7 @@ from onefold.errors import BudgetError
 
 LAYERS, HEADS, DIM, GROUP = 32, 8, 128, 64
 """The shape of Llama-8B, and the group size of quantised KV."""
-CHUNK = 2048
+CHUNK, SHORT = 2048, 256
 SCRATCH = 80 << 20
 """About what a forward of a chunk takes beyond KV."""
 
@@ -137,10 +137,11 @@ class Model:
         self.anatomy = self.fed = self.rounds = self
         self.needs_checkpoints = sizes.state > 0
         self.position = 0
+        self.most = CHUNK
         self.leaves = [Leaf(self)] if sizes.state else []
 
     def scratch_bytes(self, n_tokens: int, total: int = 0, *, joins: bool = False) -> int:
-        return SCRATCH * min(n_tokens, CHUNK) // CHUNK
+        return SCRATCH * min(n_tokens, self.most) // CHUNK
 
     def point_bytes(self, start: int, n_tokens: int) -> int:
         return self.sizes.state
@@ -170,6 +171,8 @@ class Settings:
     """Bytes."""
     low_water: float = CacheConfig.low_water
     high_water: float = CacheConfig.high_water
+    hints: bool = True
+    """Whether the cache is told that an answer ended the turn."""
 
 
 class Replay:
@@ -177,7 +180,7 @@ class Replay:
 
     def __init__(self, settings: Settings) -> None:
         lock = CacheLock()
-        self.sizes = settings.sizes
+        self.sizes, self._hints = settings.sizes, settings.hints
         self.ledger = Ledger(settings.budget, lock.inner)
         self.state = CacheState(Traits(settings.sizes), self.ledger, lock)
         self.state.water = (settings.low_water, settings.high_water)
@@ -185,7 +188,6 @@ class Replay:
         store = self.state.store
         store.token_bytes, store.layer_token_bytes = self.sizes.token, self.sizes.arrays
         store.array_token_bytes = self.sizes.array
-        store.allocate = lambda shape, dtype: mx.zeros((1, 0, shape[2], 1), dtype)
         self.now = 0.0
         self.state.nodes.time = lambda: self.now
         self.counts: Counter[str] = Counter()
@@ -215,18 +217,20 @@ class Replay:
             self._prefill(hold)
         except BudgetError:
             self.counts["refused"] += 1
-        closing.settle(hold, tokens[: hold.offset], close=True)
+        closing.settle(hold, tokens[: hold.offset], close=True, turn_over=bool(request.ended and self._hints))
 
     def _prefill(self, hold: Hold) -> None:
         model = hold.watchers[0]
         model.move(hold.cached)
         while hold.offset < len(hold.tokens):
-            n = len(hold.tokens) - hold.offset
-            if self.sizes.state:  # a chunk ends where a checkpoint belongs; else nothing depends on chunks
+            model.most = chunking.chunk_limit(hold, CHUNK)
+            n = len(hold.tokens) - hold.offset  # as one forward of the longest chunks: nothing else depends on chunks
+            if self.sizes.state:  # but for checkpoints, which are taken between them
                 n = max(1, len(chunking.next_chunk(hold, hold.offset, CHUNK)))
             forward.begin(hold, model)
             forward.reserve_step(hold, model, n)
             model.move(hold.offset + n)
+            self.counts["short_chunks"] += n if model.most < SHORT else 0
 
     def check(self) -> list[str]:
         """Recounts everything; returns a sentence for each finding."""

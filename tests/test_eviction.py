@@ -10,10 +10,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.cache.memory.eviction import SMALLEST_CUT, Leaves, Victim, consider, leaves
+from onefold.cache.memory.eviction import IDLE_FACTOR, SMALLEST_CUT, Leaves, Victim, consider, leaves
 from onefold.cache.memory.tree import Node, Tree
 
 TOKEN_BYTES = 10
+NOW = 100.0
 
 
 def leaf(tree: Tree, first: int, n: int, *, last_use: int, parent: Node | None = None) -> Node:
@@ -35,7 +36,7 @@ def pick(tree: Tree, missing: int = 1, *, frees: dict[int, int] | None = None, m
 
 def choose(order: Leaves, missing: int, frees: Callable[[Node], int], *, may_cut: bool) -> Victim | None:
     """The next leaf to give up, as the shelf asks for it."""
-    while (node := order.pop()) is not None:
+    while (node := order.pop(NOW)) is not None:
         victim = consider(node, missing, frees(node), TOKEN_BYTES, may_cut=may_cut)
         if victim is not None:
             return victim
@@ -58,14 +59,80 @@ def test_nothing_to_give_up() -> None:
 def test_the_least_recently_used_leaf_goes_first() -> None:
     tree = Tree()
     nodes = [leaf(tree, i, 10, last_use=use) for i, use in enumerate((5, 2, 9))]
-    assert leaves(tree.root.walk()) == [nodes[1], nodes[0], nodes[2]]
+    assert leaves(tree.root.walk(), NOW) == [nodes[1], nodes[0], nodes[2]]
     assert pick(tree) == Victim(nodes[1], 0)
 
 
 def test_among_those_used_together_the_deeper_goes_first() -> None:
     tree = Tree()
     shallow, deep = leaf(tree, 1, 10, last_use=3), leaf(tree, 2, 50, last_use=3)
-    assert leaves(tree.root.walk()) == [deep, shallow]
+    assert leaves(tree.root.walk(), NOW) == [deep, shallow]
+
+
+def test_what_comes_back_later_goes_first() -> None:
+    """Between requests one was left alone for 20 s, the other for 50: it goes first, although it was used later."""
+    tree, order = Tree(), Leaves()
+    often, seldom = leaf(tree, 1, 10, last_use=90), leaf(tree, 2, 10, last_use=95)
+    often.use(90.0, 20.0)
+    seldom.use(95.0, 50.0)
+    for node in (often, seldom):
+        order.changed(node)
+    assert leaves(tree.root.walk(), NOW) == [seldom, often]
+    assert order.pop(NOW) is seldom and order.pop(NOW) is often and order.pop(NOW) is None
+
+
+def test_what_has_been_idle_for_long_goes_first_whatever_was_expected() -> None:
+    """After 26 s of idleness more than 50 are expected: twice as much as it has been idle."""
+    tree, order = Tree(), Leaves()
+    overdue, seldom = leaf(tree, 1, 10, last_use=90), leaf(tree, 2, 10, last_use=95)
+    overdue.use(90.0, 1.0)
+    seldom.use(95.0, 50.0)
+    for node in (overdue, seldom):
+        order.changed(node)
+    turn = 90 + 50 / IDLE_FACTOR
+    assert leaves(tree.root.walk(), turn - 1) == [seldom, overdue]
+    assert leaves(tree.root.walk(), turn + 1) == [overdue, seldom]
+    assert order.pop(turn + 1) is overdue
+
+
+def test_of_those_with_one_pause_the_least_recently_used_goes_first() -> None:
+    tree = Tree()
+    nodes = [leaf(tree, i, 10, last_use=use) for i, use in enumerate((97, 95, 99))]
+    for node in nodes:
+        node.use(node.last_use, 60.0)
+    assert leaves(tree.root.walk(), NOW) == [nodes[1], nodes[0], nodes[2]]
+    assert pick(tree) == Victim(nodes[1], 0)
+
+
+def test_a_part_of_a_node_is_expected_back_when_the_node_is() -> None:
+    tree = Tree()
+    node = leaf(tree, 1, 10, last_use=1)
+    node.use(2.0, 30.0)
+    upper = tree.split(node, 4)
+    assert (upper.last_use, upper.pause) == (2.0, 30.0)
+
+
+PAUSED = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 80), st.integers(1, 50)), min_size=1, max_size=20)
+
+
+@given(PAUSED, st.integers(100, 200))
+def test_two_orders_give_the_one_order(found: list[tuple[int, int, int]], now: int) -> None:
+    """The first of two sorted orders is the first of all leaves by what is expected of each at that time."""
+    order = Leaves()
+    tree = Tree(order)
+    for i, (use, pause, n) in enumerate(found):
+        leaf(tree, i, n, last_use=use).use(float(use), float(pause))
+
+    def expected(node: Node) -> float:
+        return max(node.pause, IDLE_FACTOR * (now - node.last_use))
+
+    left = list(tree.root.walk())
+    assert [expected(n) for n in leaves(left, now)] == sorted((expected(n) for n in left), reverse=True)
+    while left:
+        node = order.pop(now)
+        assert node is not None and expected(node) == max(expected(n) for n in left)
+        left.remove(node)
+    assert order.pop(now) is None
 
 
 def test_a_parent_goes_after_its_children() -> None:
@@ -140,7 +207,7 @@ def test_looked_through_once_they_go_as_if_looked_through_each_time(found: list[
         free = [n for n in held if not any(b.span is not None for b in n.walk())]
         return min(free, key=lambda n: (n.last_use, -n.end), default=None)
 
-    while (node := order.pop()) is not None:
+    while (node := order.pop(NOW)) is not None:
         best = oldest()
         assert best is not None and (node.last_use, node.end) == (best.last_use, best.end)
         assert not any(b.span is not None for b in node.walk())
@@ -193,6 +260,8 @@ def test_every_change_of_a_tree_is_heard(changes: list[tuple[int, int, int]]) ->
             node.below = Payload() if n % 2 else None
         elif what == 8:
             node.checkpoint = Payload() if n % 2 else None
+        elif which % 2:
+            node.use(float(n), float(which))
         else:
             node.last_use = n
         assert order.check(tree.root.walk()) == []

@@ -67,11 +67,23 @@ class NodeStore:
         for tree in self.trees.values():
             yield from tree.root.walk()
 
-    def touch(self, node: Node) -> None:
-        self.clock = max(self.clock + 1e-6, self.time())
-        path = node.path()
+    def touch(self, node: Node, *, turn_over: bool = False) -> None:
+        """Mark the path that ends at `node` as used now. `turn_over`: a person is next, and not a tool."""
+        self._touch(path := node.path())
         for n in path:
             n.last_use = self.clock
+        if turn_over:
+            node.use(self.clock, max(node.pause, eviction.PERSON_PAUSE))
+
+    def resume(self, node: Node) -> None:
+        """Mark the path that ends at `node` as used now by a request that continues it. As long as a node was left
+        alone until now, it is expected to be left alone again."""
+        self._touch(path := node.path())
+        for n in path:
+            n.use(self.clock, min(eviction.LONGEST_PAUSE, max(0.0, self.clock - n.last_use)))
+
+    def _touch(self, path: list[Node]) -> None:
+        self.clock = max(self.clock + 1e-6, self.time())
         if self.tier is not None:
             self.tier.touch(path, self.clock)
 
@@ -94,8 +106,10 @@ class NodeStore:
         is, and the track keeps its own copy. Returns the node that ends where the tokens end."""
         node, matched = tree.reach(tokens)
         self._fill(tree, node.path(), track)
+        pause = node.pause if node.parent is not None and not node.children else eviction.FIRST_PAUSE
         for start, stop, piece in _ranges(track, matched, len(tokens)):
             node = tree.add(node, tokens[start:stop])
+            node.use(node.last_use, pause)
             if piece is not None:
                 lo = piece.lo + start - piece.pos
                 node.span = Span.own(piece.slab, lo, lo + stop - start, node)

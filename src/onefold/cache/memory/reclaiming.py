@@ -178,10 +178,10 @@ class Reclaiming:
         while (short := self._ledger.used_bytes - goal) > 0:
             touched, freed = dict[Slab, None](), 0
             try:
-                while freed < short and (node := self._nodes.leaves.pop()) is not None:
-                    if node.last_use > last:  # and so were all that follow
+                while freed < short and (node := self._nodes.leaves.pop(self._nodes.now())) is not None:
+                    if node.last_use > last:
                         self._nodes.leaves.pass_over(node)
-                        break
+                        continue
                     frees, may_cut = self.frees(node), not self._needs_checkpoints
                     victim = eviction.consider(node, short - freed, frees, self._store.token_bytes, may_cut=may_cut)
                     if victim is None or not may(node):

@@ -106,6 +106,7 @@ class Node(Generic[S, C]):
         "_checkpoint",
         "_last_use",
         "_leases",
+        "_pause",
         "_pins",
         "_span",
         "_watch",
@@ -132,6 +133,7 @@ class Node(Generic[S, C]):
         self._leases = 0
         self._pins = 0
         self._last_use = 0.0
+        self._pause = 0.0
 
     @property
     def span(self) -> S | None:
@@ -194,6 +196,16 @@ class Node(Generic[S, C]):
         self._last_use = when
         if not self.held_below or self._checkpoint is not None:
             self._notify()
+
+    @property
+    def pause(self) -> float:
+        """Seconds for which it is probably left alone after its last use; 0 if nothing is known."""
+        return self._pause
+
+    def use(self, when: float, pause: float) -> None:
+        """Set the last use and the pause that is expected after it."""
+        self._pause = pause
+        self.last_use = when
 
     def _notify(self) -> None:
         if self._watch is not None:
@@ -358,7 +370,8 @@ class Tree(Generic[S, C]):
         above.children[int(upper.tokens[0])] = upper
         node.tokens, node.start, node.parent = node.tokens[k:].copy(), at, upper
         upper.children[int(node.tokens[0])] = node
-        upper._leases, upper._pins, upper._last_use = node._leases, node._pins, node._last_use
+        upper._leases, upper._pins = node._leases, node._pins
+        upper._last_use, upper._pause = node._last_use, node._pause
         if node._span is not None:
             upper._span, node._span = node._span.cut(k, upper, node)
         if node._below is not None:

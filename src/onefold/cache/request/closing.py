@@ -31,10 +31,10 @@ BUFFERS_LOW, BUFFERS_HIGH = 0.7, 0.8
 evaluation fails, and nothing can be evicted there any more."""
 
 
-def settle(hold: Hold, tokens: Tokens, *, close: bool) -> None:
-    """Store the KV of `tokens`, and with `close` free the rest and close the lease. Waits for the device without the
-    lock, and releases the lock in between while it trims buffers and makes room. Raises DeviceError if the state cannot
-    be computed."""
+def settle(hold: Hold, tokens: Tokens, *, close: bool, turn_over: bool = False) -> None:
+    """Store the KV of `tokens`, and with `close` free the rest and close the lease. `turn_over`: a person is next, and
+    not a tool. Waits for the device without the lock, and releases the lock in between while it trims buffers and makes
+    room. Raises DeviceError if the state cannot be computed."""
     if not hold.state.uncached_reason and not hold.closed:
         with hold.state.lock:
             hold.state.placement.bring_home(hold.track, len(tokens))
@@ -49,7 +49,7 @@ def settle(hold: Hold, tokens: Tokens, *, close: bool) -> None:
     with hold.state.lock:
         try:
             if not hold.state.uncached_reason and len(tokens) and not hold.state.closing:
-                _store_work(hold, tokens)
+                _store_work(hold, tokens, turn_over=turn_over)
         finally:
             if close:
                 node, slabs = hold.node, _release(hold)
@@ -101,7 +101,7 @@ def lose(hold: Hold, error: Exception) -> None:
         hold.state.nodes.lose(slab, error)
 
 
-def _store_work(hold: Hold, tokens: Tokens) -> None:
+def _store_work(hold: Hold, tokens: Tokens, *, turn_over: bool) -> None:
     nodes, tree, track = hold.state.nodes, hold.state.nodes.tree(hold.namespace), hold.track
     keep = _kept(hold, tokens)
     if _takes_end(hold, keep):
@@ -132,7 +132,7 @@ def _store_work(hold: Hold, tokens: Tokens) -> None:
             checkpoint.close()  # it needs KV that was freed when the conversation rotated
         elif not nodes.place(tree, kept, checkpoint):
             hold.state.reasons[Reason.CHECKPOINT_THERE] += 1
-    nodes.touch(node)
+    nodes.touch(node, turn_over=turn_over)
     nodes.thin(node)
     if hold.state.tier is not None:
         hold.state.tier.committed(node)

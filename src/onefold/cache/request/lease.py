@@ -129,7 +129,7 @@ class Lease:
 
     def chunk_limit(self, limit: int = 2048) -> int:
         """Returns the largest chunk, up to `limit`, whose scratch fits in the budget: a `prefill_step_size` that will
-        not be refused. A chunk of more than 16 tokens must fit without eviction. On Metal chunks become shorter as the
+        not be refused. A chunk of more than 512 tokens must fit without eviction. On Metal chunks become shorter as the
         context grows, because macOS ends commands that take too long."""
         return chunking.chunk_limit(self.hold, limit)
 

@@ -50,7 +50,7 @@ def begin(hold: Hold) -> None:
             node = tree.split(node, floor)
         hold.node = node
         hold.state.nodes.hold(node)
-        hold.state.nodes.touch(node)
+        hold.state.nodes.resume(node)
         if checkpoint is None or not checkpoint.is_complete:
             _read_in_place(hold, node)
     if not _stand_at(hold, point, checkpoint):

@@ -102,6 +102,7 @@ class Spiller:
         self._leases = state.leases  # not the state: this outlives the cache, which the state may refer to
         store, ledger = state.store, state.ledger
         self._store, self._nodes, self._lock, self._ledger = store, state.nodes.nodes, state.lock, ledger
+        self._now = state.nodes.now
         self._mark = max(0.0, state.water[1] - CLEAN_FROM)
         self._slow = False
         """The disk did not keep up: no eviction waits for it until a record was written."""
@@ -262,7 +263,7 @@ class Spiller:
             return None
         nearly_full = self._mark * self._ledger.budget_bytes
         if self._ledger.used_bytes > nearly_full:
-            return lambda: leaves(self._nodes())
+            return lambda: leaves(self._nodes(), self._now())
         if self._ledger.by_purpose()[Purpose.CHECKPOINT.value] > nearly_full / POINTS_SHARE:
             return lambda: sorted((n for n in self._nodes() if n.checkpoint is not None), key=lambda n: n.last_use)
         return None

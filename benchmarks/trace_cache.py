@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from trace_files import Request
+from trace_tier import StandInDisk
 
 from onefold.cache.config import CacheConfig
 from onefold.cache.memory.ledger import Ledger
@@ -173,6 +174,10 @@ class Settings:
     high_water: float = CacheConfig.high_water
     hints: bool = True
     """Whether the cache is told that an answer ended the turn."""
+    disk: int = 0
+    """Bytes of the disk below memory; 0: there is none."""
+    through: bool = False
+    """Whether each commit is written to the disk, instead of what is evicted."""
 
 
 class Replay:
@@ -191,6 +196,8 @@ class Replay:
         self.now = 0.0
         self.state.nodes.time = lambda: self.now
         self.counts: Counter[str] = Counter()
+        self.disk = StandInDisk(self.state, settings.disk, through=settings.through) if settings.disk else None
+        self.state.nodes.tier = self.disk
 
     def run(self, requests: Iterable[Request]) -> Counter[str]:
         """Serve these requests. Returns the sums: tokens that were asked for and found, requests refused, and the
@@ -202,11 +209,15 @@ class Replay:
             self.counts["stored"] += self.state.store.owned
             self.counts["room"] += self.state.store.capacity - self.state.store.owned
             self.counts["used"] += self.ledger.used_bytes
+            if self.disk is not None:
+                self.disk.write_ahead()
+        self.counts["written"] = 0 if self.disk is None else self.disk.written
         return self.counts
 
     def _serve(self, request: Request) -> None:
         tokens = frozen(request.tokens())
         self.counts["asked"] += len(tokens)
+        before = self._fetch(tokens)
         hold = Hold(self.state, tokens, "", frozenset())
         hold.watchers.append(Model(self.sizes))
         try:
@@ -214,10 +225,20 @@ class Replay:
                 opening.begin(hold)
             self.state.lock.run(opening.giving_room(hold, 0))
             self.counts["found"] += hold.cached
+            self.counts["from_disk"] += 0 if before is None else max(0, hold.cached - before)
             self._prefill(hold)
         except BudgetError:
             self.counts["refused"] += 1
         closing.settle(hold, tokens[: hold.offset], close=True, turn_over=bool(request.ended and self._hints))
+
+    def _fetch(self, tokens: Tokens) -> int | None:
+        """Read what the disk has of the tokens. Returns how many were in memory; None if nothing was read."""
+        if self.disk is None:
+            return None
+        with contextlib.suppress(BudgetError), self.state.lock:
+            read = self.state.lock.run_held(self.disk.planning(self.state.nodes.tree(""), tokens, 0))
+            return None if read is None else read.before
+        return None
 
     def _prefill(self, hold: Hold) -> None:
         model = hold.watchers[0]

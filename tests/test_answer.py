@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from talking_model import CALL, SPLIT_ANSWER, THOUGHT, write_talking_model
 
+from onefold.cache.memory.eviction import LONGEST_PAUSE, PERSON_PAUSE
 from onefold.engine.answer import Answer as Reader
 from onefold.engine.answer import StopStrings
 from onefold.engine.engine import Engine
@@ -66,6 +67,25 @@ def test_a_tool_result_is_answered_in_words_and_reuses_the_turn_before(engine):
     answer = ask(engine, turn, [TOOL])
     assert answer.text == SPLIT_ANSWER and answer.done.finish == "stop" and not answer.calls
     assert answer.hit.cached >= first.hit.prompt_tokens - 2  # up to the generation prompt
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "expected"),
+    [
+        ([USER], [TOOL], LONGEST_PAUSE),  # it calls the tool, whose result comes soon
+        ([USER, {"role": "tool", "tool_call_id": "1", "content": "cloudy"}], [TOOL], PERSON_PAUSE),
+        ([{"role": "user", "content": "What is the weather in Rome?"}], None, LONGEST_PAUSE),  # may be a program's turn
+    ],
+)
+def test_a_turn_that_is_over_is_expected_back_later_than_a_tools_result(engine, messages, tools, expected):
+    ask(engine, messages, tools)
+    tokens = engine.chat(messages, tools=tools).tokens
+    with engine.cache.state.lock:
+        (tree,) = engine.cache.state.nodes.trees.values()
+        path, matched = tree.match(tokens)
+        ends = [path[-1], *path[-1].walk()]
+    assert matched == len(tokens) and expected in {n.pause for n in ends}
+    assert expected == PERSON_PAUSE or PERSON_PAUSE not in {n.pause for n in ends}
 
 
 def test_a_call_that_cannot_be_parsed_is_text(engine, caplog):

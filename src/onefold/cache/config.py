@@ -54,10 +54,11 @@ class CacheConfig:
     """The name of an adapter that does not show in the model's weights: its KV is not shared with others."""
     min_checkpoint_tokens: int = 64
     """A recurrent model takes no checkpoint with fewer tokens since the last one."""
-    high_water: float = 0.95
-    """A fraction of the budget: if more is used when a request ends, reclaiming begins."""
+    high_water: float = 1.0
+    """A fraction of the budget: if more is used when a request ends, reclaiming begins. With 1, nothing is evicted
+    before its bytes are needed."""
     low_water: float = 0.90
-    """A fraction of the budget: reclaiming ends when no more is used."""
+    """A fraction of the budget: reclaiming that began above `high_water` ends when no more is used."""
     elastic: bool = False
     """For servers that can neither wait nor refuse: the budget is for KV alone, and nothing is refused."""
     logit_tokens: int | None = None

@@ -100,6 +100,11 @@ class Answer:
         return self._state
 
     @property
+    def calls_tools(self) -> bool:
+        """Whether it has a call of a tool, ends in one, or consists of them."""
+        return self.calls > 0 or self._state == "tool" or self._parse_calls is not None
+
+    @property
     def stopped_by(self) -> str | None:
         """The stop string that ended it."""
         return self._stops.found

@@ -131,9 +131,9 @@ class Job:
         if self.lease is not None and self.position:
             self.lease.commit(self.tokens[: self.position], close=False)
 
-    def settle(self) -> DeviceError | None:
-        """Closes the lease, and keeps what its layers hold. Returns the error if the device has failed since the lease
-        was opened: then nothing is kept."""
+    def settle(self, finish: Finish | None = None) -> DeviceError | None:
+        """Closes the lease, and keeps what its layers hold. `finish` is why the answer ended, None if it did not.
+        Returns the error if the device has failed since the lease was opened: then nothing is kept."""
         if self.restore is not None:
             self.restore.finish()
         self._forget_restores()
@@ -142,7 +142,8 @@ class Job:
             return None
         try:
             if 0 < self.position == lease.offset:
-                lease.commit(self.tokens[: self.position])
+                over = finish == "stop" and bool(self.request.tools) and not self._answer.calls_tools
+                lease.commit(self.tokens[: self.position], turn_over=over)
             else:
                 lease.cancel()
         except DeviceError as error:  # what was being computed is lost, and the cache has counted it

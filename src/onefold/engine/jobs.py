@@ -64,7 +64,7 @@ class Jobs:
 
     def finish(self, job: Job, finish: Finish) -> None:
         """Ends a request with its answer; with an error, if the device may have spoilt that."""
-        self._leave(job)
+        self._leave(job, finish)
         if self.device_error is not None:
             self.fail(job, self.device_error)
             return
@@ -104,13 +104,13 @@ class Jobs:
         self.waiting.insert(0, job)
         self.memory_short = bool(self.live)
 
-    def _leave(self, job: Job) -> None:
+    def _leave(self, job: Job, finish: Finish | None = None) -> None:
         for jobs in (self.waiting, self.prefilling, self.decoding):
             if job in jobs:
                 jobs.remove(job)
                 self.memory_short = self.memory_short and jobs is self.waiting
                 self.departures += 1
-        error = job.settle()
+        error = job.settle(finish)
         if error is not None and not names_its_cause(error):
             self.device_error = error
 

@@ -1,11 +1,11 @@
 """Which leaf is evicted first when bytes are short.
 
 Candidates are leaves of the tree (nodes with no descendant in memory) without a lease or a pin. First is the one that
-is expected to be left alone for longest: for as long as it was between the last two requests that used it, or, if it has
-been idle for half of that already, for twice as long as it has been idle. So conversations that come back every few
-seconds stay while others wait for a person, and one that does not come back goes like the least recently used. Among
-those of which the same is expected the least recently used goes first, and of those used together the deeper.
-docs/eviction.md has the figures.
+is expected to be left alone for longest: for as long as it was between the last two requests that used it, a minute at
+most, or, if it has been idle for half of that already, for twice as long as it has been idle. So a conversation that
+comes back every few seconds stays while others wait for a person; what was not used for half a minute goes in the order
+of last use. Among those of which the same is expected the least recently used goes first, and of those used together the
+deeper. docs/eviction.md has the figures.
 
 A victim is ranked by what it would really free: a range whose buffer a lease still reads frees nothing. A long leaf is
 not evicted whole where cutting its end is enough.
@@ -21,12 +21,11 @@ from typing import NamedTuple
 from onefold.cache.memory.ranking import Ranking
 from onefold.cache.memory.tree import Node
 
-FIRST_PAUSE = 60.0
-"""Seconds: the pause that is expected of what one request has used."""
+LONGEST_PAUSE = 60.0
+"""Seconds: the longest pause that is expected because there was one, and the pause that is expected of what one request
+has used. After a longer one, shorter ones follow as often as after this."""
 PERSON_PAUSE = 240.0
 """Seconds: the least that is expected if an answer ended the turn, so that a person is next, and not a tool."""
-LONGEST_PAUSE = 300.0
-"""Seconds. What was left alone for longer says no more than that."""
 IDLE_FACTOR = 2.0
 """What has been idle for some time is expected to be left alone for so many times that."""
 SMALLEST_CUT = 64

@@ -106,7 +106,7 @@ class NodeStore:
         is, and the track keeps its own copy. Returns the node that ends where the tokens end."""
         node, matched = tree.reach(tokens)
         self._fill(tree, node.path(), track)
-        pause = node.pause if node.parent is not None and not node.children else eviction.FIRST_PAUSE
+        pause = node.pause if node.parent is not None and not node.children else eviction.LONGEST_PAUSE
         for start, stop, piece in _ranges(track, matched, len(tokens)):
             node = tree.add(node, tokens[start:stop])
             node.use(node.last_use, pause)

@@ -143,14 +143,16 @@ class Lease:
             yield chunk
             start += len(chunk)
 
-    def commit(self, tokens: Any = None, *, close: bool = True) -> list[int]:
+    def commit(self, tokens: Any = None, *, close: bool = True, turn_over: bool = False) -> list[int]:
         """Store the KV of `tokens`, from the first on, and close the lease. Returns the tokens that were committed.
 
         Without `tokens` it commits everything that the layers were fed. (`generate_step` feeds a token before it yields
         it, so this includes every token that it yielded, the last one and an end marker too.) You may pass fewer tokens
         than the layers hold (without a stop token that will not be in the next prompt), but not more, and only tokens
         that they were fed. Otherwise CommitError names the first difference, and the lease stays open. With
-        `close=False` the lease stays open, and other leases can borrow what was committed.
+        `close=False` the lease stays open, and other leases can borrow what was committed. `turn_over` says that a
+        person continues the conversation, and not a program that is about to return a tool's result: it is evicted
+        before those.
         """
         with self.usage.in_turn():
             if self.hold.handed.changed:
@@ -172,7 +174,7 @@ class Lease:
                     f"the layers are at different positions, from {offsets[0]} to {offsets[-1]}: pass all of them to "
                     "each forward, and trim all by the same number"
                 )
-            closing.settle(self.hold, found, close=close)
+            closing.settle(self.hold, found, close=close, turn_over=turn_over)
             return found.tolist()
 
     def fed(self) -> list[int]:

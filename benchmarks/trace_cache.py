@@ -106,16 +106,15 @@ class Snapshot:
 
 
 class Leaf:
-    """All layers that cannot be cut, as one."""
+    """All layers that can be cut, as one, or all that cannot: those have a state of so many bytes."""
 
-    in_track = sliceable = False
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
+    def __init__(self, state: int) -> None:
+        self._state = state
+        self.in_track = self.sliceable = state == 0
         self.offset = 0
 
     def snapshot(self, start: int) -> Snapshot:
-        return Snapshot(self._model.sizes.state)
+        return Snapshot(self._state)
 
     def put_back(self, snapshot: Snapshot, point: int) -> bool:
         self.offset = point
@@ -139,7 +138,7 @@ class Model:
         self.needs_checkpoints = sizes.state > 0
         self.position = 0
         self.most = CHUNK
-        self.leaves = [Leaf(self)] if sizes.state else []
+        self.leaves = [Leaf(0), Leaf(sizes.state)] if sizes.state else []
 
     def scratch_bytes(self, n_tokens: int, total: int = 0, *, joins: bool = False) -> int:
         return SCRATCH * min(n_tokens, self.most) // CHUNK

@@ -142,9 +142,11 @@ class StandInDisk(NoTier):
         path, matched = tree.match(tokens)
         in_memory, _ = readable_length(self._state, path, matched)
         reach = kv_reach(self._state, path, matched)
-        wanted = [n for n in path if n.span is None and n.start < reach]
-        if reach <= in_memory or not wanted:
+        if reach <= in_memory:
             return None
+        last, _ = tree.reach(tokens[:reach])  # a node that goes on otherwise is cut there: no more is read
+        path = last.path()
+        wanted = [n for n in path if n.span is None]
         for node in path:
             node.pins += 1  # else making room could evict what the tokens continue
         try:

@@ -3,7 +3,8 @@
 - A checkpoint belongs to a point, a segment to a range. A checkpoint that holds only windows that are not full yet can
   be clamped to any earlier point; a recurrent state cannot.
 - At most `PER_PATH` stay on a path: the deepest first, then points where the tree branches, then those whose loss would
-  cost the most tokens. So a grid becomes exponentially sparser towards the start.
+  cost the most tokens. So a grid becomes sparser towards the start; but not by much, because what lies between two of
+  them is evicted as a whole (docs/eviction.md).
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def surplus(places: list[Place], limit: int = PER_PATH) -> list[int]:
         def worth(i: int, kept: list[Place] = kept, end: int = end) -> tuple[bool, float]:
             before = kept[i - 1].position if i else 0
             lost = kept[i].position - before  # tokens to prefill again if this one is dropped
-            return kept[i].branches, lost / (end - kept[i].position + 1)
+            return kept[i].branches, lost / (end - kept[i].position + GRID)
 
         victim = min(range(len(kept) - 1), key=worth)
         dropped.append(kept.pop(victim).position)

@@ -11,10 +11,10 @@ from onefold.cache.model import metal
 from onefold.cache.request.hold import Hold
 
 LEAST_CHUNK = 16
-"""Tokens: a forward of so many counts as a chunk of a prompt."""
-EVICTING_CHUNK = 512
-"""Tokens. For the scratch of a chunk of so many stored KV is evicted, and MLX's pool shrinks; a longer one must fit in
-what is free. A full cache is the rule, and shorter chunks compute a prompt much more slowly."""
+"""Tokens. Prefill is cut into smaller chunks only if evicting and shrinking MLX's pool do not make room."""
+SCRATCH_SHARE = 64
+"""For scratch of up to a 64th of the budget stored KV is evicted, whatever the chunk; more must be free. A full cache is
+the rule, and short chunks compute a prompt much more slowly."""
 
 
 def chunk_limit(hold: Hold, limit: int = 2048) -> int:
@@ -23,7 +23,12 @@ def chunk_limit(hold: Hold, limit: int = 2048) -> int:
         limit = min(limit, metal.longest_chunk(hold.offset + limit))
     parts: list[Any] = [*hold.watchers, *hold.uncached]
     ledger, held = hold.state.ledger, hold.state.scratch.bytes - 2 * hold.points.bytes
-    while limit > EVICTING_CHUNK and not all(ledger.fits(b.scratch_bytes(limit) - held) for b in parts):
+    evicting = ledger.budget_bytes // SCRATCH_SHARE
+
+    def is_cheap(n_bytes: int) -> bool:
+        return ledger.fits(n_bytes) or (n_bytes <= evicting and ledger.attainable(n_bytes))
+
+    while limit > LEAST_CHUNK and not all(is_cheap(b.scratch_bytes(limit) - held) for b in parts):
         limit //= 2
     held += ledger.spare()
     while limit > 1 and not all(ledger.attainable(b.scratch_bytes(limit) - held) for b in parts):

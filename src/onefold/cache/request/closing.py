@@ -11,7 +11,7 @@ import logging
 import math
 
 from onefold.cache.memory import device
-from onefold.cache.memory.checkpoints import Checkpoint
+from onefold.cache.memory.checkpoints import Checkpoint, Place, surplus
 from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.payloads import Node
@@ -210,6 +210,15 @@ def take_checkpoint(hold: Hold, position: int, *, gap: int) -> Checkpoint | None
     checkpoint = Checkpoint.of(position, hold.snapshots(), account)
     account.resize(checkpoint.bytes, force=True)
     return checkpoint
+
+
+def thin_taken(hold: Hold) -> None:
+    """Drop the surplus of the checkpoints that this request took, as its commit would: until then each of them takes
+    room from stored KV. Called with the lock held."""
+    dropped = surplus([Place(c.position, c.position in hold.asked) for c in hold.taken])
+    for checkpoint in [c for c in hold.taken if c.position in dropped]:
+        hold.taken.remove(checkpoint)
+        checkpoint.close()
 
 
 def _hold_deeper(hold: Hold, node: Node) -> None:

@@ -63,8 +63,9 @@ def _maybe_checkpoint(hold: Hold) -> None:
         closing.make_room_for_checkpoint(hold, gap=position - last)
         with hold.state.lock:
             taken = closing.take_checkpoint(hold, position, gap=position - last)
-        if taken is not None:
-            hold.taken.append(taken)
+            if taken is not None:
+                hold.taken.append(taken)
+                closing.thin_taken(hold)
 
 
 def reserve_step(hold: Hold, watcher: Watcher, n_tokens: int) -> None:

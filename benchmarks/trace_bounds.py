@@ -1,7 +1,7 @@
-"""What other ways of keeping a trace's prompts would find, by blocks: whole conversations, block LRU, the best possible.
+"""What other ways of keeping prompts find of a trace, by blocks: whole conversations, block LRU, the best possible.
 
-Each function takes the requests as lists of block ids (`trace_files.Request.coarse`) and the number of blocks that there
-is room for, and returns the share of blocks that were found.
+Each function takes the requests as lists of block ids (`trace_files.Request.coarse`) and the number of blocks that
+there is room for, and returns the share of blocks that were found.
 """
 
 from __future__ import annotations

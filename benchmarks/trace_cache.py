@@ -78,11 +78,11 @@ def windowed() -> Sizes:
 class Traits:
     """What memory asks of a model."""
 
-    bounds: tuple[int, ...] = ()
     contiguous = False
 
     def __init__(self, sizes: Sizes) -> None:
         self.specs = [LayerSpec((ArraySpec(1, 1, mx.uint8),))]
+        self.bounds: list[int] = []
         self.needs_checkpoints = sizes.state > 0
         self.recurrent = sizes.recurrent
 

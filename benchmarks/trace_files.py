@@ -2,9 +2,9 @@
 
 Two formats, both of one JSON object a line:
 
-- Sessions of agents: `{"block_size": 64, "reqs": [[t, in, out, think, api, stop, sub, ref, keep, new], ...]}`. A prompt is
-  a chain of blocks: the first `keep` blocks of request `ref` of the same session (-1: none), then `new` ones of its own.
-  `t` and `api` are seconds: when the request came, and how long it took. `stop` is why the answer ended.
+- Sessions of agents: `{"block_size": 64, "reqs": [[t, in, out, think, api, stop, sub, ref, keep, new], ...]}`. A
+  prompt is a chain of blocks: the first `keep` blocks of request `ref` of the same session (-1: none), then `new` ones
+  of its own. `t` and `api` are seconds: when the request came, and how long it took. `stop` is why the answer ended.
 - Requests: `{"timestamp": ms, "input_length": n, "hash_ids": [...]}`: hashes of the prompt's prefixes, one for each
   512 tokens.
 

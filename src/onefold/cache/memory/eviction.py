@@ -4,8 +4,8 @@ Candidates are leaves of the tree (nodes with no descendant in memory) without a
 is expected to be left alone for longest: for as long as it was between the last two requests that used it, a minute at
 most, or, if it has been idle for half of that already, for twice as long as it has been idle. So a conversation that
 comes back every few seconds stays while others wait for a person; what was not used for half a minute goes in the order
-of last use. Among those of which the same is expected the least recently used goes first, and of those used together the
-deeper. docs/eviction.md has the figures.
+of last use. Among those of which the same is expected the least recently used goes first, and of those used together
+the deeper. docs/eviction.md has the figures.
 
 A victim is ranked by what it would really free: a range whose buffer a lease still reads frees nothing. A long leaf is
 not evicted whole where cutting its end is enough.

@@ -13,8 +13,8 @@ from onefold.cache.request.hold import Hold
 LEAST_CHUNK = 16
 """Tokens. Prefill is cut into smaller chunks only if evicting and shrinking MLX's pool do not make room."""
 SCRATCH_SHARE = 64
-"""For scratch of up to a 64th of the budget stored KV is evicted, whatever the chunk; more must be free. A full cache is
-the rule, and short chunks compute a prompt much more slowly."""
+"""For scratch of up to a 64th of the budget stored KV is evicted; more must be free. A full cache is the rule, and
+short chunks compute a prompt much more slowly."""
 
 
 def chunk_limit(hold: Hold, limit: int = 2048) -> int:

@@ -129,9 +129,9 @@ class Lease:
 
     def chunk_limit(self, limit: int = 2048) -> int:
         """Returns the largest chunk, up to `limit`, whose scratch fits in the budget: a `prefill_step_size` that will
-        not be refused. For a chunk of more than 16 tokens, stored KV is evicted only if its scratch takes no more than a
-        64th of the budget. On Metal chunks become shorter as the context grows, because macOS ends commands that take
-        too long."""
+        not be refused. For a chunk of more than 16 tokens, stored KV is evicted only if its scratch is at most a 64th
+        of the budget. On Metal chunks become shorter as the context grows, because macOS ends commands that take too
+        long."""
         return chunking.chunk_limit(self.hold, limit)
 
     def chunks(self, limit: int = 2048) -> Iterator[Tokens]:

@@ -126,7 +126,7 @@ def show_disk(given: Given) -> None:
                 beside = [share(k) for k in known] if bits == 16 else ["", ""]
                 mode = "through" if through else "back"
                 rows.append([named(room), str(bits), mode, *(share(f) for f in figures), *beside])
-    head = ["memory", "bits", "mode", "found", "of that on disk", "written, of what was asked"]
+    head = ["memory", "bits", "mode", "found", "read from disk", "written"]
     table([*head, "block LRU in both", "best possible in both"], rows)
 
 

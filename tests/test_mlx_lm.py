@@ -303,7 +303,7 @@ def test_the_byte_limit_holds_and_the_oldest_goes_first():
     n_arrays = 4 * len(cache)
     assert mx.get_active_memory() - before <= limit + n_arrays * (32 << 10)  # MLX's pool gives up to 32 KiB too much
     _, rest = cache.fetch_nearest_cache(KEY, [*words(200, 19), 1])
-    assert rest == [1] and len(cache) <= 6
+    assert rest == [1] and len(cache) <= 7  # six whole ones, and a token that several begin with
     assert cache.fetch_nearest_cache(KEY, words(200, 0))[0] is None
     stats = cache.stats_by_type()
     assert sum(s["n_bytes"] for s in stats.values()) == cache.nbytes

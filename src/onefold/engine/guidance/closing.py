@@ -22,8 +22,8 @@ MOST_SPARE = 8
 """A completion begins with at most so many tokens to spare, and a quarter of its own: what comes next may need more."""
 CLOSERS = '}],:"'
 """What makes an answer outside a string shortest, the best first. In a string it is the quotation mark."""
-OTHERS = "0123456789-tfn[{." + string.ascii_letters + string.punctuation + " "
-"""What is tried next, in this order."""
+OTHERS = "0123456789-tfn[{." + string.punctuation + string.ascii_letters + " "
+"""What is tried next, in this order: in a pattern, punctuation leads on to its next part."""
 ONLY_INSIDE = "(a%~_"
 """Where one of them may come next, it is in a string: "a" begins nothing in JSON."""
 

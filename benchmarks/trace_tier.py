@@ -16,7 +16,7 @@ from onefold.cache.memory.payloads import Node, Tree
 from onefold.cache.memory.reach import kv_reach, readable_length
 from onefold.cache.memory.segment import Slab, Span
 from onefold.cache.memory.state import CacheState
-from onefold.cache.memory.tier import NoTier, TierPayload
+from onefold.cache.memory.tier import KvPayload, NoTier, TierPayload
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
 
@@ -26,10 +26,8 @@ AT_ONCE = 0.02
 """Of the disk's budget: so much is removed when it is full."""
 
 
-class Written(TierPayload):
+class Written(KvPayload):
     """The first `n` tokens of a node are on the disk."""
-
-    has_point = has_saved_point = False
 
     def __init__(self, node: Node, n: int) -> None:
         self.node, self.n = node, n
@@ -37,21 +35,6 @@ class Written(TierPayload):
     @property
     def kv(self) -> int:
         return self.node.start + self.n
-
-    @property
-    def fetchable(self) -> int:
-        return self.kv
-
-    @property
-    def known(self) -> int:
-        return self.kv
-
-    @property
-    def readable(self) -> int:
-        return self.kv
-
-    def reaches_beyond(self, lower: Node) -> bool:
-        return False
 
     def cut(self, at: int, upper: Node, lower: Node) -> tuple[Written | None, Written | None]:
         rest = self.n - at

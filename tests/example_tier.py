@@ -21,7 +21,7 @@ from onefold.cache.memory.lock import Work
 from onefold.cache.memory.reach import kv_reach, readable_length
 from onefold.cache.memory.segment import Slab, Span
 from onefold.cache.memory.state import CacheState
-from onefold.cache.memory.tier import NoTier, TierPayload, TierStats
+from onefold.cache.memory.tier import KvPayload, NoTier, TierPayload, TierStats
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
 from onefold.cache.memory.tree import Node, Tree
@@ -39,7 +39,7 @@ class KeptSettings:
     budget: int | str
 
 
-class Kept(TierPayload):
+class Kept(KvPayload):
     """What hangs on a node: the KV of its first tokens, of all unless the node was joined with one that had none."""
 
     def __init__(self, node: Node, arrays: Arrays) -> None:
@@ -52,29 +52,6 @@ class Kept(TierPayload):
     @property
     def kv(self) -> int:
         return self.node.start + self.arrays[0][0].shape[2]
-
-    @property
-    def fetchable(self) -> int:
-        return self.kv
-
-    @property
-    def known(self) -> int:
-        return self.kv
-
-    @property
-    def readable(self) -> int:
-        return self.kv
-
-    @property
-    def has_point(self) -> bool:
-        return False
-
-    @property
-    def has_saved_point(self) -> bool:
-        return False
-
-    def reaches_beyond(self, lower: Node) -> bool:
-        return False
 
     def cut(self, at: int, upper: Node, lower: Node) -> tuple[Kept, Kept]:
         above = Kept(upper, [[a[..., :at, :] for a in layer] for layer in self.arrays])

@@ -71,24 +71,22 @@ def test_among_those_used_together_the_deeper_goes_first() -> None:
 
 def test_what_comes_back_later_goes_first() -> None:
     """Between requests one was left alone for 20 s, the other for 50: it goes first, although it was used later."""
-    tree, order = Tree(), Leaves()
+    tree = Tree()
     often, seldom = leaf(tree, 1, 10, last_use=90), leaf(tree, 2, 10, last_use=95)
     often.use(90.0, 20.0)
     seldom.use(95.0, 50.0)
-    for node in (often, seldom):
-        order.changed(node)
+    order = order_of(tree)
     assert leaves(tree.root.walk(), NOW) == [seldom, often]
     assert order.pop(NOW) is seldom and order.pop(NOW) is often and order.pop(NOW) is None
 
 
 def test_what_has_been_idle_for_long_goes_first_whatever_was_expected() -> None:
     """After 26 s of idleness more than 50 are expected: twice as much as it has been idle."""
-    tree, order = Tree(), Leaves()
+    tree = Tree()
     overdue, seldom = leaf(tree, 1, 10, last_use=90), leaf(tree, 2, 10, last_use=95)
     overdue.use(90.0, 1.0)
     seldom.use(95.0, 50.0)
-    for node in (overdue, seldom):
-        order.changed(node)
+    order = order_of(tree)
     turn = 90 + 50 / IDLE_FACTOR
     assert leaves(tree.root.walk(), turn - 1) == [seldom, overdue]
     assert leaves(tree.root.walk(), turn + 1) == [overdue, seldom]

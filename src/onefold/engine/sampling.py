@@ -175,7 +175,7 @@ class Chooser:
 
 
 def _mask(logits: mx.array, turns: Sequence[Turn]) -> mx.array | None:
-    """What is added to the logits to forbid tokens; None if every token may come in every row."""
+    """Returns what is added to the logits to forbid tokens; None if no row forbids any."""
     guides = [turn.guide for turn in turns]
     if all(guide is None or guide.free for guide in guides):
         return None
@@ -184,7 +184,8 @@ def _mask(logits: mx.array, turns: Sequence[Turn]) -> mx.array | None:
 
 
 def _scores(logits: mx.array, forbids: mx.array | None, i: int, turn: Turn) -> mx.array:
-    """Log probabilities of a row in 32 bits, after bias and penalties. What is forbidden is so whatever those do."""
+    """Returns the log probabilities of row `i` in 32 bits, after bias and penalties. The mask comes last, so that
+    neither can allow a forbidden token."""
     row = logits[i : i + 1].astype(mx.float32)
     if turn.row.processed:
         row = turn.row.process(row, turn.tokens, turn.prompt_tokens, turn.newest)

@@ -5,6 +5,7 @@
     TierPayload   attached to a node (`Node.below`, in `tree`): how much of the node the tier has
     TierStats     the statistics of a tier
     NoTier        a tier that holds nothing: a base class for small tiers
+    KvPayload     the KV of a node's first tokens, and no checkpoint: a base class for their payloads
 
 Methods are called with the cache's lock held, unless their docstring says otherwise. Methods that return `Work` may
 release it between steps. docs/extending.md explains how to write one.
@@ -25,7 +26,7 @@ from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
 from onefold.cache.memory.tree import TierPayload
 
-__all__ = ["Fetch", "NoTier", "Tier", "TierPayload", "TierStats"]
+__all__ = ["Fetch", "KvPayload", "NoTier", "Tier", "TierPayload", "TierStats"]
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,28 @@ class Tier(Protocol):
     def check(self) -> list[str]:
         """Recounts everything. Returns a sentence for each finding."""
         ...
+
+
+class KvPayload(TierPayload):
+    """The KV of a node's first tokens, up to `kv`, and no checkpoint. A derived class has `kv`, `cut`, `join` and
+    `moved`."""
+
+    has_point = has_saved_point = False
+
+    @property
+    def fetchable(self) -> int:
+        return self.kv
+
+    @property
+    def known(self) -> int:
+        return self.kv
+
+    @property
+    def readable(self) -> int:
+        return self.kv
+
+    def reaches_beyond(self, lower: Node) -> bool:
+        return False
 
 
 class NoTier:

@@ -76,6 +76,9 @@ def _may_come(matcher: Any, token: int) -> bool:
 def _first_allowed(matcher: Any) -> list[int]:
     """The first token of the vocabulary that may come next; none if there is none. Rare: the middle of a letter that
     has several bytes."""
-    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-    allowed = np.flatnonzero(bits)
-    return [int(allowed[0])] if len(allowed) else []
+    return allowed_tokens(matcher)[:1].tolist()
+
+
+def allowed_tokens(matcher: Any) -> np.ndarray:
+    """Returns the tokens that may come next, in order. Computes a whole mask."""
+    return np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"))

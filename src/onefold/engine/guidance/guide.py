@@ -11,11 +11,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-import numpy as np
-
-from onefold.engine.guidance.closing import FIRST_LOOK, MOST_SPARE, Completions
+from onefold.engine.guidance.closing import FIRST_LOOK, MOST_SPARE, Completions, allowed_tokens
 from onefold.engine.guidance.limits import SLOW_SECONDS, SLOW_STEPS
 from onefold.engine.guidance.messages import explained
 from onefold.errors import PromptError, RequestError
@@ -131,17 +129,16 @@ class Guide:
         if not self.forced and token not in self._ends and state in GUIDED_STATES and self._awake(state):
             self._look_ahead()
 
-    def _refuse(self, token: int) -> None:
-        """Raises RequestError for a token that may not come. A lexer that has reached its limits says so only when the
-        next mask is computed."""
-        mask = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+    def _refuse(self, token: int) -> NoReturn:
+        """Raises RequestError for a token that the grammar forbids, and logs it. A lexer that has reached its limits
+        reports that only when the next mask is computed."""
+        allowed = allowed_tokens(self._matcher)
         self.check()
         log.warning(
-            "token %d is not allowed by the grammar of its answer: of %d that are, it is %sone; forced: %s",
+            "the engine computed token %d, which its answer's grammar forbids; the mask allows %d tokens and %s it",
             token,
-            int(mask.sum()),
-            "" if token < len(mask) and mask[token] else "not ",
-            list(self.forced)[:8],
+            len(allowed),
+            "contains" if token in allowed else "does not contain",
         )
         raise RequestError(NOT_ALLOWED)
 

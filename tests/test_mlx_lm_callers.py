@@ -109,15 +109,20 @@ def batch(cache: Any, generator: BatchGenerator, model: nn.Module, prompts: list
 # -- memory -------------------------------------------------------------------------------------------
 
 
+def first_turn(cache: Any, model: nn.Module, prompt: list[int]) -> float:
+    """The peak of a first turn, in tokens; when a chunk's activations are freed depends on threads."""
+    before = settled()
+    turn(cache, model, prompt)
+    return extra_tokens(before)
+
+
 def test_a_lone_loop_continues_in_place_and_its_readers_share(deep, caches):
     peaks = {}
+    base = words(PREFIX + 200)
     for cls in (StockCache, LRUPromptCache):
         cache = caches(cls)
-        base = words(PREFIX + 200)
-        before = settled()
+        empty = settled()
         out, _ = turn(cache, deep, base)
-        first = extra_tokens(before)
-        empty = before
         settled()
         assert turn(cache, deep, base + out + words(20, 1))[1] == len(base) + 4
         continued = extra_tokens(empty)
@@ -128,12 +133,13 @@ def test_a_lone_loop_continues_in_place_and_its_readers_share(deep, caches):
             assert len(rest) == 8
             run(deep, rest, layers, 2)
             held.append(layers)
-        peaks[cls] = (first, continued, extra_tokens(before))
+        peaks[cls] = (continued, extra_tokens(before))
         del held, layers, cache
-    (first, *ours), (stocks_first, *stocks) = peaks[LRUPromptCache], peaks[StockCache]
-    assert first <= 1.05 * stocks_first  # it runs on the same caches, and its peak is activations
+    first = {cls: max(first_turn(caches(cls), deep, base) for _ in range(5)) for cls in peaks}
+    assert first[LRUPromptCache] <= 1.05 * first[StockCache]  # it runs on the same caches, and its peak is activations
+    ours, stocks = peaks[LRUPromptCache], peaks[StockCache]
     assert all(a <= b for a, b in zip(ours, stocks, strict=True))
-    _, continued, readers = peaks[LRUPromptCache]
+    continued, readers = ours
     assert continued < 1.4 * 768  # the conversation, and a layer while its buffer grows
     assert readers < 4 * 256 + 200  # a buffer of 256 tokens each, and activations
 

@@ -125,10 +125,18 @@ def test_other_names_are_none_of_ours(name: str) -> None:
     assert parse_name(name) is None
 
 
+@pytest.mark.parametrize("after", [b"", bytes(range(20))], ids=["whole", "continues"])
+def test_names_of_points_in_parts_are_read_back(after: bytes) -> None:
+    name = file_name(What.POINT, 7, bytes(20), 3, after)
+    assert parse_name(name) == (What.POINT, 7, bytes(20), 3, after)
+    assert parse_name(name.replace("point", "range")) is None
+    assert not after or parse_name(name.replace(".3-", ".2-")) is None
+
+
 @given(st.sampled_from(What), st.integers(0, 1 << 31), st.binary(min_size=20, max_size=20), st.sampled_from((1, 2)))
 def test_names_are_read_back(what: What, start: int, address: bytes, version: int) -> None:
     name = file_name(what, start, address, version)
-    assert parse_name(name) == (what, start, address, version)
+    assert parse_name(name) == (what, start, address, version, b"")
     assert parse_name(name + ".tmp") is None and parse_name("0" + name) is None
 
 

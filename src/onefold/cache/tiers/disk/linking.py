@@ -115,8 +115,9 @@ class Links:
             self.release(record)
 
     def thin(self, node: Node) -> None:
-        """Keep the best few checkpoints of a path on disk, as in memory."""
-        held = [n for n in node.path() if n.below is not None and n.below.has_saved_point]
+        """Keep the best few checkpoints of a path on disk, as in memory; and all whose windows continue each other,
+        which take no more bytes than the tokens between them."""
+        held = [n for n in node.path() if n.below is not None and n.below.has_saved_point and not _is_link(n)]
         for n in superfluous(held):
             record = point_of(n)
             if record is not None and not record.pins:  # else a restore reads it: the next checkpoint thins again
@@ -126,7 +127,15 @@ class Links:
     def release(self, record: Record) -> None:
         """Remove a record that no node and no other record needs, and its ancestors likewise. One that is being
         written is removed afterwards."""
-        at: Record | None = record
-        while at is not None and at.ready and not at.nodes and not at.children:
-            self.catalog.drop(at)
-            at = at.parent
+        todo = [record]
+        while todo:
+            at = todo.pop()
+            if at.ready and not at.nodes and not at.children:
+                self.catalog.drop(at)
+                todo += at.above
+
+
+def _is_link(node: Node) -> bool:
+    """Whether the windows of its point continue another point's, or another's continue its own."""
+    record = point_of(node)
+    return record is not None and (record.after is not None or record.children > 0)

@@ -56,9 +56,11 @@ class Outcomes:
         elif record.ready and record.children:
             self._catalog.apart.keep(record)
         else:
+            if record.children:
+                self._links.forget([record])  # those that were to continue it
             self._catalog.drop(record)
-            if record.parent is not None:
-                self._links.release(record.parent)
+            for above in record.above:
+                self._links.release(above)
 
     def _fail(self, record: Record, error: Exception) -> None:
         descendants = below(self._catalog.records(), [record])  # some of them may be staged

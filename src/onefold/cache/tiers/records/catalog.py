@@ -166,8 +166,8 @@ class Catalog:
         record.ready = False
         self.writes.coming += record.size
         self._table.add(record)
-        if record.parent is not None:
-            record.parent.children += 1
+        for above in record.above:
+            above.children += 1
 
     def expect_again(self, record: Record) -> None:
         """A record that could not be read is about to be written again, over its file."""
@@ -280,8 +280,8 @@ class Catalog:
 
 def _record(namespace: str, filed: Filed, now: float) -> Record:
     """Returns the record of a file; one that claims to have been used in the future was used now."""
-    what, start, address, version = filed.named
-    found = Record(namespace, what, address, start, start, filed.size, min(filed.used, now), version)
+    what, start, address, version, after = filed.named
+    found = Record(namespace, what, address, start, start, filed.size, min(filed.used, now), version, after)
     found.stamp = filed.stamp
     return found
 

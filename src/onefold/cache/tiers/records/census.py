@@ -53,18 +53,25 @@ class Entry:
     unread: bool = False
     """The problem is that it, or its parent, cannot be read now: its content may be sound."""
     parent: Entry | None = None
+    after: Entry | None = None
+    """The point whose windows its own continue."""
     parent_address: bytes = b""
     start: int = field(init=False)
     order: tuple[int, bool, bytes] = field(init=False)
     """Sorts by where it begins: so it comes after its parent."""
 
     def __post_init__(self) -> None:
-        what, self.start, address, _ = self.named
+        what, self.start, address, _, _ = self.named
         self.order = self.start, what is What.RANGE, address
 
     @property
     def name(self) -> str:
         return file_name(*self.named)
+
+    @property
+    def above(self) -> list[Entry]:
+        """The records that it continues."""
+        return [e for e in (self.parent, self.after) if e is not None]
 
     @property
     def end(self) -> int:
@@ -134,7 +141,7 @@ def _entry(namespace: str, filed: Filed) -> Entry:
 
 def _with_heads(folder: Folder, namespace: str, listed: list[Entry]) -> list[Entry]:
     held: dict[Named, Entry] = {}
-    ranges: dict[bytes, Entry] = {}
+    there_now: dict[bytes, Entry] = {}
     index = Index(namespace, folder.indexes.read(namespace))
     for look in range(_LOOKS):
         if look:
@@ -144,10 +151,10 @@ def _with_heads(folder: Folder, namespace: str, listed: list[Entry]) -> list[Ent
         new = [e for e in listed if e.named not in held]
         heads = read_heads(folder, namespace, (Wanted(e.named, e.size, e.stamp) for e in new), index)
         held |= {e.named: e for e, head in zip(new, heads, strict=True) if _learn(e, head)}
-        ranges = {e.named.address: e for e in held.values() if e.named.what is What.RANGE}
-        if all(not e.parent_address or e.parent_address in ranges for e in held.values()):
+        there_now = {e.named.address: e for e in held.values()}
+        if all(not at or at in there_now for e in held.values() for at in (e.parent_address, e.named.after)):
             break
-    _link(sorted(held.values(), key=lambda e: e.order), ranges)
+    _link(sorted(held.values(), key=lambda e: e.order), there_now)
     return list(held.values())
 
 
@@ -164,23 +171,39 @@ def _learn(entry: Entry, head: Said | OSError | RecordError) -> bool:
     return True
 
 
-def _link(entries: list[Entry], ranges: dict[bytes, Entry]) -> None:
+def _link(entries: list[Entry], there: dict[bytes, Entry]) -> None:
     """Link entries, sorted by where they begin, to their parents: a parent is judged before its children."""
     for entry in entries:
-        if entry.problem:
-            continue
-        parent = ranges.get(entry.parent_address) if entry.parent_address else None
-        if parent is None:
-            if entry.parent_address or entry.start:
-                entry.problem = ORPHAN
-        elif parent.unread and parent.start < entry.start:
-            entry.parent, entry.problem, entry.unread = parent, WAITS, True
-        elif not parent.start < entry.start <= parent.end:
-            entry.problem = ORPHAN if parent.problem else MISPLACED
-        else:
-            entry.parent = parent
-            if parent.problem:
-                entry.problem = ORPHAN
+        if not entry.problem:
+            _link_to_parent(entry, there)
+        if entry.named.after and not entry.problem:
+            _link_after(entry, there.get(entry.named.after))
+
+
+def _link_after(entry: Entry, after: Entry | None) -> None:
+    """Link a point to the one whose windows its own continue."""
+    if after is None or after.named.what is not What.POINT or after.start >= entry.start:
+        entry.problem = ORPHAN
+        return
+    entry.after = after
+    if after.problem:
+        entry.problem, entry.unread = (WAITS, True) if after.unread else (ORPHAN, False)
+
+
+def _link_to_parent(entry: Entry, there: dict[bytes, Entry]) -> None:
+    found = there.get(entry.parent_address) if entry.parent_address else None
+    parent = found if found is not None and found.named.what is What.RANGE else None
+    if parent is None:
+        if entry.parent_address or entry.start:
+            entry.problem = ORPHAN
+    elif parent.unread and parent.start < entry.start:
+        entry.parent, entry.problem, entry.unread = parent, WAITS, True
+    elif not parent.start < entry.start <= parent.end:
+        entry.problem = ORPHAN if parent.problem else MISPLACED
+    else:
+        entry.parent = parent
+        if parent.problem:
+            entry.problem = ORPHAN
 
 
 # -- what is no record -----------------------------------------------------------------------------

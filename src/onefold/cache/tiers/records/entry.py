@@ -28,6 +28,8 @@ class Record:
 
     __slots__ = (
         "address",
+        "after",
+        "after_address",
         "children",
         "end",
         "hollow",
@@ -57,6 +59,7 @@ class Record:
         size: int,
         used: float,
         version: int = VERSION,
+        after_address: bytes = b"",
     ) -> None:
         self.namespace = namespace
         self.what = what
@@ -69,8 +72,11 @@ class Record:
         self.hollow = False
         """A range that has tokens and no KV."""
         self.parent: Record | None = None
+        self.after_address = after_address
+        self.after: Record | None = None
+        """The point whose windows this one's continue: like a parent, it is there as long as this one is."""
         self.children = 0
-        """How many records continue this one directly."""
+        """How many records continue this one directly, tokens or windows."""
         self.nodes: set[Any] = set()
         """The nodes that need it."""
         self.pins = 0
@@ -88,20 +94,26 @@ class Record:
 
     @property
     def named(self) -> Named:
-        return Named(self.what, self.start, self.address, self.version)
+        return Named(self.what, self.start, self.address, self.version, self.after_address)
 
     @property
     def name(self) -> str:
         return file_name(*self.named)
 
-    def link(self, parent: Record | None, end: int) -> None:
-        """Set which record this one continues, and where it ends."""
-        if self.parent is not parent:
-            if self.parent is not None:
-                self.parent.children -= 1
-            if parent is not None:
-                parent.children += 1
-        self.parent, self.end = parent, end
+    def link(self, parent: Record | None, end: int, after: Record | None = None) -> None:
+        """Set which records this one continues, and where it ends."""
+        for before, now in ((self.parent, parent), (self.after, after)):
+            if before is not now:
+                if before is not None:
+                    before.children -= 1
+                if now is not None:
+                    now.children += 1
+        self.parent, self.after, self.end = parent, after, end
+
+    @property
+    def above(self) -> list[Record]:
+        """The records that it continues."""
+        return [r for r in (self.parent, self.after) if r is not None]
 
     def continues(self, parent: Record) -> bool:
         """Whether it begins where a record that continues `parent` may begin."""

@@ -56,7 +56,7 @@ def read_head(file: int, namespace: str, named: Named, size: int) -> Head:
         if found > _MOST:
             raise RecordError(DiskReason.NO_HEADER)
         found = parse_head(system.chosen.read_head(file, found))
-    if (found.what, found.start, address_of(found, namespace), found.version) != named:
+    if (found.what, found.start, address_of(found, namespace), found.version, found.after) != named:
         raise RecordError(DiskReason.MISNAMED)
     if (found.what is What.RANGE) != bool(len(found.tokens)):
         raise RecordError(DiskReason.NO_HEADER)

@@ -100,7 +100,16 @@ class Index:
         if start != named.start or known != stamp or is_range != (first < stop) or (hollow and not is_range):
             return None
         tokens = self._tokens[first:stop]
-        said = address_from(self._namespace, named.what, parent, start, tokens, hollow=hollow, version=named.version)
+        said = address_from(
+            self._namespace,
+            named.what,
+            parent,
+            start,
+            tokens,
+            hollow=hollow,
+            version=named.version,
+            after=named.after,
+        )
         if said != named.address:
             return None
         self.spared += 1

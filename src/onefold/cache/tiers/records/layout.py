@@ -11,11 +11,12 @@ No MLX in this file.
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
 from onefold.cache.tiers.records.reasons import DiskReason
-from onefold.cache.tiers.records.record import TYPE_CODES, Content, Tensor, What, range_tensors
+from onefold.cache.tiers.records.record import PARTED, TYPE_CODES, Content, Tensor, What, range_tensors
 from onefold.errors import RecordError
 
 ENTRIES = "entries"
@@ -43,6 +44,12 @@ class Layout:
         """Whether there may be checkpoints."""
         return not isinstance(self._points, list) or any(leaf.get("slots") for leaf in self._points)
 
+    def are_windows(self, leaves: list[Any]) -> bool:
+        """Whether a point with these leaves consists of windows alone."""
+        if not isinstance(self._points, list) or len(leaves) != len(self._points) or all(x is None for x in leaves):
+            return False
+        return all(x is None or _is_window(y) for x, y in zip(leaves, self._points, strict=True))
+
     def require(self, content: Content) -> None:
         """Raises RecordError if a record's tensors are not what this layout says, in names, order, types or shapes."""
         if content.what is What.POINT:
@@ -68,7 +75,7 @@ class Layout:
         tensors = {t.name: t for t in content.tensors}
         try:
             fit = len(leaves) == len(self._points) and all(
-                _leaf_fits(i, leaf, described, tensors)
+                _leaf_fits(i, leaf, described, tensors, content)
                 for i, (leaf, described) in enumerate(zip(leaves, self._points, strict=True))
             )
         except _NONSENSE as error:
@@ -90,9 +97,11 @@ def _range_tensors(layout: Any, n_tokens: int) -> tuple[Tensor, ...] | None:
         return None
 
 
-def _leaf_fits(i: int, leaf: Any, described: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+def _leaf_fits(i: int, leaf: Any, described: dict[str, Any], tensors: dict[str, Tensor], content: Content) -> bool:
     if leaf is None:
         return bool(described["in_ranges"])
+    if content.version == PARTED:
+        return _parts_fit(i, leaf, described, tensors, is_whole=not content.after)
     entries = _entries(leaf, described)
     if entries is None:
         return False
@@ -103,6 +112,33 @@ def _leaf_fits(i: int, leaf: Any, described: dict[str, Any], tensors: dict[str, 
         return False
     found = (tensors.get(f"state.{i}.{j}") for j in range(len(slots)))
     return all(_is_one_of(tensor, forms, entries) for tensor, forms in zip(found, slots, strict=True))
+
+
+def _parts_fit(
+    i: int, leaf: dict[str, Any], described: dict[str, Any], tensors: dict[str, Tensor], *, is_whole: bool
+) -> bool:
+    """Whether a leaf is a window in parts, each of them as long as it says, up to the leaf's end."""
+    entries, parts, forms = _entries(leaf, described), [(int(a), int(b)) for a, b in leaf["runs"]], described["slots"]
+    if not _is_window(described) or entries is None or not parts or len(leaf["slots"]) != len(forms) * len(parts):
+        return False
+    begin, end = int(leaf["end"]) - entries, int(leaf["end"])
+    edges = [(a, b) for (_, a), (b, _) in itertools.pairwise(parts)]
+    if any(a >= b for a, b in parts) or any(a != b for a, b in edges) or parts[-1][1] != end:
+        return False
+    if parts[0][0] < begin or (is_whole and parts[0][0] != begin):
+        return False
+    return all(
+        _is_one_of(tensors.get(f"state.{i}.{r * len(forms) + j}"), form, b - a)
+        for r, (a, b) in enumerate(parts)
+        for j, form in enumerate(forms)
+    )
+
+
+def _is_window(described: dict[str, Any]) -> bool:
+    """Whether the leaf's entries are those of consecutive tokens, and never in ranges."""
+    if described["in_ranges"]:
+        return False
+    return "chunk" in described or ("window" in described and described["window"][0] == 0)
 
 
 def _entries(leaf: dict[str, Any], described: dict[str, Any]) -> int | None:

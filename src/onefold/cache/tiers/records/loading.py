@@ -18,7 +18,7 @@ from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.heads import Wanted, read_heads
 from onefold.cache.tiers.records.index import NO_STAMP, Index, Indexed, Said, pack
 from onefold.cache.tiers.records.reasons import DiskReason
-from onefold.cache.tiers.records.record import OTHER_FORMAT
+from onefold.cache.tiers.records.record import OTHER_FORMAT, What
 from onefold.cache.tiers.records.table import RecordTable
 from onefold.cache.tiers.records.unread import SetApart
 
@@ -76,7 +76,7 @@ class Loader:
         self.linked.add(namespace)
         held = self._table.of(namespace)
         for record in held.values():
-            record.parent, record.children = None, 0
+            record.parent, record.after, record.children = None, None, 0
         self._apart.begin(namespace, held.values())
         yield from self._read(namespace, sorted(held.values(), key=lambda r: r.start), ours=ours, index=index)
 
@@ -88,8 +88,8 @@ class Loader:
         for record, head in zip(there, heads, strict=True):
             if not isinstance(head, Said):
                 if is_passing(head):
-                    if record.parent is not None and held.get(record.parent.address) is not record.parent:
-                        record.link(None, record.end)  # the parent was removed: an orphan, once it can be read
+                    if any(held.get(above.address) is not above for above in record.above):
+                        record.link(None, record.end)  # one of them was removed: an orphan, once it can be read
                     self._apart.note_unread(record, head)
                 elif ours or str(head) != OTHER_FORMAT:
                     self._reject(record, reason_of(head))
@@ -97,11 +97,13 @@ class Loader:
                     apart.discard(record)
                 continue
             parent = held.get(head.parent) if head.parent else None
-            waits = parent is not None and parent in apart and parent.start < record.start
-            if not waits and (not record.continues(parent) if parent is not None else head.parent or record.start):
+            after = held.get(record.after_address) if record.after_address else None
+            waits = any(r is not None and r in apart and r.start < record.start for r in (parent, after))
+            orphan = not record.continues(parent) if parent is not None else head.parent or record.start
+            if (not waits and orphan) or not _follows(record, after):
                 self._reject(record, DiskReason.ORPHAN)
                 continue
-            record.link(parent, record.start + len(head.tokens))
+            record.link(parent, record.start + len(head.tokens), after)
             if record.in_doubt:
                 continue
             record.unread = False
@@ -109,6 +111,13 @@ class Loader:
             if not waits:
                 apart.discard(record)
                 yield Loaded(record, head.tokens)
+
+
+def _follows(record: Record, after: Record | None) -> bool:
+    """Whether `after`, the record of the point whose windows this one's continue, is there if it must be."""
+    if after is None:
+        return not record.after_address
+    return after.what is What.POINT and after.start < record.start
 
 
 def _indexed(loaded: Loaded) -> Indexed:

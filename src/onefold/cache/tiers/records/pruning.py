@@ -22,8 +22,9 @@ def last_used(entries: Iterable[Entry]) -> dict[Entry, float]:
     """Returns when each record, or a descendant, was last used."""
     found = {e: e.used for e in entries}
     for entry in _tails_first(found):
-        if entry.parent in found:
-            found[entry.parent] = max(found[entry.parent], found[entry])
+        for above in entry.above:
+            if above in found:
+                found[above] = max(found[above], found[entry])
     return found
 
 

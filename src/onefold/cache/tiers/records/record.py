@@ -4,8 +4,10 @@
   tokens. So a record's name says what it must hold, and two paths never meet by accident.
 - The header is a function of what the record holds and of one checksum, over the header itself (without it) and all
   that follows. A reader makes the header again from what it says, and compares: every byte is checked.
-- Records of formats 1 and 2 are read; new ones are of format 2. There the tensors of a large record begin at a multiple
+- Records of formats 1 to 3 are read; new ones are of format 2. There the tensors of a large record begin at a multiple
   of `PAGE`, so that they can be read in whole blocks of the disk.
+- A point whose windows are stored in parts is of format 3. It may continue an earlier point, `after`, which has the
+  entries before its own; both its name and its address have that point's address.
 - What the bytes mean is not known here: they are tensors with a name, a type and a shape.
 
 No MLX in this file, and no file is touched.
@@ -33,7 +35,9 @@ from onefold.errors import RecordError
 
 VERSION = 2
 """The format of new records."""
-VERSIONS = (1, 2)
+PARTED = 3
+"""The format of points whose windows are stored in parts."""
+VERSIONS = (1, 2, PARTED)
 """The formats that are read."""
 NAMESPACE_FORMAT = 1
 """Is part of every namespace's name. It does not change with the records' format, so both lie in one namespace."""
@@ -64,9 +68,9 @@ _KINDS = {what.value: what for what in What}
 _ENDINGS = {what: f".{what.value}{SUFFIX}" for what in What}
 _PERSONS = {What.RANGE: b"onefold range", What.POINT: b"onefold point"}
 _VERSION_BYTES = {version: struct.pack("<I", version) for version in VERSIONS}
-_MARKS = {1: "", 2: ".2"}
+_MARKS = {1: "", 2: ".2", PARTED: f".{PARTED}"}
 """What a name has before its ending. A process that knows format 1 alone takes a name of format 2 for no record, and
-leaves the file alone."""
+leaves the file alone; and so on."""
 _NUMBERS = {mark.removeprefix("."): version for version, mark in _MARKS.items()}
 _FORMATS = {str(version): version for version in VERSIONS}
 
@@ -115,17 +119,26 @@ class Content:
     state: str = ""
     """For a point: a description of the state that the tensors are, as JSON."""
     version: int = VERSION
+    after: bytes = b""
+    """For a point of format 3: the address of the point whose windows its own continue; empty if they are whole."""
 
     @functools.cached_property
     def address(self) -> bytes:
         hollow = self.what is What.RANGE and not self.tensors
         return address_from(
-            self.namespace, self.what, self.parent, self.start, self.tokens, hollow=hollow, version=self.version
+            self.namespace,
+            self.what,
+            self.parent,
+            self.start,
+            self.tokens,
+            hollow=hollow,
+            version=self.version,
+            after=self.after,
         )
 
     @property
     def name(self) -> str:
-        return file_name(self.what, self.start, self.address, self.version)
+        return file_name(self.what, self.start, self.address, self.version, self.after)
 
     @property
     def end(self) -> int:
@@ -161,6 +174,7 @@ class Content:
                 "what": self.what.value,
                 "namespace": self.namespace,
                 "parent": self.parent.hex(),
+                **({"after": self.after.hex()} if self.version == PARTED else {}),
                 "start": str(self.start),
                 "tokens": str(len(self.tokens)),
                 "tensors": str(len(self.tensors)),
@@ -203,6 +217,7 @@ class Head(NamedTuple):
     rest: str
     """The last part of the header: the tensors."""
     version: int
+    after: bytes = b""
 
     @property
     def hollow(self) -> bool:
@@ -212,24 +227,42 @@ class Head(NamedTuple):
 
 def address_of(head: Head, namespace: str) -> bytes:
     return address_from(
-        namespace, head.what, head.parent, head.start, head.tokens, hollow=head.hollow, version=head.version
+        namespace,
+        head.what,
+        head.parent,
+        head.start,
+        head.tokens,
+        hollow=head.hollow,
+        version=head.version,
+        after=head.after,
     )
 
 
 def address_from(
-    namespace: str, what: What, parent: bytes, start: int, tokens: Tokens, *, hollow: bool, version: int
+    namespace: str,
+    what: What,
+    parent: bytes,
+    start: int,
+    tokens: Tokens,
+    *,
+    hollow: bool,
+    version: int,
+    after: bytes = b"",
 ) -> bytes:
     """A range without KV has another than one of the same tokens that has it: both may be there."""
     hashed = b"%b%b\0%c%b%b%b" % (
         _VERSION_BYTES[version], namespace.encode(), len(parent), parent, start.to_bytes(8, "little", signed=True),
         tokens.astype("<i4", copy=False).tobytes(),
     )  # fmt: skip
+    if version == PARTED:
+        hashed += b"%c%b" % (len(after), after)
     person = b"onefold hollow" if hollow else _PERSONS[what]
     return hashlib.blake2b(hashed, digest_size=ADDRESS_BYTES, person=person).digest()
 
 
-def file_name(what: What, start: int, at: bytes, version: int = VERSION) -> str:
-    return f"{start:08d}-{at.hex()}{_MARKS[version]}{_ENDINGS[what]}"
+def file_name(what: What, start: int, at: bytes, version: int = VERSION, after: bytes = b"") -> str:
+    follows = f"-{after.hex()}" if after else ""
+    return f"{start:08d}-{at.hex()}{_MARKS[version]}{follows}{_ENDINGS[what]}"
 
 
 class Named(NamedTuple):
@@ -239,6 +272,7 @@ class Named(NamedTuple):
     start: int
     address: bytes
     version: int = VERSION
+    after: bytes = b""
 
 
 def parse_name(name: str) -> Named | None:
@@ -246,11 +280,15 @@ def parse_name(name: str) -> Named | None:
     found = _NAME.fullmatch(name)
     if found is None or (start := int(found[1])) > FURTHEST:
         return None
-    return Named(_KINDS[found[4]], start, bytes.fromhex(found[2]), _NUMBERS[found[3] or ""])
+    what, version, after = _KINDS[found[5]], _NUMBERS[found[3] or ""], bytes.fromhex(found[4] or "")
+    if (after and version != PARTED) or (version == PARTED and what is not What.POINT):
+        return None
+    return Named(what, start, bytes.fromhex(found[2]), version, after)
 
 
+_HEX = rf"[0-9a-f]{{{2 * ADDRESS_BYTES}}}"
 _NAME = re.compile(
-    rf"([0-9]{{8}}|[1-9][0-9]{{8,9}})-([0-9a-f]{{{2 * ADDRESS_BYTES}}})(?:\.(2))?\.(range|point)" + re.escape(SUFFIX)
+    rf"([0-9]{{8}}|[1-9][0-9]{{8,9}})-({_HEX})(?:\.([23])(?:-({_HEX}))?)?\.(range|point)" + re.escape(SUFFIX)
 )
 _CHECKSUM = b'"checksum":"'
 _DECODER = json.JSONDecoder()
@@ -275,24 +313,26 @@ def parse_head(begin: bytes) -> Head | int:
         if (version := _FORMATS.get(fields["onefold"])) is None:
             raise RecordError(OTHER_FORMAT)
         what, parent = _KINDS[fields["what"]], bytes.fromhex(fields["parent"])
+        after = bytes.fromhex(fields["after"]) if version == PARTED else b""
         start, n_tokens, n_tensors = int(fields["start"]), int(fields["tokens"]), int(fields["tensors"])
         found, state = str(fields["checksum"]), str(fields["state"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise RecordError(DiskReason.NO_HEADER) from error
-    if not 0 <= start <= FURTHEST or not 0 <= n_tokens <= FURTHEST or len(parent) not in (0, ADDRESS_BYTES):
+    if not 0 <= start <= FURTHEST or not 0 <= n_tokens <= FURTHEST or {len(parent), len(after)} - {0, ADDRESS_BYTES}:
         raise RecordError(DiskReason.NO_HEADER)
     if len(begin) < data_at + 4 * n_tokens:
         return data_at + 4 * n_tokens
     tokens = np.frombuffer(begin, "<i4", n_tokens, data_at).astype(np.int32)
-    return Head(what, parent, start, tokens, found, data_at, n_tensors, state, begin[:data_at], text[end:], version)
+    rest = text[end:]
+    return Head(what, parent, start, tokens, found, data_at, n_tensors, state, begin[:data_at], rest, version, after)
 
 
 def content_of(head: Head, namespace: str, named: Named) -> Content:
     """What a file says that it holds, if that agrees with its name; its checksum is still to be compared."""
     content = Content(
-        head.what, namespace, head.parent, head.start, head.tokens, _tensors(head), head.state, head.version
+        head.what, namespace, head.parent, head.start, head.tokens, _tensors(head), head.state, head.version, head.after
     )
-    if (content.what, content.start, content.address, content.version) != named:
+    if (content.what, content.start, content.address, content.version, content.after) != named:
         raise RecordError(DiskReason.MISNAMED)
     if content.header(head.checksum) != head.header:
         raise RecordError(DiskReason.NO_HEADER)

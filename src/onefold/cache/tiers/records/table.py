@@ -47,8 +47,8 @@ class RecordTable:
             return False
         del held[record.address]
         self.total_bytes -= on_disk(record.size)
-        if record.parent is not None:
-            record.parent.children -= 1
+        for above in record.above:
+            above.children -= 1
         return True
 
     def check(self) -> list[str]:
@@ -58,8 +58,8 @@ class RecordTable:
         total = sum(on_disk(r.size) for r in known)
         if total != self.total_bytes:
             found.append(f"the catalog counts {self.total_bytes} bytes, its records sum to {total}")
-        children = Counter(r.parent for r in known if r.parent is not None)
+        children = Counter(above for r in known for above in r.above)
         found += [f"{r} counts {r.children} children" for r in known if r.children != children[r]]
-        linked = [r for r in known if r.ready and r.parent is not None]
-        found += [f"{r} continues a record that was removed" for r in linked if r.parent not in known]
+        linked = [r for r in known if r.ready]
+        found += [f"{r} continues a record that was removed" for r in linked if not known.issuperset(r.above)]
         return found

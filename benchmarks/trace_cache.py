@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from onefold.cache.config import CacheConfig
 from onefold.cache.memory.ledger import Ledger
 from onefold.cache.memory.lock import CacheLock
 from onefold.cache.memory.recount import recount
+from onefold.cache.memory.runs import Stretch
 from onefold.cache.memory.segment import Store
 from onefold.cache.memory.shapes import ArraySpec, LayerSpec
 from onefold.cache.memory.state import CacheState
@@ -85,12 +86,15 @@ class Traits:
         self.bounds: list[int] = []
         self.needs_checkpoints = sizes.state > 0
         self.recurrent = sizes.recurrent
+        self.window = 0
 
     def accepts(self, store: Store, snapshots: Sequence[Any], position: int) -> bool:
         """A window that is full can be restored only where it was taken."""
         return False
 
-    def revive(self, described: str, arrays: dict[str, mx.array]) -> tuple[int, list[Any]]:
+    def revive(
+        self, described: str, arrays: dict[str, mx.array], windows: Mapping[int, tuple[Stretch, ...]]
+    ) -> tuple[int, list[Any]]:
         raise ValueError("a stand-in has no checkpoints on disk")
 
 
@@ -98,6 +102,7 @@ class Snapshot:
     """The state of all layers that cannot be cut."""
 
     arrays: tuple[mx.array, ...] = ()
+    runs: tuple[Any, ...] = ()
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -107,6 +112,8 @@ class Snapshot:
 
 class Leaf:
     """All layers that can be cut, as one, or all that cannot: those have a state of so many bytes."""
+
+    shares_runs = False
 
     def __init__(self, state: int) -> None:
         self._state = state

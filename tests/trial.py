@@ -420,7 +420,11 @@ class Trial:
                 arrays[:] = [_disturbed(a, node.span.lo + first) for a in arrays]
             elif node.checkpoint is not None:
                 snapshot = node.checkpoint.snapshots[leaf]
-                snapshot.arrays = [None if a is None else _disturbed(a) for a in snapshot.arrays]
+                if snapshot.runs:
+                    for run, at, _, _ in snapshot.stretches:
+                        run.arrays[at : at + 2] = [_disturbed(a) for a in run.arrays[at : at + 2]]
+                else:
+                    snapshot.arrays = [None if a is None else _disturbed(a) for a in snapshot.arrays]
 
 
 DIFFERS = "warm logits differ from cold ones"

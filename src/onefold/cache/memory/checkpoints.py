@@ -2,6 +2,8 @@
 
 - A checkpoint belongs to a point, a segment to a range. A checkpoint that holds only windows that are not full yet can
   be clamped to any earlier point; a recurrent state cannot.
+- Windows that overlap share their bytes: the snapshots of two checkpoints refer to the same runs (`runs.py`), each of
+  which is counted once.
 - At most `PER_PATH` stay on a path: the deepest first, then points where the tree branches, then those whose loss would
   cost the most tokens. So a grid becomes sparser towards the start; but not by much, because what lies between two of
   them is evicted as a whole (docs/eviction.md).
@@ -10,13 +12,16 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from onefold.cache.memory import device
 from onefold.cache.memory.ledger import Account
 from onefold.cache.memory.ranking import Ranking
+from onefold.cache.memory.runs import Run
 from onefold.cache.memory.tree import Node
 
 PER_PATH = 4
@@ -28,7 +33,7 @@ GRID = 8192
 class Checkpoint:
     """One snapshot for each leaf; None where the leaf's state lies in the path's segments."""
 
-    __slots__ = ("_closing", "_holders", "account", "is_complete", "n_arrays", "position", "snapshots")
+    __slots__ = ("_closing", "_holders", "account", "is_complete", "n_arrays", "position", "runs", "snapshots")
 
     def __init__(self, position: int, snapshots: list[Any], account: Account, *, is_complete: bool) -> None:
         self.position = position
@@ -36,8 +41,12 @@ class Checkpoint:
         self.account = account
         self.is_complete = is_complete
         """Every leaf has its snapshot here, and none needs the path's segments."""
-        self.n_arrays = len(self.array_ids())
-        """Its arrays: so many buffers of the device."""
+        self.runs: tuple[Run, ...] = tuple(dict.fromkeys(run for s in snapshots if s is not None for run in s.runs))
+        """The KV of windows that it shares with other checkpoints."""
+        for run in self.runs:
+            run.hold()
+        self.n_arrays = len(self._own_arrays())
+        """Its own arrays: so many buffers of the device."""
         self._holders = 0
         self._closing = False
 
@@ -48,10 +57,19 @@ class Checkpoint:
 
     @property
     def bytes(self) -> int:
+        """The bytes of its own arrays, without those of its runs."""
         return sum(s.size for s in self.snapshots if s is not None)
+
+    @property
+    def frees(self) -> int:
+        """The bytes that closing it would free."""
+        return self.account.bytes + sum(run.account.bytes for run in self.runs if run.holders == 1)
 
     def array_ids(self) -> set[int]:
         return {id(a) for s in self.snapshots if s is not None for a in s.arrays if a is not None}
+
+    def _own_arrays(self) -> set[int]:
+        return {id(a) for s in self.snapshots if s is not None and not s.runs for a in s.arrays if a is not None}
 
     def hold(self) -> None:
         """Keep its bytes, and count them, until `release`: the tier is writing it."""
@@ -71,21 +89,45 @@ class Checkpoint:
                 snapshot.close()
         self.snapshots = []
         self.account.close()
+        for run in self.runs:
+            run.release()
+        self.runs = ()
 
-    def arrays(self) -> dict[str, mx.array]:
-        """Returns its arrays by name, in a fixed order. With `describe` they are the whole checkpoint."""
-        return {
+    @property
+    def is_windows(self) -> bool:
+        """Whether it consists of windows in runs."""
+        return bool(self.runs) and all(s is None or s.runs for s in self.snapshots)
+
+    @property
+    def begin(self) -> int:
+        """The position from which on its windows hold entries."""
+        return min((s.begin for s in self.snapshots if s is not None and s.runs), default=self.position)
+
+    def parted(self, since: int) -> bool:
+        """Whether what a record has of it, of windows from `since` on, is in several parts, or only the last ones."""
+        return any(s.runs and (s.begin < since or len(s.parts(since)) > 1) for s in self.snapshots if s is not None)
+
+    def arrays(self, since: int = 0) -> dict[str, mx.array]:
+        """Returns its arrays by name, in a fixed order; of windows the entries from `since` on. With `describe` they
+        are the whole checkpoint."""
+        found = {
             f"state.{i}.{j}": a
             for i, s in enumerate(self.snapshots)
             if s is not None
-            for j, a in enumerate(s.arrays)
+            for j, a in enumerate(s.arrays if not s.runs else [a for _, _, pair in s.parts(since) for a in pair])
             if a is not None
         }
+        device.evaluate(found)  # slices of runs, which another thread may read
+        return found
 
-    def describe(self) -> str:
+    def describe(self, since: int = 0) -> str:
         """Returns everything but the arrays, as JSON. Raises ValueError or TypeError for a value that JSON does not
         have."""
-        leaves = [None if s is None else s.describe() for s in self.snapshots]
+        parted = self.parted(since)
+        leaves = [
+            None if s is None else s.describe_parts(since, parted=parted) if s.runs else s.describe()
+            for s in self.snapshots
+        ]
         return json.dumps({"position": self.position, "leaves": leaves}, separators=(",", ":"), allow_nan=False)
 
 
@@ -119,6 +161,20 @@ def superfluous(held: list[Node]) -> list[Node]:
     return [n for n in held if n.end in dropped]
 
 
+class _Counted(NamedTuple):
+    """What a node's checkpoint was counted as."""
+
+    n_bytes: int
+    n_arrays: int
+    runs: tuple[tuple[Run, int, int], ...]
+    """With the bytes and the arrays of each."""
+
+
+def _counted(checkpoint: Any) -> _Counted:
+    runs = tuple((run, run.account.bytes, len(run.arrays)) for run in checkpoint.runs)
+    return _Counted(checkpoint.account.bytes, checkpoint.n_arrays, runs)
+
+
 class Points:
     """The nodes that have a checkpoint, in the order in which checkpoints are dropped when their share of the budget is
     used up: first those that a deeper one replaces, then the least recently used. A watch of the trees, like
@@ -126,11 +182,12 @@ class Points:
 
     def __init__(self) -> None:
         self.bytes = 0
-        """The bytes of all checkpoints in the trees."""
+        """The bytes of all checkpoints in the trees; a run that several share is counted once."""
         self.arrays = 0
         """The arrays of all of them: so many buffers of the device."""
-        self._held: dict[Node, tuple[int, int]] = {}
-        """The bytes and the arrays of each."""
+        self._held: dict[Node, _Counted] = {}
+        self._runs: Counter[Run] = Counter()
+        """How many of these checkpoints refer to each run."""
         self._order: Ranking[Node] = Ranking()
 
     def changed(self, node: Node) -> None:
@@ -138,16 +195,32 @@ class Points:
         there, known = checkpoint is not None, node in self._held
         if not there and not known:
             return
-        n_bytes, n_arrays = self._held.pop(node, (0, 0))
-        self.bytes, self.arrays = self.bytes - n_bytes, self.arrays - n_arrays
+        if known:
+            self._count(self._held.pop(node), -1)
         if checkpoint is not None:
-            self._held[node] = n_bytes, n_arrays = checkpoint.account.bytes, checkpoint.n_arrays
-            self.bytes, self.arrays = self.bytes + n_bytes, self.arrays + n_arrays
+            self._held[node] = _counted(checkpoint)
+            self._count(self._held[node], 1)
             self._order.place(node, _drop_rank(node))
         else:
             self._order.remove(node)
         if there != known and node.parent is not None:
             self.branched(node.parent)
+
+    def _count(self, counted: _Counted, sign: int) -> None:
+        n_bytes, n_arrays, runs = counted
+        for run, run_bytes, run_arrays in runs:
+            self._runs[run] += sign
+            if self._runs[run] == (1 if sign > 0 else 0):
+                n_bytes, n_arrays = n_bytes + run_bytes, n_arrays + run_arrays
+            if not self._runs[run]:
+                del self._runs[run]
+        self.bytes, self.arrays = self.bytes + sign * n_bytes, self.arrays + sign * n_arrays
+
+    def held_bytes(self, nodes: Iterable[Node]) -> int:
+        """Returns the bytes of the checkpoints of these nodes, each run once."""
+        found = [n.checkpoint for n in nodes if n.checkpoint is not None]
+        runs = {run for checkpoint in found for run in checkpoint.runs}
+        return sum(c.account.bytes for c in found) + sum(run.account.bytes for run in runs)
 
     def branched(self, node: Node) -> None:
         """Rank the nearest checkpoint at or above this node again: whether a deeper one replaces it may have
@@ -173,12 +246,16 @@ class Points:
 
     def check(self, nodes: Iterable[Node]) -> list[str]:
         """Recounts from all nodes; returns a sentence for each difference."""
-        held = {n: (c.account.bytes, len(c.array_ids())) for n in nodes if (c := n.checkpoint) is not None}
+        held = {n: _counted(c) for n in nodes if (c := n.checkpoint) is not None}
+        runs = Counter(run for counted in held.values() for run, _, _ in counted.runs)
         found = []
-        if self._held != held or self.bytes != sum(n_bytes for n_bytes, _ in held.values()):
+        if (self._held, self._runs, self.bytes) != (held, runs, self.held_bytes(held)):
             found.append(f"the checkpoints are counted as {self.bytes} bytes, and have another size")
-        if self.arrays != sum(n_arrays for _, n_arrays in held.values()):
+        if self.arrays != sum(c.n_arrays for c in held.values()) + sum(len(run.arrays) for run in runs):
             found.append(f"the checkpoints are counted as {self.arrays} arrays, and have another number")
+        for run, n in runs.items():
+            if run.holders < n or run.is_closed or run.bytes != run.account.bytes:
+                found.append(f"a run of {run.bytes} bytes counts {run.account.bytes}, and {run.holders} holders")
         if self._order.keys() != {n: _drop_rank(n) for n in held}:
             found.append("the order in which checkpoints are dropped does not match the tree")
         return found

@@ -78,7 +78,7 @@ class Reclaiming:
 
     def frees(self, node: Node) -> int:
         """Returns how many bytes evicting this leaf would really free."""
-        freed = node.checkpoint.account.bytes if node.checkpoint is not None else 0
+        freed = node.checkpoint.frees if node.checkpoint is not None else 0
         if node.span is not None and node.span.slab.idle:
             slab = node.span.slab
             tokens = node.span.hi - node.span.lo
@@ -92,12 +92,10 @@ class Reclaiming:
         """Returns how many bytes evicting every node without a lease or pin would free. Iterates over the nodes that
         are held, not over all."""
         tokens = self._store.capacity - sum(slab.capacity for slab in self._store.busy)
-        points = self._nodes.points.bytes
+        points = self._nodes.points.bytes - self._nodes.points.held_bytes(self._nodes.leaves.busy)
         for node in self._nodes.leaves.busy:
             if node.span is not None and node.span.slab.idle:
                 tokens -= node.span.hi - node.span.lo
-            if node.checkpoint is not None:
-                points -= node.checkpoint.account.bytes
         padding = self._store.padding_bytes * (len(self._store.slabs) - len(self._store.busy))
         return tokens * self._store.token_bytes + points + padding
 

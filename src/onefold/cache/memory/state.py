@@ -18,7 +18,7 @@ import logging
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -31,6 +31,7 @@ from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.placement import Placement
 from onefold.cache.memory.reasons import Reason
 from onefold.cache.memory.reclaiming import PATIENCE, Reclaiming
+from onefold.cache.memory.runs import Stretch
 from onefold.cache.memory.scratch import Scratch
 from onefold.cache.memory.segment import Store
 from onefold.cache.memory.shapes import LayerSpec
@@ -73,9 +74,16 @@ class ModelTraits(Protocol):
         """Whether layers of these models accept these snapshots, clamped to `position`; None is no snapshot."""
         ...
 
-    def revive(self, described: str, arrays: dict[str, mx.array]) -> tuple[int, list[Any]]:
-        """Returns the position and the snapshots of a checkpoint from its description and arrays. Raises ValueError,
-        KeyError or TypeError if the description is invalid."""
+    @property
+    def window(self) -> int:
+        """The most entries of a window whose snapshots share runs; 0 if there is none."""
+        ...
+
+    def revive(
+        self, described: str, arrays: dict[str, mx.array], windows: Mapping[int, tuple[Stretch, ...]]
+    ) -> tuple[int, list[Any]]:
+        """Returns the position and the snapshots of a checkpoint from its description and arrays, or the stretches of
+        its windows, by the leaf's number. Raises ValueError, KeyError or TypeError if the description is invalid."""
         ...
 
 

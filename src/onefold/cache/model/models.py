@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 
+from onefold.cache.memory.runs import Stretch
 from onefold.cache.memory.segment import Store
 from onefold.cache.memory.shapes import LayerSpec
 from onefold.cache.memory.track import Track
@@ -29,6 +30,8 @@ class Models:
         """Empty layers, for `can_restore`; never changed."""
         self._leaves = [leaf for a in anatomies for leaf in a.leaves if leaf.used]
         """The leaves in the order of a checkpoint's snapshots."""
+        self.window = 0 if self.recurrent else max((leaf.window for leaf in self._leaves), default=0)
+        """The most entries of a window whose snapshots share runs; 0 if there is none, or a recurrent layer too."""
         self.bounds = [a.bound.max_size for a in anatomies if a.bound is not None]
 
     def accepts(self, store: Store, snapshots: Sequence[Any], position: int) -> bool:
@@ -40,14 +43,19 @@ class Models:
             return False
         return all(s is None or x.can_restore(s, position) for x, s in zip(layers, snapshots, strict=True))
 
-    def revive(self, described: str, arrays: dict[str, mx.array]) -> tuple[int, list[Any]]:
-        """Returns the position and the snapshots of a checkpoint from its description and arrays. Raises ValueError,
-        KeyError or TypeError if the description is invalid."""
+    def revive(
+        self, described: str, arrays: dict[str, mx.array], windows: Mapping[int, tuple[Stretch, ...]]
+    ) -> tuple[int, list[Any]]:
+        """Returns the position and the snapshots of a checkpoint from its description and arrays, or the stretches of
+        its windows, by the leaf's number. Raises ValueError, KeyError or TypeError if the description is invalid."""
         checkpoint = json.loads(described)
         snapshots: list[Any] = []
         for i, (leaf, snapshot) in enumerate(zip(self._leaves, checkpoint["leaves"], strict=True)):
             if snapshot is None:
                 snapshots.append(None)
+                continue
+            if i in windows:
+                snapshots.append(leaf.revive_window(snapshot, windows[i]))
                 continue
             slots = [arrays[f"state.{i}.{j}"] if used else None for j, used in enumerate(snapshot["slots"])]
             snapshots.append(leaf.revive(snapshot, slots))

@@ -17,6 +17,7 @@ from onefold.cache.memory.lock import Work
 from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.reach import kv_reach
 from onefold.cache.memory.reasons import Reason
+from onefold.cache.memory.runs import Run
 from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tokens import Tokens
@@ -189,6 +190,9 @@ def _too_short(state: CacheState, gap: int) -> bool:
 
 
 def _checkpoint_bytes(hold: Hold) -> int:
+    """Returns the most bytes that a checkpoint takes now."""
+    if hold.shares_windows:
+        return sum(x.shared_bytes() for x in hold.leaves if not x.in_track)
     return sum(hold.point_bytes(b, 1) for b in hold.watchers)
 
 
@@ -207,8 +211,14 @@ def take_checkpoint(hold: Hold, position: int, *, gap: int) -> Checkpoint | None
     except BudgetError:
         hold.state.reasons[Reason.NO_ROOM_FOR_CHECKPOINT] += 1
         return None
-    checkpoint = Checkpoint.of(position, hold.snapshots(), account)
-    account.resize(checkpoint.bytes, force=True)
+    run = Run(hold.state.ledger.open(Purpose.CHECKPOINT, 0, "a run of windows"))
+    try:
+        checkpoint = Checkpoint.of(position, hold.snapshots(run), account)
+        account.resize(checkpoint.bytes, force=True)
+        run.account.resize(run.bytes, force=True)
+    finally:
+        if not run.holders:
+            run.close()
     return checkpoint
 
 

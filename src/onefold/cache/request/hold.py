@@ -22,6 +22,7 @@ from onefold.cache.memory.checkpoints import Checkpoint
 from onefold.cache.memory.ledger import Account, Purpose
 from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.reasons import Reason
+from onefold.cache.memory.runs import Run
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
@@ -194,6 +195,14 @@ class Hold:
         """Set the account of windows and states to what they occupy, or to `at_least`. Raises BudgetError."""
         self.points.resize(max(self.live_point_bytes(), at_least))
 
-    def snapshots(self) -> list[Any]:
-        """Returns a snapshot of every leaf; None where its state lies in the track."""
-        return [None if x.in_track else x.snapshot(0) for x in self.leaves]
+    @property
+    def shares_windows(self) -> bool:
+        """Whether all state outside of the track is windows whose snapshots share runs."""
+        outside = [x for x in self.leaves if not x.in_track]
+        return bool(outside) and all(x.shares_runs for x in outside)
+
+    def snapshots(self, run: Run) -> list[Any]:
+        """Returns a snapshot of every leaf; None where its state lies in the track. What windows do not share is copied
+        into `run`, if `shares_windows`."""
+        shares = self.shares_windows
+        return [None if x.in_track else x.share(run) if shares else x.snapshot(0) for x in self.leaves]

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from onefold.cache.memory import device
-from onefold.cache.memory.arrays import own_bytes, own_name
+from onefold.cache.memory.arrays import own_bytes
 from onefold.cache.model.exporting import Exportable
 from onefold.cache.model.step_plan import StepPlan
 
@@ -126,6 +126,8 @@ class Watched(Exportable):
     """Its state lies in the track until it rotates."""
     is_plain = False
     """Its keys and values are stored as the model made them, and attended in place, piece by piece."""
+    shares_runs = False
+    """Its snapshots can share runs: see `window.Window`."""
     _listener: Any
     offset: int
 
@@ -250,33 +252,12 @@ class Point(Watched):
         return None, snapshot
 
 
-class Window(Point):
-    """A kind that keeps the latest entries as `keys` and `values`, derived from one of mlx-lm's cache classes."""
-
-    keys: Any
-    values: Any
-
-    def take_over(self, cache: Any, upto: int) -> None:
-        self.keys, self.values, self.offset = own_name(cache.keys), own_name(cache.values), cache.offset
-        self.take_place(cache)
-        if self.offset != upto and not self.restore(None, upto):
-            raise ValueError(f"a layer at position {self.offset} cannot be cut at {upto}")
-
-    def take_place(self, cache: Any) -> None:
-        """Take over the write position of `cache`."""
-        raise NotImplementedError
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        self._listener.enter(self, keys.shape[2])
-        if self.keys is not None:
-            self.keys, self.values = own_name(self.keys), own_name(self.values)
-        return super().update_and_fetch(keys, values)  # type: ignore[misc]
-
-
 class Snapshot:
     """The state of one layer over [start, end), or for window and recurrent kinds at `end`."""
 
     __slots__ = ("arrays", "closed", "end", "extra", "start")
+    runs: tuple[Any, ...] = ()
+    """The runs that it shares with other snapshots (`window.WindowSnapshot`)."""
 
     def __init__(self, arrays: list[mx.array | None], start: int, end: int, extra: tuple[int, ...] = ()) -> None:
         self.arrays = arrays

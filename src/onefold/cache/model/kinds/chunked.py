@@ -13,15 +13,18 @@ import mlx.core as mx
 
 from onefold.cache.memory import device
 from onefold.cache.memory.arrays import own_bytes
+from onefold.cache.memory.runs import Stretch
 from onefold.cache.model import exporting, stock
-from onefold.cache.model.kinds.base import ForwardListener, NoListener, Snapshot, Window
+from onefold.cache.model.kinds.base import ForwardListener, NoListener, Snapshot
 from onefold.cache.model.kinds.leaf import Leaf, Making, entries
 from onefold.cache.model.kinds.plain import Bound
+from onefold.cache.model.kinds.window import Window, window_snapshot
 from onefold.cache.model.rows import AttentionRows
 
 
 class ChunkedLayer(Window, stock.ChunkedKVCache):  # type: ignore[misc, valid-type]
     kind = "chunked"
+    shares_runs = True
     rows = staticmethod(AttentionRows)  # type: ignore[assignment]
 
     def __init__(self, chunk_size: int, *, listener: ForwardListener | None = None) -> None:
@@ -55,13 +58,13 @@ class ChunkedLayer(Window, stock.ChunkedKVCache):  # type: ignore[misc, valid-ty
         if not self.can_restore(snapshot, target):
             return False
         if snapshot is not None:
-            self.keys, self.values = snapshot.arrays[0], snapshot.arrays[1]
+            self.adopt_arrays(snapshot)
             self.offset, self.start_position = snapshot.end, snapshot.extra[1]
         self.offset = target
         return True
 
     def free(self) -> None:
-        self.keys = self.values = None
+        self.let_go()
         self.offset = self.start_position = 0
 
     def take_place(self, cache: Any) -> None:
@@ -74,13 +77,21 @@ class ChunkedLayer(Window, stock.ChunkedKVCache):  # type: ignore[misc, valid-ty
         return start <= target // self.chunk_size * self.chunk_size
 
     def mark(self) -> tuple[Any, ...]:
-        return self.keys, self.values, self.offset, self.start_position
+        return self.held, self.offset, self.start_position
 
     def reset(self, mark: tuple[Any, ...]) -> None:
-        self.keys, self.values, self.offset, self.start_position = mark
+        self.held, self.offset, self.start_position = mark
 
-    def live_arrays(self) -> list[mx.array]:
-        return [] if self.keys is None else [self.keys, self.values]
+    # -- snapshots that share runs ---------------------------------------------------------------
+
+    def begin(self) -> int:
+        return max(int(self.start_position), int(self.offset - self.chunk_size))
+
+    def extra(self, begin: int) -> tuple[int, ...]:
+        return self.chunk_size, begin
+
+    def entries(self, array: mx.array, start: int, end: int) -> mx.array:
+        return array[..., start - self.start_position : end - self.start_position, :]
 
 
 class ChunkedLeaf(Leaf):
@@ -103,6 +114,17 @@ class ChunkedLeaf(Leaf):
 
     def fits(self, cache: Any) -> bool:
         return super().fits(cache) and cache.chunk_size == self.chunk_size
+
+    @property
+    def window(self) -> int:
+        return self.chunk_size
+
+    def revive_window(self, described: dict[str, Any], stretches: tuple[Stretch, ...]) -> Snapshot:
+        end, (size, begin) = int(described["end"]), (int(x) for x in described["extra"])
+        begin = max(begin, stretches[0].start)  # an earlier chunk's entries are not needed
+        if size != self.chunk_size or not end - size <= begin <= end // size * size:
+            raise ValueError(f"a chunk of {size} has no entries before {begin}")
+        return window_snapshot(stretches, begin, end, (size, begin))
 
     def describe(self, bound: Bound | None) -> dict[str, Any]:
         return {"in_ranges": False, "chunk": self.chunk_size, "slots": [entries(a) for a in self.plain or ()]}

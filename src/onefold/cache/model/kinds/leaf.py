@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 
+from onefold.cache.memory.runs import Stretch
 from onefold.cache.memory.shapes import ArraySpec, LayerSpec
 from onefold.cache.memory.track import Track
 from onefold.cache.model.kinds.base import ForwardListener, Snapshot
@@ -139,6 +140,16 @@ class Leaf:
         """Returns a snapshot from its description and arrays. Raises KeyError, TypeError or ValueError if the
         description is invalid."""
         return Snapshot.revive(described, arrays)
+
+    @property
+    def window(self) -> int:
+        """The entries of a window whose snapshots share runs; 0 of every other kind."""
+        return 0
+
+    def revive_window(self, described: dict[str, Any], stretches: tuple[Stretch, ...]) -> Snapshot:
+        """Returns a snapshot of a window from its description and the stretches that have its entries. Raises KeyError,
+        TypeError or ValueError if the description is invalid, or some entries are missing."""
+        raise ValueError("not a window")
 
 
 class Unknown(Leaf):

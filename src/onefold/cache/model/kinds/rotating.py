@@ -15,10 +15,12 @@ import mlx.core as mx
 
 from onefold.cache.memory import device
 from onefold.cache.memory.arrays import own_bytes
+from onefold.cache.memory.runs import Stretch
 from onefold.cache.model import exporting, stock
-from onefold.cache.model.kinds.base import ForwardListener, NoListener, Snapshot, Window
+from onefold.cache.model.kinds.base import ForwardListener, NoListener, Snapshot
 from onefold.cache.model.kinds.leaf import Leaf, Making, window
 from onefold.cache.model.kinds.plain import Bound
+from onefold.cache.model.kinds.window import Window, window_snapshot
 from onefold.cache.model.rows import AttentionRows
 
 
@@ -88,23 +90,40 @@ class RotatingLayer(Window, stock.RotatingKVCache):  # type: ignore[misc, valid-
 
     def adopt(self, snapshot: Snapshot) -> None:
         """Share the snapshot's arrays; the first write copies them."""
-        self.keys, self.values = snapshot.arrays[0], snapshot.arrays[1]
-        assert self.keys is not None
+        self._idx = self.adopt_arrays(snapshot)
         self.offset = snapshot.end
-        self._idx = self.keys.shape[2]
 
     def free(self) -> None:
-        self.keys = self.values = None
+        self.let_go()
         self.offset = self._idx = 0
 
     def mark(self) -> tuple[Any, ...]:
-        return self.keys, self.values, self.offset, self._idx
+        return self.held, self.offset, self._idx
 
     def reset(self, mark: tuple[Any, ...]) -> None:
-        self.keys, self.values, self.offset, self._idx = mark
+        self.held, self.offset, self._idx = mark
 
-    def live_arrays(self) -> list[mx.array]:
-        return [] if self.keys is None else [self.keys, self.values]
+    # -- snapshots that share runs, of windows that keep no first tokens --------------------------
+
+    @property
+    def shares_runs(self) -> bool:  # type: ignore[override]
+        return not self.keep
+
+    def begin(self) -> int:
+        return max(0, int(self.offset - self.max_size))
+
+    def extra(self, begin: int) -> tuple[int, ...]:
+        return self.keep, self.max_size
+
+    def entries(self, array: mx.array, start: int, end: int) -> mx.array:
+        hi = self._idx - (self.offset - end)
+        lo = hi - (end - start)
+        if lo >= 0:
+            return array[..., lo:hi, :]
+        size = array.shape[2]  # the ring has wrapped between the two
+        if hi <= 0:
+            return array[..., size + lo : size + hi, :]
+        return mx.concatenate([array[..., size + lo :, :], array[..., :hi, :]], axis=2)
 
     def take_place(self, cache: Any) -> None:
         self._idx = cache._idx
@@ -163,6 +182,17 @@ class RotatingLeaf(Leaf):
 
     def rewinds(self, cache: Any, to: int) -> bool:
         return bool(cache.is_trimmable()) or super().rewinds(cache, to)  # a ring that has not wrapped
+
+    @property
+    def window(self) -> int:
+        return 0 if self.keep else self.max_size
+
+    def revive_window(self, described: dict[str, Any], stretches: tuple[Stretch, ...]) -> Snapshot:
+        end, extra = int(described["end"]), tuple(int(x) for x in described["extra"])
+        begin = max(0, end - self.max_size)
+        if extra != (self.keep, self.max_size) or stretches[0].start > begin:
+            raise ValueError(f"a window of {extra} has no entries before {stretches[0].start}")
+        return window_snapshot(stretches, begin, end, extra)
 
     def describe(self, bound: Bound | None) -> dict[str, Any]:
         return {"in_ranges": False} | window(self.keep, self.max_size, self.plain or ())

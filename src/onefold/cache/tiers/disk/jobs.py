@@ -3,7 +3,8 @@
 - A path is written from its first token on, a record at a time: whatever is on disk can be resumed.
 - A record that is on disk already, and that no node knew of, is not written again: the node has it from then on.
 - A record that could not be read is written again, over its file, if memory has what it should hold.
-- A checkpoint is written after the tokens before it.
+- A checkpoint is written after the tokens before it. Of windows, only the entries since the last point of the path that
+  is on disk, if that has some of them.
 
     path       [ node 0..900, on disk )[ node 900..1500, dirty, checkpoint at 1500 )
     records     the next range of the second node, from 900 on ... then the checkpoint
@@ -18,22 +19,25 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
+from onefold.cache.memory.checkpoints import Checkpoint
 from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.segment import Slab, Store
 from onefold.cache.tiers.disk import host
 from onefold.cache.tiers.disk.backlog import Refusals
 from onefold.cache.tiers.disk.linking import Links
-from onefold.cache.tiers.disk.ondisk import covered_to, is_covered, made_disk_of, point_of, records_of
+from onefold.cache.tiers.disk.ondisk import covered_to, is_covered, links, made_disk_of, point_of, records_of
 from onefold.cache.tiers.disk.writing import Job
 from onefold.cache.tiers.records.entry import NO_TOKENS, Record
 from onefold.cache.tiers.records.layout import Layout
 from onefold.cache.tiers.records.reasons import DiskReason
-from onefold.cache.tiers.records.record import VERSION, VERSIONS, Content, Tensor, What
+from onefold.cache.tiers.records.record import PARTED, VERSION, VERSIONS, Content, Tensor, What
 from onefold.errors import RecordError
 from onefold.sizes import show_size
 
 log = logging.getLogger("onefold")
 
+LINKS_MOST = 256
+"""Points that are read for one whose windows continue theirs. One that would need more is written whole."""
 HOLLOW_TOKENS = 1 << 16
 """The most tokens of a range that has no KV."""
 
@@ -129,39 +133,45 @@ class Jobs:
         parent, checkpoint = _parent_at(node, node.end), node.checkpoint
         if parent is None or checkpoint is None:
             return None
-        arrays = checkpoint.arrays()
+        after = _continued(node, checkpoint)
+        since = 0 if after is None else after.start
+        arrays = checkpoint.arrays(since)
         try:
             tensors: tuple[Tensor, ...] = tuple(host.tensor(n, a) for n, a in arrays.items())
-            state = checkpoint.describe()
-            content = Content(
-                What.POINT, space, parent.address, node.end, NO_TOKENS, tensors, state, version=self.version
-            )
+            state, before = checkpoint.describe(since), b"" if after is None else after.address
+            version = PARTED if checkpoint.parted(since) else self.version
+            content = Content(What.POINT, space, parent.address, node.end, NO_TOKENS, tensors, state, version, before)
             self._layout.require(content)
         except (KeyError, TypeError, ValueError, RecordError) as error:
             self.reasons[DiskReason.UNWRITABLE_CHECKPOINT] += 1
             log.debug("a checkpoint at %d cannot be written, and stays in memory: %s", node.end, error)
             return None
         known = self._known(content)
-        record = known or self._reserve(node, content, node.end, parent)
+        record = known or self._reserve(node, content, node.end, parent, after)
         if record is None:
             return None
         made_disk_of(node).set_point(record)
         if known is not None:
             return known
         checkpoint.hold()
-        return Job(record, content, None, 0, checkpoint)
+        return Job(record, content, None, 0, checkpoint, since)
 
     def _known(self, content: Content) -> Record | None:
         """Returns the record of this content, in any format, if it is on disk and could be read when it was last
         tried."""
         for version in sorted(VERSIONS, key=lambda v: v != content.version):
-            same = content if version == content.version else dataclasses.replace(content, version=version)
+            after = content.after if version == PARTED else b""
+            same = content
+            if (version, after) != (content.version, content.after):
+                same = dataclasses.replace(content, version=version, after=after)
             there = self._catalog.find(content.namespace, same.address)
             if there is not None and there.ready and not there.unread:
                 return there
         return None
 
-    def _reserve(self, node: Node, content: Content, end: int, parent: Record | None) -> Record | None:
+    def _reserve(
+        self, node: Node, content: Content, end: int, parent: Record | None, after: Record | None = None
+    ) -> Record | None:
         """Reserve a record's room on the disk. Returns None if it has none, and counts the reason."""
         there = self._catalog.find(content.namespace, content.address)
         if there is not None and there.unread and there.ready and there.size != content.size:
@@ -172,13 +182,13 @@ class Jobs:
         if not reason and there is not None and not again:
             reason = DiskReason.ALREADY_THERE
         if not reason and there is None:
-            reason = self._make_room(content.size, node.last_use, parent)
+            reason = self._make_room(content.size, node.last_use, [r for r in (parent, after) if r is not None])
         if reason:
             self.reasons[reason] += 1
             return None
         hollow = content.what is What.RANGE and not content.tensors
         if there is not None:  # it could not be read, and memory has what it should hold
-            there.link(parent, end)
+            there.link(parent, end, after)
             there.hollow, there.used = hollow, node.last_use
             self._catalog.expect_again(there)
             return there
@@ -191,21 +201,23 @@ class Jobs:
             content.size,
             node.last_use,
             content.version,
+            content.after,
         )
-        record.parent = parent
+        record.parent, record.after = parent, after
         record.hollow = hollow
         self._catalog.expect(record)
         return record
 
-    def _make_room(self, size: int, used: float, parent: Record | None) -> str:
-        """Evict records, but not `parent`, for one of this size. Returns why that cannot be; nothing if it could."""
-        if parent is not None:
-            parent.pins += 1
+    def _make_room(self, size: int, used: float, above: list[Record]) -> str:
+        """Evict records, but not those `above` it, for one of this size. Returns why that cannot be; nothing if it
+        could."""
+        for record in above:
+            record.pins += 1
         try:
             victims = self._catalog.make_room(size, used)
         finally:
-            if parent is not None:
-                parent.pins -= 1
+            for record in above:
+                record.pins -= 1
         for victim in victims or ():
             self._links.take_from_nodes(victim)
         if victims is not None:
@@ -229,6 +241,19 @@ def _parent_at(node: Node, start: int) -> Record | None:
                 found = record
         at = at.parent if found is None or at.start == start else None
     return found
+
+
+def _continued(node: Node, checkpoint: Checkpoint) -> Record | None:
+    """Returns the point, on disk or being written, that has the entries before those which a record of this checkpoint
+    needs; None if the record must have all."""
+    begin = checkpoint.begin
+    at = node.parent if checkpoint.is_windows else None
+    while at is not None and at.end > begin:
+        found = point_of(at)
+        if found is not None and not found.unread:
+            return found if len(links(found, begin)) < LINKS_MOST else None
+        at = at.parent
+    return None
 
 
 def _is_quiet(slab: Slab) -> bool:

@@ -203,6 +203,15 @@ def point_of(node: Node) -> Record | None:
     return None if found is None else found.point
 
 
+def links(point: Record, begin: int) -> list[Record]:
+    """Returns the points that have the entries of `point`'s windows from `begin` on, oldest first: itself, and those
+    that it continues."""
+    found = [point]
+    while (before := found[0].after) is not None and before.start > begin:
+        found.insert(0, before)
+    return found
+
+
 def all_records_of(node: Node) -> list[Record]:
     """Returns the records of the node's tokens, and that of its checkpoint."""
     found = disk_of(node)

@@ -17,7 +17,7 @@ from onefold.cache.memory.payloads import Node, Tree
 from onefold.cache.memory.reach import kv_reach, readable_length, resume_point
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tokens import Tokens
-from onefold.cache.tiers.disk.ondisk import point_of, records_of
+from onefold.cache.tiers.disk.ondisk import links, point_of, records_of
 from onefold.cache.tiers.records.entry import Record
 
 
@@ -29,8 +29,8 @@ class Plan(NamedTuple):
     target: int
     """How far the path will be in memory."""
     records: list[Record]
-    point: Record | None
-    """The checkpoint at the target."""
+    points: list[Record]
+    """The checkpoint at the target, last; before it the points whose windows its own continue."""
     before: int
     """How far a request could be resumed with memory alone."""
     saves: int
@@ -40,7 +40,12 @@ class Plan(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes to read."""
-        return sum(r.size for r in self.records) + (0 if self.point is None else self.point.size)
+        return sum(r.size for r in (*self.records, *self.points))
+
+    @property
+    def point(self) -> Record | None:
+        """The checkpoint at the target."""
+        return self.points[-1] if self.points else None
 
     @property
     def first(self) -> int:
@@ -63,10 +68,11 @@ def plan_for(state: CacheState, tree: Tree, tokens: Tokens) -> Plan | None:
     in_memory, _ = readable_length(state, path, matched)
     have, _, _ = resume_point(state, path, min(usable, in_memory), usable)
     reach = kv_reach(state, path, matched)
-    target, point = min(reach, matched), None
+    target, points = min(reach, matched), list[Record]()
     node = next((n for n in reversed(path) if n.end <= usable and _resumable(n, reach)), None)
     if node is not None and (state.model.needs_checkpoints or node.end > reach):
         target, point = node.end, None if node.checkpoint is not None else point_of(node)
+        points = [] if point is None else links(point, max(0, target - state.model.window))
         path = path[: path.index(node) + 1]
     elif state.model.needs_checkpoints:
         return None
@@ -74,7 +80,7 @@ def plan_for(state: CacheState, tree: Tree, tokens: Tokens) -> Plan | None:
         return None
     path = [n for n in path if n.start < target]
     records = _records(path, target) if state.store.specs and target <= reach else []
-    return Plan(path, target, records, point, have, min(target, usable) - have, matched)
+    return Plan(path, target, records, points, have, min(target, usable) - have, matched)
 
 
 def _resumable(node: Node, reach: int) -> bool:

@@ -24,7 +24,7 @@ from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
 from onefold.cache.tiers.disk.plan import Plan, plan_for
 from onefold.cache.tiers.disk.reading import Reading
-from onefold.cache.tiers.disk.reading_points import read_point
+from onefold.cache.tiers.disk.reading_points import PointReader
 from onefold.cache.tiers.disk.reading_ranges import Loaded, RangeReader
 from onefold.cache.tiers.records.entry import Record
 from onefold.cache.tiers.records.faults import is_passing, reason_of
@@ -80,10 +80,11 @@ class Restore:
 
     def __init__(self, state: CacheState, shared: Reading, tree: Tree, plan: Plan) -> None:
         self._state, self._shared, self._tree, self._plan = state, shared, tree, plan
-        self._left: list[Record] = [*plan.records, *([] if plan.point is None else [plan.point])]
+        self._left: list[Record] = [*plan.records, *plan.points]
         self._held = list(self._left)
         self._end = plan.path[-1]
         self._ranges = RangeReader(state, shared, plan, np.concatenate([n.tokens for n in self._end.path()]))
+        self._points = PointReader(state, shared, self._end, plan.point)
         self._read_bytes = 0
         self._seconds = 0.0
         self.done = False
@@ -144,14 +145,14 @@ class Restore:
 
     def _begin_reading(self) -> concurrent.futures.Future[Loaded] | None:
         """Have the next record read on another thread. None if the step itself must read it, or fail to."""
-        if self.done or self._left[0] is self._plan.point:
+        if self.done or self._left[0] in self._plan.points:
             return None
         with contextlib.suppress(BudgetError, RuntimeError, MemoryError):
             self._ranges.prepare(self._ranges_left())
         return self._ranges.loading
 
     def _ranges_left(self) -> list[Record]:
-        return [r for r in self._left if r is not self._plan.point]
+        return [r for r in self._left if r not in self._plan.points]
 
     def _step(self) -> bool:
         if self.done:
@@ -194,13 +195,11 @@ class Restore:
         self._seconds += time.perf_counter() - began
 
     def _take(self, record: Record) -> None:
-        if record is not self._plan.point:
+        if record not in self._plan.points:
             self._ranges.take(record, self._ranges_left())
             return
-        kept = read_point(
-            self._state, self._shared, record, self._end, direct=self._ranges.direct, is_done=lambda: self.done
-        )
-        if kept and not self._plan.records:
+        kept = self._points.read(record, direct=self._ranges.direct, is_done=lambda: self.done)
+        if kept and record is self._plan.point and not self._plan.records:
             self.tokens += self._plan.saves
 
     def finish(self) -> None:
@@ -221,6 +220,7 @@ class Restore:
     def _release(self) -> None:
         self._state.restores.discard(self)
         self._ranges.release()
+        self._points.release()
         for record in self._held:
             record.pins -= 1
         for node in self._end.path():

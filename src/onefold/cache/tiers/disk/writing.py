@@ -62,6 +62,8 @@ class Job(NamedTuple):
     """Where a range lies; None if it has no bytes, or is a checkpoint."""
     lo: int
     checkpoint: Checkpoint | None = None
+    since: int = 0
+    """Where the entries of a checkpoint's windows begin, at the earliest."""
 
 
 class Staged(NamedTuple):
@@ -245,7 +247,7 @@ class Writer:
         """Copy a record out. Raises RuntimeError, among others, if the arrays are not computed yet; then the place is
         free again."""
         if job.slab is None:
-            arrays = {} if job.checkpoint is None else job.checkpoint.arrays()
+            arrays = {} if job.checkpoint is None else job.checkpoint.arrays(job.since)
             return Staged(job, Payload(arrays.values(), self._piece_bytes, direct=self._direct), None)
         n = len(job.content.tokens)
         copied = False

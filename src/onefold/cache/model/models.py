@@ -30,9 +30,10 @@ class Models:
         """Empty layers, for `can_restore`; never changed."""
         self._leaves = [leaf for a in anatomies for leaf in a.leaves if leaf.used]
         """The leaves in the order of a checkpoint's snapshots."""
-        self.window = 0 if self.recurrent else max((leaf.window for leaf in self._leaves), default=0)
-        """The most entries of a window whose snapshots share runs; 0 if there is none, or a recurrent layer too."""
         self.bounds = [a.bound.max_size for a in anatomies if a.bound is not None]
+        whole = self.recurrent or bool(self.bounds)
+        self.window = 0 if whole else max((leaf.window for leaf in self._leaves), default=0)
+        """The most entries of a window whose snapshots share runs; 0 if there is none, or other states or a bound."""
 
     def accepts(self, store: Store, snapshots: Sequence[Any], position: int) -> bool:
         """Whether layers of these models accept these snapshots, clamped to `position`; None is no snapshot."""

@@ -199,7 +199,7 @@ class Hold:
     def shares_windows(self) -> bool:
         """Whether all state outside of the track is windows whose snapshots share runs."""
         outside = [x for x in self.leaves if not x.in_track]
-        return bool(outside) and all(x.shares_runs for x in outside)
+        return bool(outside) and self.state.model.window > 0 and all(x.shares_runs for x in outside)
 
     def snapshots(self, run: Run) -> list[Any]:
         """Returns a snapshot of every leaf; None where its state lies in the track. What windows do not share is copied

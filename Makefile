@@ -20,7 +20,7 @@ OTHERS   := $(filter-out $(patsubst cuda%,mlx-cuda-%,$(BACKEND:cpu=mlx-cpu)),$(P
 CLIENTS  := .clients
 PIP      := $(PY) -m pip --disable-pip-version-check --quiet
 
-.PHONY: help setup doctor lint types test test-all test-system dist demo models bench-core bench-dropin bench-serve bench-latency bench-disk bench-traces soak \
+.PHONY: help setup doctor lint types test test-all test-system dist demo models bench-core bench-dropin bench-serve bench-latency bench-disk bench-traces bench-turns soak \
 	mac-check torture mutants problems schemas clients agents clean
 
 help: ## List the targets.
@@ -79,6 +79,9 @@ bench-latency: setup ## Measure who waits for whom: streams, a long prompt, newc
 
 bench-disk: setup ## Run the disk benchmark: a restart against a cold prefill, and what writing costs.
 	$(PY) benchmarks/disk.py
+
+bench-turns: setup ## Run the benchmark of turns: what each writes to disk, and what can be resumed, by kind of model.
+	$(PY) benchmarks/turns.py $(ARGS)
 
 bench-traces: setup ## Replay the requests of TRACE, a file that docs/eviction.md describes: what is found in the cache; ARGS for options.
 	$(PY) benchmarks/traces.py $(TRACE) $(ARGS)

@@ -215,7 +215,7 @@ def b4_real_state() -> Shown:
         stock_bytes += active() - base
         del stock
         expected = [cold(model, prompt, 6) for prompt in prompts]
-        base, at = active(), list[int]()
+        base = active()
         with onefold.PrefixCache(model, "256MB", min_checkpoint_tokens=16) as cache:
             for end in ends:
                 right = ask(cache, model, end[:-24], 24)[1] == end and right
@@ -224,16 +224,15 @@ def b4_real_state() -> Shown:
                 lease, told = ask(cache, model, prompt, 6)
                 right = right and told[len(prompt) :] == answer and lease.cached > 0
                 asked, reused = asked + lease.matched, reused + lease.cached
-                at.append(lease.cached)
             cache.check()
         with tempfile.TemporaryDirectory() as folder:
             with on_disk(model, folder, "256MB", min_checkpoint_tokens=16) as cache:
                 for end in ends:
                     ask(cache, model, end[:-24], 24)
-            for prompt, answer, cached in zip(prompts, expected, at, strict=True):  # a restart before each
+            for prompt, answer in zip(prompts, expected, strict=True):  # a restart before each
                 with on_disk(model, folder, "256MB", min_checkpoint_tokens=16) as cache:
                     lease, told = ask(cache, model, prompt, 6)
-                    right = right and told[len(prompt) :] == answer and lease.cached == lease.restored == cached
+                    right = right and told[len(prompt) :] == answer and lease.cached == lease.restored > 0
                     from_disk += lease.restored
                     cache.check()
     return Shown(
@@ -241,5 +240,5 @@ def b4_real_state() -> Shown:
         "tokens put back / known, bytes held; with a restart before each request, from disk",
         f"{reused / asked:.0%}, {n_bytes / 1e6:.1f} MB; {from_disk / asked:.0%}",
         f"{stock_reused / asked:.0%}, {stock_bytes / 1e6:.1f} MB",
-        right and reused / asked > 0.9,
+        right and min(reused, from_disk) / asked > 0.9,
     )

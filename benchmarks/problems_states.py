@@ -30,6 +30,7 @@ from problems_driving import (
 )
 from shapes import hybrid_model, llama_model
 
+from onefold.cache.memory.checkpoints import DISK_PER_PATH
 from onefold.cache.model.kinds.base import Snapshot
 from onefold.cache.model.kinds.recurrent import RecurrentLayer
 from onefold.cache.model.kinds.rotating import RotatingLayer
@@ -41,7 +42,7 @@ def open_snapshots() -> int:
 
 
 def b5_snapshots() -> Shown:
-    model, leaves, turns = hybrid_model(layers=4), 3, 8
+    model, leaves, turns = hybrid_model(layers=4), 3, 20
     base, before = active(), open_snapshots()
     with onefold.PrefixCache(model, "256MB") as cache:
         for i in range(20):  # too short to be worth a state
@@ -74,9 +75,9 @@ def b5_snapshots() -> Shown:
         known = stock.ask(known, 4) + words(70, i)
     states = sum(type(c).__name__ == "ArraysCache" for entry in _entries(stock.lru) for c in entry)
     ok = (
-        none == 0 and flat < 4096 and stats.checkpoints <= 4 and alive == leaves * stats.checkpoints
+        none == 0 and flat < 4096 and stats.checkpoints <= 2 * turns and alive == leaves * stats.checkpoints
         and after_cancel == 0 and at_close == 0 and abs(real - counted) <= 0.01 * real
-        and 0 < left <= on_path <= 4 < len(seen) and counted_files
+        and 0 < left <= on_path <= DISK_PER_PATH < len(seen) and counted_files
     )  # fmt: skip
     return Shown(
         f"hybrid model, {turns} turns: layer states held ({stats.checkpoints} checkpoints of {leaves}); "

@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 import xxhash
+from disk_caches import opened as opened_on
+from disk_caches import turn
 from fake import FakeModel, Session, text
 from terminal import environment, on_terminal
 
@@ -896,12 +898,18 @@ def test_mlx_is_not_needed(folder) -> None:
 # -- the format, in words ----------------------------------------------------------------------------
 
 
-def test_the_reader_in_the_docs_reads_every_record(folder) -> None:
+def test_the_reader_in_the_docs_reads_every_record(folder, tmp_path) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```$", DOCS.read_text(), re.MULTILINE | re.DOTALL)
-    for path in records(folder)[::4]:
+    model, said = FakeModel(("full", "rotating")), text(60)
+    with opened_on(model, tmp_path / "windows", disk_mode="through") as cache:
+        for i in range(3):
+            said = turn(model, cache, [*said, i])
+            assert cache.flush(20)
+    parted = [p for p in records(tmp_path / "windows") if ".3-" in p.name]
+    for path, format in [*((p, 2) for p in records(folder)[::4]), *((p, 3) for p in parted[:1])]:
         done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
-        said = done.stdout.splitlines()
-        assert done.returncode == 0 and said[-1] == "address    agrees" and said[0] == "onefold    2"
+        lines = done.stdout.splitlines()
+        assert done.returncode == 0 and lines[-1] == "address    agrees" and lines[0] == f"onefold    {format}"
 
 
 def test_namespaces_and_checksums_are_as_the_docs_say(folder) -> None:

@@ -732,7 +732,9 @@ def test_many_tools_are_offered_without_their_schemas_rather_than_refused():
 
 def test_a_grammar_that_took_too_long_once_is_tried_again(monkeypatch):
     with Engine(*speaker(), budget="64MB") as engine:
+        real = trial._Child.ask
         monkeypatch.setattr(trial, "MOST_SECONDS", 0.0)
+        monkeypatch.setattr(trial._Child, "ask", lambda *given: real(*given) if given[-1] else None)
         with pytest.raises(PromptError, match="to compile"):
             ask(engine, shaped({"enum": ["k", "l"]}))
         monkeypatch.undo()

@@ -524,14 +524,16 @@ def test_a_hundred_short_requests_on_a_hybrid_model_leave_memory_flat():
         cache.check()
 
 
-def test_checkpoints_are_few_and_linear_in_the_conversation():
+@pytest.mark.parametrize(("budget", "all_stay"), [("64MB", True), ("1500kB", False)])
+def test_checkpoints_are_bounded_by_their_bytes_and_not_by_a_count(budget, all_stay):
     model = tiny("qwen3_next")
-    with onefold.PrefixCache(model, "64MB", min_checkpoint_tokens=1) as cache:
+    with onefold.PrefixCache(model, budget, min_checkpoint_tokens=1) as cache:
         known = words(20)
-        for i in range(12):
+        for i in range(24):
             _, known = turn(cache, model, known + words(4, seed=i), n=1)
-        stats = cache.stats()
-        assert stats.checkpoints <= 4
+            stats = cache.stats()
+            assert stats.bytes["checkpoint"] <= stats.budget_bytes // 4
+        assert (stats.checkpoints == 48) == all_stay
         assert stats.stored_tokens == len(known)
 
 

@@ -22,13 +22,13 @@ CACHE = {"": 0, "request": 1, "model": 2, "tiers": 2, "memory": 3}
 WRITERS = {
     "Hold": {
         "cache/leasing.py": {"from_disk", "reason"},
-        "cache/request/opening.py": {"cached", "checkpoint", "matched", "node", "reason", "unreserved"},
+        "cache/request/opening.py": {"cached", "matched", "node", "reason", "unreserved"},
         "cache/request/forward.py": {"chunk", "rewound", "rotated_at", "unreserved"},
         "cache/request/watcher.py": {"given_up", "running", "unscheduled"},
         "cache/request/stepping.py": {"running", "unscheduled"},
         "cache/request/usage.py": {"thread", "unscheduled"},
         "cache/request/lease.py": {"target"},
-        "cache/request/closing.py": {"checkpoint", "closed", "node", "taken", "uncached"},
+        "cache/request/closing.py": {"closed", "node", "taken", "uncached"},
     },
     "CacheState": {
         "cache/prefix_cache.py": {"min_checkpoint_tokens", "water"},

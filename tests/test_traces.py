@@ -249,8 +249,8 @@ def test_models_that_cannot_be_cut_keep_few_checkpoints_at_any_time(
 
     monkeypatch.setattr(closing, "thin_taken", counted)
     requests = trace_files.load(written(tmp_path / "t.jsonl", turns(3, 1000, 20, 10.0)), users=1)
-    made = replay(requests, 100_000, sizes=trace_cache.hybrid())
-    assert most == PER_PATH  # of seven that a prompt of 64,000 tokens wants
+    made = replay(requests, 85_000, sizes=trace_cache.hybrid())
+    assert most == PER_PATH  # of seven that a prompt of 64,000 tokens wants, where memory is short
     assert made.counts["found"] >= sum(r.n_tokens - 2 for r in requests[:-1])
 
 

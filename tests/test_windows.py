@@ -12,6 +12,7 @@ from disk_caches import files, flip, opened, turn
 from fake import WINDOW, FakeModel, Session, settled, text
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
+from test_disk_unread import unreadable
 from tiny import tiny
 
 from onefold import PrefixCache
@@ -86,8 +87,12 @@ def test_what_is_mostly_out_of_the_window_is_not_shared() -> None:
     assert shared(known, 5, 15) == known
     assert shared(known, 6, 16) == known[1:]
     assert shared(known, 12, 22) == () == shared(known, 2, 11)
+    third = Run(ledger.open(Purpose.CHECKPOINT, 0))
+    known = (*known, third.add([mx.zeros(1)] * 2, 12, 13))
+    second.close()
+    assert shared(known, 5, 15) == known[:1]  # the longer part of what is left
     first.close()
-    assert shared(known, 5, 15) == () and shared(known, 10, 20) == known[1:]
+    assert shared(known, 5, 15) == known[2:] == shared(known, 10, 20)
 
 
 def test_a_window_of_too_many_runs_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +118,8 @@ def test_restoring_shared_windows_allocates_nothing() -> None:
         settled(cache)
 
 
-def test_a_rewind_below_a_checkpoint_ends_its_sharing() -> None:
+@pytest.mark.parametrize("back", [1, 4])
+def test_a_rewind_below_a_checkpoint_ends_its_sharing(back: int) -> None:
     """The entries before it are written again, with other tokens."""
     model, prompt = FakeModel(("full", "rotating")), text(WINDOW - 6, 1)
     with PrefixCache(model, budget=40_000_000) as cache:
@@ -122,14 +128,56 @@ def test_a_rewind_below_a_checkpoint_ends_its_sharing() -> None:
         assert session.cached == len(known)
         session.prefill()
         for layer in (*session.lease.layers, *session.stock):
-            layer.trim(5)
-        session.tokens = session.tokens[:-5]
-        session.feed([other(t) for t in known[-4:]])
+            layer.trim(back + 1)
+        session.tokens = session.tokens[: -back - 1]
+        session.feed([other(t) for t in known[-back:]])
         session.feed([3, 4])
         changed = session.commit()
         again = Session(model, cache, [*changed, 9])
         assert again.cached > 0
         again.prefill().commit()
+
+
+@pytest.mark.parametrize("kinds", [("full", "rotating"), ("full", "recurrent")], ids="+".join)
+def test_a_checkpoint_leaves_no_account_behind(kinds: tuple[str, ...]) -> None:
+    model, known = FakeModel(kinds), text(2 * WINDOW, 1)
+    with PrefixCache(model, budget=40_000_000, min_checkpoint_tokens=1) as cache:
+        before = len(cache.state.ledger._accounts)
+        for i in range(3):
+            known = turn(model, cache, [*known, *text(3, i)])
+        cache.clear()
+        assert len(cache.state.ledger._accounts) == before
+
+
+def test_a_checkpoint_that_drops_what_it_would_share_keeps_to_the_share() -> None:
+    """Room for it is made by dropping an earlier one of the same request, whose run it would have shared."""
+    model = FakeModel(("rotating",) * 8, dim=256)
+    for budget in range(4_600_000, 5_200_000, 50_000):
+        with PrefixCache(model, budget=budget, min_checkpoint_tokens=1) as cache:
+            pinned = cache.pin(Session(model, cache, text(20, 9)).prefill(31).commit())
+            known = Session(model, cache, text(20, 1)).prefill(31).commit()
+            places = [len(known) + i for i in (3, 6, 9, 12)]
+            session = Session(model, cache, [*known, *text(14, 2)], checkpoints=places)
+            while len(session.tokens) < len(session.prompt):
+                session.prefill(3, upto=min(len(session.prompt), len(session.tokens) + 3))
+                assert cache.stats().bytes["checkpoint"] <= budget // 4
+            session.commit()
+            pinned.release()
+
+
+def test_reading_the_keys_of_a_restored_layer_keeps_nothing() -> None:
+    model, known = FakeModel(("full", "rotating"), dim=256), text(2 * WINDOW, 1)
+    with PrefixCache(model, budget=40_000_000) as cache:
+        known = turn(model, cache, [*turn(model, cache, known), *text(2)], 1)
+        session = Session(model, cache, [*known, 5])
+        before = mx.get_active_memory()
+        keys = session.lease.layers[1].keys
+        mx.eval(keys)
+        assert mx.get_active_memory() - before >= keys.nbytes
+        del keys
+        assert mx.get_active_memory() == before
+        assert session.lease.hold.live_point_bytes() == 0
+        session.prefill().commit()
 
 
 # -- a walk -------------------------------------------------------------------------------------
@@ -203,7 +251,7 @@ def test_a_turn_writes_each_token_once(kinds: tuple[str, ...], new: int, tmp_pat
         window = cache.state.model.window
         known = turn(model, cache, known)
         assert cache.flush(20)
-        per_token = payload(point_files(tmp_path)) / (window + 4)  # at the prompt's end, and four tokens further
+        per_token = payload(point_files(tmp_path)) / window  # the first turn has one, whole
         for i in range(6):
             before, there = len(known), files(tmp_path)
             known = turn(model, cache, [*known, *text(new, i + 3)])
@@ -211,7 +259,7 @@ def test_a_turn_writes_each_token_once(kinds: tuple[str, ...], new: int, tmp_pat
             written = [p for p in files(tmp_path) if p not in there]
             tokens = len(known) - before
             full = cache.state.store.token_bytes * tokens
-            expected = full + per_token * min(tokens, window + 4)
+            expected = full + per_token * min(tokens, window)
             assert payload(written) <= 1.1 * expected + 4 * tokens
     with opened(model, tmp_path) as cache:
         assert Session(model, cache, [*known, 1]).prefill().cached == len(known)
@@ -268,6 +316,32 @@ def test_a_point_without_a_link_is_not_there(how: str, tmp_path: Path, monkeypat
     with opened(model, tmp_path) as cache:
         assert Session(model, cache, [*known, 5]).prefill().cached == len(known)
         assert Session(model, cache, [*ends[0], 5]).prefill().cached == len(ends[0])
+
+
+def test_what_was_read_of_a_damaged_chain_is_freed(tmp_path: Path) -> None:
+    model = FakeModel(("full", "rotating"))
+    ends = conversation(model, tmp_path, 4)
+    last = chain(tmp_path)[-1]
+    flip(last, last.stat().st_size - 3)
+    with opened(model, tmp_path) as cache:
+        session = Session(model, cache, [*ends[-1], 5])
+        assert session.cached < len(ends[-1])
+        session.cancel()
+        cache.clear(disk=False)
+        assert cache.stats().bytes["checkpoint"] == 0
+
+
+def test_points_wait_for_a_link_that_cannot_be_read_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeModel(("full", "rotating"))
+    ends = conversation(model, tmp_path, 4)
+    link, before = chain(tmp_path)[-2], files(tmp_path)
+    with unreadable(monkeypatch, {link.name}), opened(model, tmp_path) as cache:
+        session = Session(model, cache, [*ends[-1], 5])
+        assert session.cached < len(ends[-1])
+        session.cancel()
+        assert files(tmp_path) == before  # the last point waits for its link
+    with opened(model, tmp_path) as cache:
+        assert Session(model, cache, [*ends[-1], 5]).cached == len(ends[-1])
 
 
 def test_killed_between_two_points(tmp_path: Path) -> None:

@@ -4,16 +4,19 @@
   be clamped to any earlier point; a recurrent state cannot.
 - Windows that overlap share their bytes: the snapshots of two checkpoints refer to the same runs (`runs.py`), each of
   which is counted once.
-- At most `PER_PATH` stay on a path: the deepest first, then points where the tree branches, then those whose loss would
-  cost the most tokens. So a grid becomes sparser towards the start; but not by much, because what lies between two of
-  them is evicted as a whole (docs/eviction.md).
+- In memory they are bounded by their bytes, and while these are free all of them stay. When bytes are short, those go
+  first that are surplus: more than `PER_PATH` on a path. The deepest stays, then points where the tree branches, then
+  those whose loss would cost the most tokens. So they become sparser towards the start; but not by much, because what
+  lies between two of them is evicted as a whole (docs/eviction.md).
+- On disk at most `DISK_PER_PATH` stay on a path, by the same order, and the last `DISK_RECENT` of them; and all whose
+  windows continue each other's, which take no more bytes than the tokens between them.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -25,6 +28,8 @@ from onefold.cache.memory.runs import Run
 from onefold.cache.memory.tree import Node
 
 PER_PATH = 4
+DISK_PER_PATH, DISK_RECENT = 16, 8
+"""On disk so many stay on a path, and the last few of them whatever their distance."""
 POINTS_SHARE = 4
 """Checkpoints have a quarter of the budget."""
 GRID = 8192
@@ -33,7 +38,17 @@ GRID = 8192
 class Checkpoint:
     """One snapshot for each leaf; None where the leaf's state lies in the path's segments."""
 
-    __slots__ = ("_closing", "_holders", "account", "is_complete", "n_arrays", "position", "runs", "snapshots")
+    __slots__ = (
+        "_closing",
+        "_holders",
+        "account",
+        "is_complete",
+        "n_arrays",
+        "passing",
+        "position",
+        "runs",
+        "snapshots",
+    )
 
     def __init__(self, position: int, snapshots: list[Any], account: Account, *, is_complete: bool) -> None:
         self.position = position
@@ -41,6 +56,9 @@ class Checkpoint:
         self.account = account
         self.is_complete = is_complete
         """Every leaf has its snapshot here, and none needs the path's segments."""
+        self.passing = False
+        """It lies in the middle of a turn whose end has one, and only memory keeps it: states are large, and on disk
+        there is at most one a turn."""
         self.runs: tuple[Run, ...] = tuple(dict.fromkeys(run for s in snapshots if s is not None for run in s.runs))
         """The KV of windows that it shares with other checkpoints."""
         for run in self.runs:
@@ -72,8 +90,12 @@ class Checkpoint:
         return {id(a) for s in self.snapshots if s is not None and not s.runs for a in s.arrays if a is not None}
 
     def hold(self) -> None:
-        """Keep its bytes, and count them, until `release`: the tier is writing it."""
+        """Keep its bytes, and count them, until `release`: the tier is writing it, or a lease was restored from it."""
         self._holders += 1
+
+    @property
+    def is_held(self) -> bool:
+        return self._holders > 0
 
     def release(self) -> None:
         self._holders -= 1
@@ -139,10 +161,16 @@ class Place(NamedTuple):
     """Another conversation branches off here."""
 
 
-def surplus(places: list[Place], limit: int = PER_PATH) -> list[int]:
-    """Returns the positions of the checkpoints to drop, for a path whose checkpoints are `places` (shallow to deep)."""
-    kept, dropped = sorted(places), list[int]()
-    while len(kept) > limit:
+def surplus(places: list[Place], limit: int = PER_PATH, recent: int = 1) -> list[int]:
+    """Returns the positions of the checkpoints to drop, the first to be dropped first, for a path whose checkpoints are
+    `places`. The last `recent` of them stay."""
+    return list(_dropped(places, limit, recent))
+
+
+def _dropped(places: list[Place], limit: int, recent: int) -> Iterator[int]:
+    """Yields these positions. Each takes time in proportion to the path's checkpoints."""
+    kept = sorted(places)
+    while len(kept) > max(limit, recent):
         end = kept[-1].position
 
         def worth(i: int, kept: list[Place] = kept, end: int = end) -> tuple[bool, float]:
@@ -150,20 +178,47 @@ def surplus(places: list[Place], limit: int = PER_PATH) -> list[int]:
             lost = kept[i].position - before  # tokens to prefill again if this one is dropped
             return kept[i].branches, lost / (end - kept[i].position + GRID)
 
-        victim = min(range(len(kept) - 1), key=worth)
-        dropped.append(kept.pop(victim).position)
-    return dropped
+        yield kept.pop(min(range(len(kept) - recent), key=worth)).position
 
 
-def superfluous(held: list[Node]) -> list[Node]:
-    """Returns the nodes whose checkpoint is to be dropped. `held` are the nodes of a path that have one."""
-    dropped = set(surplus([Place(n.end, len(n.children) > 1) for n in held]))
-    return [n for n in held if n.end in dropped]
+def superfluous(held: list[Node], limit: int = PER_PATH, recent: int = 1) -> Iterator[Node]:
+    """Yields the nodes whose checkpoint is to be dropped, the first to be dropped first. `held` are the nodes of a path
+    that have one."""
+    nodes = {n.end: n for n in held}
+    for end in _dropped([Place(n.end, len(n.children) > 1) for n in held], limit, recent):
+        yield nodes[end]
+
+
+def conversation(node: Node) -> list[Node]:
+    """Returns the nodes of its path, and those below it up to where others branch off."""
+    end = node
+    while len(end.children) == 1:
+        (end,) = end.children.values()
+    return list(end.path())
+
+
+def missed_least(node: Node) -> Node:
+    """Returns the node, of the conversation of this one, whose checkpoint is missed least of those that may be dropped.
+    `node` has one that may be; it is the answer if no deeper checkpoint replaces it: then others of its path are
+    shared, or are used more."""
+    if not _is_replaced(node):
+        return node
+    held = [n for n in conversation(node) if n.checkpoint is not None]
+    return next((n for n in superfluous(held, limit=1) if may_drop(n) and _is_replaced(n)), node)
+
+
+def may_drop(node: Node) -> bool:
+    """Whether the node has a checkpoint that may be dropped: nothing holds the node, or only leases do that were not
+    restored from it, and a deeper one replaces it."""
+    if node.checkpoint is None:
+        return False
+    return node.idle or (not node.pins and not node.checkpoint.is_held and _is_replaced(node))
 
 
 class _Counted(NamedTuple):
     """What a node's checkpoint was counted as."""
 
+    checkpoint: Any
     n_bytes: int
     n_arrays: int
     runs: tuple[tuple[Run, int, int], ...]
@@ -172,12 +227,12 @@ class _Counted(NamedTuple):
 
 def _counted(checkpoint: Any) -> _Counted:
     runs = tuple((run, run.account.bytes, len(run.arrays)) for run in checkpoint.runs)
-    return _Counted(checkpoint.account.bytes, checkpoint.n_arrays, runs)
+    return _Counted(checkpoint, checkpoint.account.bytes, checkpoint.n_arrays, runs)
 
 
 class Points:
-    """The nodes that have a checkpoint, in the order in which checkpoints are dropped when their share of the budget is
-    used up: first those that a deeper one replaces, then the least recently used. A watch of the trees, like
+    """The nodes that have a checkpoint, in the order in which conversations lose one when their share of the budget is
+    used up: first those where a deeper one replaces it, then the least recently used. A watch of the trees, like
     `eviction.Leaves`."""
 
     def __init__(self) -> None:
@@ -189,25 +244,39 @@ class Points:
         self._runs: Counter[Run] = Counter()
         """How many of these checkpoints refer to each run."""
         self._order: Ranking[Node] = Ranking()
+        self.crowded: dict[Node, None] = {}
+        """The ends of paths with surplus checkpoints, those that were committed first before the others."""
+
+    def crowd(self, end: Node) -> None:
+        """Note whether the path that ends at this node has surplus checkpoints."""
+        held = 0
+        for node in end.path():
+            held += node.checkpoint is not None
+            self.crowded.pop(node, None)
+        if held > PER_PATH:
+            self.crowded[end] = None
 
     def changed(self, node: Node) -> None:
+        if node.parent is None:
+            self.crowded.pop(node, None)
         checkpoint = node.checkpoint if node.parent is not None else None
-        there, known = checkpoint is not None, node in self._held
-        if not there and not known:
-            return
-        if known:
-            self._count(self._held.pop(node), -1)
+        held = self._held.get(node)
+        counted = None if held is None else held.checkpoint
+        if checkpoint is not counted:
+            if held is not None:
+                self._count(self._held.pop(node), -1)
+            if checkpoint is not None:
+                self._held[node] = _counted(checkpoint)
+                self._count(self._held[node], 1)
         if checkpoint is not None:
-            self._held[node] = _counted(checkpoint)
-            self._count(self._held[node], 1)
             self._order.place(node, _drop_rank(node))
-        else:
+        elif counted is not None:
             self._order.remove(node)
-        if there != known and node.parent is not None:
+        if (checkpoint is None) != (counted is None) and node.parent is not None:
             self.branched(node.parent)
 
     def _count(self, counted: _Counted, sign: int) -> None:
-        n_bytes, n_arrays, runs = counted
+        _, n_bytes, n_arrays, runs = counted
         for run, run_bytes, run_arrays in runs:
             self._runs[run] += sign
             if self._runs[run] == (1 if sign > 0 else 0):

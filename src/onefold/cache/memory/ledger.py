@@ -117,6 +117,12 @@ class Ledger:
     def free_bytes(self) -> int:
         return self._budget - self.used_bytes
 
+    def bytes_for(self, purpose: Purpose) -> int:
+        """Returns the bytes that are reserved for this purpose."""
+        with self._lock:
+            self._close_ended()
+            return self._by_purpose[purpose]
+
     def by_purpose(self) -> dict[str, int]:
         with self._lock:
             self._close_ended()

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 
 from onefold.cache.memory import eviction
-from onefold.cache.memory.checkpoints import Checkpoint, Points, superfluous
+from onefold.cache.memory.checkpoints import Checkpoint, Points
 from onefold.cache.memory.payloads import Node, Tree
 from onefold.cache.memory.pieces import Piece
 from onefold.cache.memory.segment import Slab, Span, Store
@@ -142,12 +142,6 @@ class NodeStore:
             return False
         node.checkpoint = checkpoint
         return True
-
-    def thin(self, node: Node) -> None:
-        """Drop the surplus checkpoints of the path that ends at `node`, in memory. The tier drops its own only after it
-        has written a new one: after a crash there must be the old one or the new one."""
-        for n in superfluous([n for n in node.path() if n.checkpoint is not None]):
-            self.drop_checkpoint(n)
 
     def drop_checkpoint(self, node: Node) -> None:
         if node.checkpoint is not None:

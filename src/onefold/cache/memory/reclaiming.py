@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 
 from onefold.cache.memory import eviction
-from onefold.cache.memory.checkpoints import POINTS_SHARE
-from onefold.cache.memory.ledger import Ledger
+from onefold.cache.memory.checkpoints import POINTS_SHARE, may_drop, missed_least, superfluous
+from onefold.cache.memory.ledger import Ledger, Purpose
 from onefold.cache.memory.lock import CacheLock, Work
 from onefold.cache.memory.nodes import NodeStore
 from onefold.cache.memory.payloads import Node
@@ -51,30 +51,58 @@ class Reclaiming:
         return self._lock.run_held(self.admitting_checkpoint(n_bytes))
 
     def admitting_checkpoint(self, n_bytes: int) -> Work[bool]:
-        """Make room for a checkpoint in the checkpoints' share of the budget, by dropping others: first those that a
-        deeper one replaces, then the least recently used. A dirty one is written first. Returns False if there is no
-        room."""
+        """Make room for a checkpoint in the checkpoints' share of the budget, by dropping others: first surplus ones,
+        then those that a deeper one replaces, in the conversation that was used least recently, and there the one that
+        is missed least. A dirty one is written first. Returns False if there is no room."""
         limit = self._ledger.budget_bytes // POINTS_SHARE
-        if n_bytes > limit:
-            return False
-        until = time.monotonic() + PATIENCE / 4
+        of_requests = self._ledger.bytes_for(Purpose.CHECKPOINT) - self._nodes.points.bytes
+        if of_requests + n_bytes > limit:
+            return False  # dropping all others would not help
+        points, until = self._nodes.points, time.monotonic() + PATIENCE / 4
+
+        def exceeds() -> bool:  # open requests have checkpoints, too, that are not in the trees yet
+            return self._ledger.bytes_for(Purpose.CHECKPOINT) + n_bytes > limit
+
+        yield from self._thinning(exceeds, until, self._nodes.now())
         try:
-            while self._nodes.points.bytes + n_bytes > limit and (node := self._nodes.points.pop()) is not None:
-                if not node.idle:
-                    self._nodes.points.pass_over(node)
-                    continue
-                if self._nodes.tier is not None:
-                    self._nodes.points.changed(node)  # back in the order, for other threads, while it is written
-                    saved = yield from self._nodes.tier.saving(node, until)
-                    if not node.idle or node.checkpoint is None:
-                        continue
-                    if not saved:
-                        self._nodes.tier.count_lost(node)
-                self._nodes.drop_checkpoint(node)
-                yield 0.0
+            while exceeds() and (node := points.pop()) is not None:
+                if may_drop(node):
+                    points.changed(node)  # back in the order, for other threads
+                    yield from self._dropping_checkpoint(missed_least(node), until)
+                else:
+                    points.pass_over(node)
         finally:
-            self._nodes.points.put_back()
-        return self._nodes.points.bytes + n_bytes <= limit
+            points.put_back()
+        return not exceeds()
+
+    def _thinning(self, is_short: Callable[[], bool], until: float, last: float) -> Work[None]:
+        """Drop surplus checkpoints of paths that were used no later than `last`, while bytes are short. Dirty ones are
+        written first, until then; with 0 they stay."""
+        points, tier = self._nodes.points, self._nodes.tier
+        for end in list(points.crowded):
+            if not is_short():
+                return
+            yield 0.0
+            if end.parent is None or end not in points.crowded or end.last_use > last:
+                continue
+            for node in superfluous([n for n in end.path() if n.checkpoint is not None]):
+                if not is_short():
+                    return
+                if may_drop(node) and (until or tier is None or tier.is_clean(node)):
+                    yield from self._dropping_checkpoint(node, until)
+            if end.parent is not None:
+                points.crowd(end)
+
+    def _dropping_checkpoint(self, node: Node, until: float) -> Work[None]:
+        """Drop a checkpoint; a dirty one is written first. Keeps it if it is needed by then."""
+        if self._nodes.tier is not None:
+            saved = yield from self._nodes.tier.saving(node, until)
+            if node.parent is None or not may_drop(node):
+                return
+            if not saved:
+                self._nodes.tier.count_lost(node)
+        self._nodes.drop_checkpoint(node)
+        yield 0.0
 
     def frees(self, node: Node) -> int:
         """Returns how many bytes evicting this leaf would really free."""
@@ -153,8 +181,10 @@ class Reclaiming:
         return (room - sum(s.capacity - s.owned for s in self._store.busy)) * self._store.token_bytes
 
     def _giving_up(self, goal: int, patience: float, until: float, last: float) -> Work[None]:
-        """Evict nodes that were used no later than `last`, until no more than `goal` bytes are used: clean ones first,
-        then the rest."""
+        """Evict nodes that were used no later than `last`, until no more than `goal` bytes are used: surplus
+        checkpoints first, then clean nodes, then the rest."""
+        if self._needs_checkpoints:
+            yield from self._thinning(lambda: self._ledger.used_bytes > goal, until if patience else 0.0, last)
         if self._nodes.tier is not None:
             yield from self._evicting_down_to(goal, self._nodes.tier.is_clean, 0.0, last)
         if self._nodes.tier is None or patience:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -73,12 +74,14 @@ class Stretch(NamedTuple):
 
 
 def shared(stretches: tuple[Stretch, ...], begin: int, end: int) -> tuple[Stretch, ...]:
-    """Returns those of a window's stretches that one of [begin, end) shares: none if one of them is closed, if there
-    would be too many, or if they end behind `end`. A stretch of which less than half is still needed is left out, so
-    that it can be freed."""
-    if not stretches or stretches[-1].end > end or any(s.run.is_closed for s in stretches if s.end > begin):
+    """Returns those of a window's stretches that one of [begin, end) shares: the most tokens in a row of which no run
+    is closed. None if there would be too many, or if they end behind `end`. A stretch of which less than half is still
+    needed is left out, so that it can be freed."""
+    if not stretches or stretches[-1].end > end:
         return ()
-    kept = tuple(s for s in stretches if s.end > begin)
+    needed = [s for s in stretches if s.end > begin]
+    groups = [tuple(found) for closed, found in itertools.groupby(needed, lambda s: s.run.is_closed) if not closed]
+    kept = max(groups, key=lambda found: found[-1].end - found[0].start, default=())
     if kept and 2 * (kept[0].end - max(begin, kept[0].start)) < kept[0].end - kept[0].start:
         kept = kept[1:]
     return kept if len(kept) + 2 <= MOST else ()

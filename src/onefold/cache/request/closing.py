@@ -11,8 +11,8 @@ import logging
 import math
 
 from onefold.cache.memory import device
-from onefold.cache.memory.checkpoints import Checkpoint, Place, surplus
-from onefold.cache.memory.ledger import Purpose
+from onefold.cache.memory.checkpoints import PER_PATH, POINTS_SHARE, Checkpoint, Place, surplus
+from onefold.cache.memory.ledger import Account, Purpose
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.reach import kv_reach
@@ -63,9 +63,26 @@ def cancel(hold: Hold) -> None:
     """Close the lease, and store the part of the prompt that was prefilled, without generated tokens."""
     for watcher in hold.watchers:
         watcher.undo()
-    sound = hold.uniform and not hold.handed.changed
-    keep = min(committing.agreement(hold, hold.tokens), hold.rewound) if sound else 0
-    settle(hold, hold.tokens[:keep], close=True)
+    settle(hold, hold.tokens[: _agreed(hold) if hold.uniform else 0], close=True)
+
+
+def keep_prompt(hold: Hold) -> None:
+    """Store the part of the prompt that was prefilled, and leave the lease open: its layers become rings, and then
+    nothing holds the first tokens any more. Called before the first of them is written in a forward, without the
+    lock. Recurrent layers may be ahead by then, so what is stored ends at a checkpoint."""
+    if hold.is_outside_track:
+        return
+    if hold.state.model.recurrent:
+        keep = min(_agreed(hold), max((c.position for c in hold.taken), default=0))
+    else:
+        keep = _agreed(hold) if hold.uniform else 0
+    if keep:
+        settle(hold, hold.tokens[:keep], close=False)
+
+
+def _agreed(hold: Hold) -> int:
+    """Returns how many tokens of the prompt, from the first on, the layers were fed and hold now."""
+    return 0 if hold.handed.changed else min(committing.agreement(hold, hold.tokens), hold.rewound)
 
 
 def discard(hold: Hold) -> None:
@@ -133,10 +150,25 @@ def _store_work(hold: Hold, tokens: Tokens, *, turn_over: bool) -> None:
             checkpoint.close()  # it needs KV that was freed when the conversation rotated
         elif not nodes.place(tree, kept, checkpoint):
             hold.state.reasons[Reason.CHECKPOINT_THERE] += 1
+    if hold.state.model.recurrent:
+        branched = {hold.matched} if hold.matched < len(hold.tokens) else set()
+        _mark_passing(node, [c for c in taken_here if c.position not in hold.asked | branched])
     nodes.touch(node, turn_over=turn_over)
-    nodes.thin(node)
+    nodes.points.crowd(node)
     if hold.state.tier is not None:
         hold.state.tier.committed(node)
+
+
+def _mark_passing(end: Node, taken: list[Checkpoint]) -> None:
+    """Mark the checkpoints that a request took on its way: not the last, and none before which there is no other that
+    the disk has or will have."""
+    fallback = False
+    held = [n.checkpoint for n in end.path() if n.checkpoint is not None]
+    if end.checkpoint is not None:
+        end.checkpoint.passing = False
+    for checkpoint in held[:-1]:
+        checkpoint.passing = checkpoint.passing or (fallback and checkpoint in taken)
+        fallback = fallback or not checkpoint.passing
 
 
 def count_unfed(hold: Hold) -> None:
@@ -178,15 +210,26 @@ def _take_end(hold: Hold, position: int) -> None:
 
 def make_room_for_checkpoint(hold: Hold, *, gap: int) -> None:
     """Make room for `take_checkpoint`. Called before it, without the lock."""
-    if not _too_short(hold.state, gap):
+    if not _too_short(hold, gap):
         size = _checkpoint_bytes(hold)
         if hold.state.lock.run(hold.state.reclaiming.admitting_checkpoint(size)):
             hold.state.lock.run(hold.state.ledger.granting(Purpose.CHECKPOINT, size))
 
 
-def _too_short(state: CacheState, gap: int) -> bool:
-    """Whether a gap of so few tokens since the last checkpoint is not worth another one."""
-    return state.model.recurrent and gap < state.min_checkpoint_tokens
+def _too_short(hold: Hold, gap: int) -> bool:
+    """Whether a gap of so few tokens since the last checkpoint, or since the start, is not worth another one. Behind a
+    checkpoint it is while bytes are free: people come back to the end of a short turn."""
+    if not hold.state.model.recurrent or gap >= hold.state.min_checkpoint_tokens:
+        return False
+    return not hold.last_checkpoint or not _has_plenty(hold)
+
+
+def _has_plenty(hold: Hold) -> bool:
+    """Whether another checkpoint takes room from nothing: half of the checkpoints' share is free, and an eighth of the
+    budget. Less is free for a moment in a cache that is full, too."""
+    state, size = hold.state, _checkpoint_bytes(hold)
+    held, budget = state.ledger.bytes_for(Purpose.CHECKPOINT), state.ledger.budget_bytes
+    return 2 * (held + size) <= budget // POINTS_SHARE and state.ledger.free_bytes - size >= budget // 8
 
 
 def _checkpoint_bytes(hold: Hold) -> int:
@@ -199,17 +242,11 @@ def _checkpoint_bytes(hold: Hold) -> int:
 def take_checkpoint(hold: Hold, position: int, *, gap: int) -> Checkpoint | None:
     """Returns a checkpoint of the live state. Returns None, and counts the reason, if the gap is too short or there is
     no room. Called with the lock held."""
-    if _too_short(hold.state, gap):
+    if _too_short(hold, gap):
         hold.state.reasons[Reason.TOO_SHORT] += 1
         return None
-    size = _checkpoint_bytes(hold)
-    if not hold.state.reclaiming.admit_checkpoint(size):
-        hold.state.reasons[Reason.CHECKPOINT_TOO_LARGE] += 1
-        return None
-    try:
-        account = hold.state.ledger.open(Purpose.CHECKPOINT, size, "a checkpoint")
-    except BudgetError:
-        hold.state.reasons[Reason.NO_ROOM_FOR_CHECKPOINT] += 1
+    account = _reserve_checkpoint(hold)
+    if account is None:
         return None
     run = Run(hold.state.ledger.open(Purpose.CHECKPOINT, 0, "a run of windows"))
     try:
@@ -222,10 +259,38 @@ def take_checkpoint(hold: Hold, position: int, *, gap: int) -> Checkpoint | None
     return checkpoint
 
 
+def _reserve_checkpoint(hold: Hold) -> Account | None:
+    """Reserve the room of a checkpoint. Returns None, and counts the reason, if there is none. Making room may close
+    runs that it was to share; then it takes more."""
+    size = 0
+    while True:
+        size = max(size, _checkpoint_bytes(hold))
+        if not hold.state.reclaiming.admit_checkpoint(size):
+            if not hold.taken:
+                hold.state.reasons[Reason.CHECKPOINT_TOO_LARGE] += 1
+                return None
+            _drop_taken(hold, limit=len(hold.taken) - 1)  # the newest is needed most
+            continue
+        try:
+            account = hold.state.ledger.open(Purpose.CHECKPOINT, size, "a checkpoint")
+        except BudgetError:
+            hold.state.reasons[Reason.NO_ROOM_FOR_CHECKPOINT] += 1
+            return None
+        if _checkpoint_bytes(hold) <= size:
+            return account
+        account.close()
+
+
 def thin_taken(hold: Hold) -> None:
-    """Drop the surplus of the checkpoints that this request took, as its commit would: until then each of them takes
-    room from stored KV. Called with the lock held."""
-    dropped = surplus([Place(c.position, c.position in hold.asked) for c in hold.taken])
+    """Drop the surplus of the checkpoints that this request took, if they take room from stored KV. Called with the
+    lock held."""
+    if not _has_plenty(hold):
+        _drop_taken(hold, limit=PER_PATH)
+
+
+def _drop_taken(hold: Hold, *, limit: int) -> None:
+    """Drop those checkpoints that this request took which are missed least, until so many are left."""
+    dropped = {*surplus([Place(c.position, c.position in hold.asked) for c in hold.taken], limit, min(limit, 1))}
     for checkpoint in [c for c in hold.taken if c.position in dropped]:
         hold.taken.remove(checkpoint)
         checkpoint.close()
@@ -273,7 +338,8 @@ def _release(hold: Hold) -> set[Slab]:
     hold.track.free()
     for checkpoint in hold.taken:
         checkpoint.close()
-    hold.taken, hold.checkpoint = [], None
+    hold.taken = []
+    hold.restore_from(None)
     node, tree = hold.node, hold.state.nodes.tree(hold.namespace)
     release_path(hold)
     if not hold.points.closed:

@@ -69,8 +69,10 @@ def _maybe_checkpoint(hold: Hold) -> None:
 
 
 def reserve_step(hold: Hold, watcher: Watcher, n_tokens: int) -> None:
-    """Reserve growth for all layers, windows and states, and the forward's scratch. Raises BudgetError before anything
-    is written."""
+    """Reserve growth for all layers, windows and states, and the forward's scratch. Where the layers are about to
+    become rings, stores the prompt first. Raises BudgetError before anything is written."""
+    if _outgrows_bound(watcher, n_tokens) and not hold.closed:
+        closing.keep_prompt(hold)
     hold.state.lock.run(_reserving_step(hold, watcher, n_tokens))
 
 
@@ -83,8 +85,7 @@ def _reserving_step(hold: Hold, watcher: Watcher, n_tokens: int) -> Work[None]:
     time_prefill(hold, watcher, n_tokens)
     yield from state.scratch.reserving(watcher.scratch_bytes(n_tokens) + 2 * hold.points.bytes)
     hold.refuse_closed()
-    bounded = watcher.anatomy.bound is not None and not watcher.rotated
-    if bounded and any(x.sliceable and x.outgrows(n_tokens) for x in watcher.leaves):
+    if _outgrows_bound(watcher, n_tokens):
         _rotate(hold, watcher)
     if not hold.is_outside_track:
         yield from reserving_rest(hold)
@@ -93,6 +94,13 @@ def _reserving_step(hold: Hold, watcher: Watcher, n_tokens: int) -> Work[None]:
     if hold.has_points:
         kept = sum(w.rounds.bytes(w.leaves) for w in hold.watchers)
         hold.count_points(kept + sum(hold.point_bytes(w, n_tokens) for w in hold.watchers))
+
+
+def _outgrows_bound(watcher: Watcher, n_tokens: int) -> bool:
+    """Whether so many more tokens turn this model's sliceable layers into rings."""
+    if watcher.anatomy.bound is None or watcher.rotated:
+        return False
+    return any(leaf.sliceable and leaf.outgrows(n_tokens) for leaf in watcher.leaves)
 
 
 def reserving_rest(hold: Hold) -> Work[None]:

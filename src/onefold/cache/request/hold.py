@@ -110,6 +110,14 @@ class Hold:
         self.given_up = False
         """The caller refers neither to the lease nor to its layers any more: the cache closes it."""
 
+    def restore_from(self, checkpoint: Checkpoint | None) -> None:
+        """Note the checkpoint from which the layers are restored. It is not dropped while they may share its arrays."""
+        before, self.checkpoint = self.checkpoint, checkpoint
+        if checkpoint is not None:
+            checkpoint.hold()
+        if before is not None:
+            before.release()
+
     def is_of(self, model: nn.Module) -> bool:
         """Whether its layers are for this model; True if their model is not known."""
         return self.target is None or self.target() is model

@@ -95,7 +95,7 @@ def _kv_of(node: Node) -> Span:
 
 def _stand_at(hold: Hold, point: int, checkpoint: Checkpoint | None) -> bool:
     """Restore every layer to `point`. Returns False if a layer rejects its snapshot."""
-    hold.checkpoint = checkpoint
+    hold.restore_from(checkpoint)
     leaves = [(watcher, leaf) for watcher in hold.watchers for leaf in watcher.leaves]
     snapshots = [None] * len(leaves) if checkpoint is None else checkpoint.snapshots
     for (watcher, leaf), snapshot in zip(leaves, snapshots, strict=True):
@@ -114,7 +114,8 @@ def _begin_again(hold: Hold, checkpoint: Checkpoint | None) -> None:
     for node in hold.path:
         if node.checkpoint is checkpoint:
             hold.state.nodes.drop_checkpoint(node)
-    hold.checkpoint, hold.cached, hold.reason = None, 0, Reason.CHECKPOINT_REFUSED
+    hold.restore_from(None)
+    hold.cached, hold.reason = 0, Reason.CHECKPOINT_REFUSED
     for watcher in hold.watchers:
         watcher.rotated = not watcher.anatomy.sliceable
     hold.empty_layers()

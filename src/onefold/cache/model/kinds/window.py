@@ -2,7 +2,8 @@
 
 - A snapshot of a window is a chain of stretches of runs (`memory/runs.py`). One that overlaps an earlier one of the
   same conversation shares its runs, and copies only the entries since.
-- A restored layer refers to the runs' arrays, and joins them when they are first read: restoring allocates nothing.
+- A restored layer refers to the runs' arrays, and joins them when a forward first writes, which has reserved room, on
+  the thread that computes: restoring allocates nothing, and a lazy array could not be computed by another thread.
 - `_known` are the stretches that hold exactly the layer's entries before a position. A write before that position ends
   this, so a rewind needs no notice.
 """
@@ -10,7 +11,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -19,7 +20,12 @@ from onefold.cache.memory.arrays import own_bytes, own_name
 from onefold.cache.memory.runs import Run, Stretch, shared
 from onefold.cache.model.kinds.base import Point, Snapshot
 
-Parts = tuple[tuple[mx.array, mx.array], ...]
+
+class Part(NamedTuple):
+    """Keys and values, of which the first `skipped` entries are left out."""
+
+    skipped: int
+    arrays: tuple[mx.array, mx.array]
 
 
 class WindowSnapshot(Snapshot):
@@ -82,39 +88,38 @@ class Window(Point):
 
     _keys: Any = None
     _values: Any = None
-    _parts: Parts = ()
-    """What `keys` and `values` will be joined from, when one of them is first read."""
+    _parts: tuple[Part, ...] = ()
+    """What `keys` and `values` are joined from, before the first write."""
     _known: tuple[Stretch, ...] = ()
 
     @property
     def keys(self) -> Any:
-        if self._parts:
-            self._join()
-        return self._keys
+        return self._joined(0) if self._parts else self._keys
 
     @keys.setter
     def keys(self, array: Any) -> None:
-        if self._parts:
-            self._join()
+        self._join()
         self._keys = array
 
     @property
     def values(self) -> Any:
-        if self._parts:
-            self._join()
-        return self._values
+        return self._joined(1) if self._parts else self._values
 
     @values.setter
     def values(self, array: Any) -> None:
-        if self._parts:
-            self._join()
+        self._join()
         self._values = array
 
+    def _joined(self, side: int) -> mx.array:
+        """Returns the keys (0) or the values (1) of all parts."""
+        found = [p.arrays[side][..., p.skipped :, :] if p.skipped else p.arrays[side] for p in self._parts]
+        return found[0] if len(found) == 1 else mx.concatenate(found, axis=2)
+
     def _join(self) -> None:
-        parts, self._parts = self._parts, ()
-        keys, values = ([p[j] for p in parts] for j in range(2))
-        self._keys = keys[0] if len(parts) == 1 else mx.concatenate(keys, axis=2)
-        self._values = values[0] if len(parts) == 1 else mx.concatenate(values, axis=2)
+        """Hold the entries in arrays of its own from now on."""
+        if self._parts:
+            self._keys, self._values = self._joined(0), self._joined(1)
+            self._parts = ()
 
     # -- the contract --------------------------------------------------------------------------
 
@@ -133,6 +138,7 @@ class Window(Point):
         self._listener.enter(self, keys.shape[2])
         if self._known and self.offset < self._known[-1].end:
             self._known = ()
+        self._join()
         if self.keys is not None:
             self.keys, self.values = own_name(self.keys), own_name(self.values)
         return super().update_and_fetch(keys, values)  # type: ignore[misc]
@@ -141,7 +147,7 @@ class Window(Point):
         """Share the snapshot's arrays; the first write copies them. Returns how many entries they have."""
         self.let_go()
         if isinstance(snapshot, WindowSnapshot):
-            self._parts = tuple((k, v) for _, _, (k, v) in snapshot.parts())
+            self._parts = tuple(Part(max(0, snapshot.begin - s.start), s.arrays) for s in snapshot.stretches)
             self._known = snapshot.stretches
             return snapshot.end - snapshot.begin
         self._keys, self._values = snapshot.arrays[0], snapshot.arrays[1]
@@ -162,7 +168,7 @@ class Window(Point):
 
     def live_arrays(self) -> list[mx.array]:
         if self._parts:
-            return [a for part in self._parts for a in part]
+            return [a for part in self._parts for a in part.arrays]
         return [] if self._keys is None else [self._keys, self._values]
 
     # -- snapshots that share ------------------------------------------------------------------

@@ -25,7 +25,15 @@ from onefold.cache.memory.segment import Slab, Store
 from onefold.cache.tiers.disk import host
 from onefold.cache.tiers.disk.backlog import Refusals
 from onefold.cache.tiers.disk.linking import Links
-from onefold.cache.tiers.disk.ondisk import covered_to, is_covered, links, made_disk_of, point_of, records_of
+from onefold.cache.tiers.disk.ondisk import (
+    covered_to,
+    has_unwritten_point,
+    is_covered,
+    links,
+    made_disk_of,
+    point_of,
+    records_of,
+)
 from onefold.cache.tiers.disk.writing import Job
 from onefold.cache.tiers.records.entry import NO_TOKENS, Record
 from onefold.cache.tiers.records.layout import Layout
@@ -89,7 +97,7 @@ class Jobs:
                 if n.span is None and self._store.specs and i > deepest:
                     return None  # a rotation left it without bytes, and no checkpoint behind it can be resumed
                 return n
-            if points and n.checkpoint is not None and point_of(n) is None:
+            if points and has_unwritten_point(n):
                 return n
         return None
 
@@ -97,6 +105,8 @@ class Jobs:
         """Returns the next record of a node's path, with its room on the disk reserved. None if nothing is left to
         write, or there is no room. Nodes get the records that are on disk already."""
         space = self._space_of(node)
+        if points:
+            self._links.thin(node)
         while space is not None and self.is_writable(node, points=points):
             first = self._first_dirty(node, points=points)
             assert first is not None
@@ -181,6 +191,9 @@ class Jobs:
         reason = self._catalog.refuses(content.size, content.namespace)
         if not reason and there is not None and not again:
             reason = DiskReason.ALREADY_THERE
+        whole = content.what is What.POINT and content.version != PARTED
+        if not reason and there is None and whole and not self._links.make_room_for_state(content.size):
+            reason = DiskReason.NO_ROOM
         if not reason and there is None:
             reason = self._make_room(content.size, node.last_use, [r for r in (parent, after) if r is not None])
         if reason:

@@ -11,12 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from onefold.cache.memory.checkpoints import superfluous
+from onefold.cache.memory.checkpoints import DISK_PER_PATH, DISK_RECENT, conversation, superfluous
 from onefold.cache.memory.nodes import NodeStore
 from onefold.cache.memory.payloads import Node
-from onefold.cache.tiers.disk.ondisk import OnDisk, all_records_of, disk_of, made_disk_of, point_of, records_of
+from onefold.cache.tiers.disk.ondisk import (
+    OnDisk,
+    all_records_of,
+    disk_of,
+    has_unwritten_point,
+    made_disk_of,
+    point_of,
+    records_of,
+)
 from onefold.cache.tiers.records.catalog import Catalog
-from onefold.cache.tiers.records.entry import Record
+from onefold.cache.tiers.records.entry import Record, on_disk
 from onefold.cache.tiers.records.order import below
 
 
@@ -115,14 +123,49 @@ class Links:
             self.release(record)
 
     def thin(self, node: Node) -> None:
-        """Keep the best few checkpoints of a path on disk, as in memory; and all whose windows continue each other,
-        which take no more bytes than the tokens between them."""
-        held = [n for n in node.path() if n.below is not None and n.below.has_saved_point and not _is_link(n)]
-        for n in superfluous(held):
+        """Keep the checkpoints of a conversation on disk that are worth most: the last few, and ever fewer of those
+        before; and all whose windows continue each other's, which take no more bytes than the tokens between them. One
+        that is not written yet, and is not worth it, is not written."""
+        held = [n for n in conversation(node) if _has_state(n)]
+        for n in superfluous(held, DISK_PER_PATH, DISK_RECENT):
             record = point_of(n)
-            if record is not None and not record.pins:  # else a restore reads it: the next checkpoint thins again
-                made_disk_of(n).lose(record)
-                self.release(record)
+            if record is None:
+                if n.below is not None:  # else its tokens are written first
+                    _mark_thinned(n)
+            elif record.ready and not record.pins:  # else a restore reads it: the next checkpoint thins again
+                self._drop_point(n, record)
+
+    def ended_at(self, node: Node) -> None:
+        """A conversation ended at this node. If its checkpoint was thinned on disk, it is written again, and stays."""
+        disk = disk_of(node)
+        if disk is not None and disk.thinned:
+            disk.thinned, disk.returned = 0, True
+
+    def make_room_for_state(self, size: int) -> bool:
+        """Remove whole points until another of this size keeps to their share of the disk. First those that a deeper
+        one on the same path replaces, then the last ones of paths; of each the least recently used. Returns False, and
+        removes none, if that is not enough."""
+        missing = self.catalog.missing_for_state(size)
+        if missing <= 0:
+            return True
+        states = self.catalog.states()
+        replaced = {n for record in states for node in record.nodes for n in node.path()[:-1]}
+        states.sort(key=lambda r: not (r.nodes and r.nodes <= replaced))
+        if sum(on_disk(r.size) for r in states) < missing:
+            return False
+        for record in states:
+            if missing <= 0:
+                break
+            missing -= on_disk(record.size)
+            for node in list(record.nodes):
+                self._drop_point(node, record)
+            self.release(record)
+        return True
+
+    def _drop_point(self, node: Node, record: Record) -> None:
+        made_disk_of(node).lose(record)
+        _mark_thinned(node)
+        self.release(record)
 
     def release(self, record: Record) -> None:
         """Remove a record that no node and no other record needs, and its ancestors likewise. One that is being
@@ -135,7 +178,17 @@ class Links:
                 todo += at.above
 
 
-def _is_link(node: Node) -> bool:
-    """Whether the windows of its point continue another point's, or another's continue its own."""
+def _has_state(node: Node) -> bool:
+    """Whether the node has a point on disk that may be thinned, or should have one: no part of a chain of windows, and
+    none that a conversation came back to."""
     record = point_of(node)
-    return record is not None and (record.after is not None or record.children > 0)
+    disk = disk_of(node)
+    if disk is not None and disk.returned:
+        return False
+    if record is not None:
+        return record.after is None and not record.children
+    return has_unwritten_point(node) and node.checkpoint is not None and not node.checkpoint.is_windows
+
+
+def _mark_thinned(node: Node) -> None:
+    made_disk_of(node).thinned = max(1, len(node.children))

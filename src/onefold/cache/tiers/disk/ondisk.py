@@ -19,7 +19,7 @@ from onefold.cache.tiers.records.entry import Record
 
 
 class OnDisk:
-    __slots__ = ("hollow", "node", "point", "records")
+    __slots__ = ("hollow", "node", "point", "records", "returned", "thinned")
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -27,6 +27,11 @@ class OnDisk:
         self.point: Record | None = None
         self.hollow = False
         """Whether there has been a hollow one among them."""
+        self.thinned = 0
+        """If the checkpoint at the node's end was on disk, and was surplus there: how many children the node had then,
+        at least 1. It is not written again before another conversation branches off, or ends there."""
+        self.returned = False
+        """A conversation ended there after it was thinned. It is not thinned again."""
 
     @property
     def covered(self) -> int:
@@ -239,7 +244,23 @@ def is_clean(node: Node) -> bool:
     found = disk_of(node)
     if found is None or found.readable < node.end:
         return False
-    return node.checkpoint is None or found.has_saved_point
+    return found.has_saved_point or not _is_point_wanted(node)
+
+
+def has_unwritten_point(node: Node) -> bool:
+    """Whether the node has a checkpoint that should be on disk, and neither is nor is being written."""
+    found = disk_of(node)
+    return _is_point_wanted(node) and (found is None or not found.has_point)
+
+
+def _is_point_wanted(node: Node) -> bool:
+    """Whether the node has a checkpoint that should be on disk. One that was taken in the middle of a turn should where
+    another conversation branches off."""
+    if node.checkpoint is None:
+        return False
+    found = disk_of(node)
+    thinned = 0 if found is None else found.thinned
+    return len(node.children) > max(1, thinned) or not (node.checkpoint.passing or thinned)
 
 
 def check_node(node: Node) -> list[str]:

@@ -111,13 +111,15 @@ class PointReader:
 
     def _add_windows(self, leaves: list[Any], read: dict[str, mx.array], run: Run) -> None:
         """Add the entries of each leaf's window that are needed to those of the records before, which they continue.
-        Entries that those have already are left out."""
+        Entries that those have already are left out; those before the window only if they are more than half: a copy
+        without them would take more memory for a moment."""
         for i, leaf in enumerate(leaves):
             if leaf is None:
                 continue
             known = self._stretches.setdefault(i, [])
             for start, end, arrays in _parts(i, leaf, read):
-                at = max(start, self._begin, known[-1].end if known else 0)
+                begin = start if 2 * (end - self._begin) >= end - start else self._begin
+                at = max(start, begin, known[-1].end if known else 0)
                 if known and start > known[-1].end:
                     known.clear()  # what this leaf needs begins here
                 if at < end:

@@ -184,6 +184,9 @@ class Restore:
                     self._shared.dirtied(node)
             else:
                 self._shared.links.reject(record, reason_of(error))
+            point = self._plan.point
+            if record in self._plan.points and point is not None and point.nodes and point is not record:
+                self._shared.links.forget([point])  # else it would be tried again and again
         except BudgetError:
             self._left.clear()
             self._shared.reasons[DiskReason.NO_ROOM_TO_RESTORE] += 1

@@ -37,6 +37,9 @@ log = logging.getLogger("onefold")
 _LINK_FROM = 0.8
 """A share of the budget: a folder that is fuller has all its heads read when it is opened."""
 
+STATES_SHARE = 2
+"""Points that are whole have half of the budget: states that cannot be cut, which are large."""
+
 
 class Catalog:
     def __init__(
@@ -113,6 +116,17 @@ class Catalog:
     def total_bytes(self) -> int:
         """All records, in blocks of the disk; those that are being written included."""
         return self._table.total_bytes
+
+    def missing_for_state(self, size: int) -> int:
+        """Returns how many bytes of whole points must go, so that another of this size keeps to their share."""
+        return self._table.state_bytes + on_disk(size) - self.budget_bytes // STATES_SHARE
+
+    def states(self) -> list[Record]:
+        """Returns the whole points that can be removed, the least recently used first. Reads all heads: before that it
+        is not known which points others continue."""
+        self.loader.link_all()
+        found = [r for r in self.records() if r.is_state and _is_evictable(r) and not r.children]
+        return sorted(found, key=lambda r: (r.used, r.start))
 
     def load(self, namespace: str) -> list[Loaded]:
         """Returns the records of a namespace with their tokens, parents first. Removes those that cannot be

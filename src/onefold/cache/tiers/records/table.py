@@ -15,6 +15,8 @@ class RecordTable:
         self._records: dict[str, dict[bytes, Record]] = {}
         self.total_bytes = 0
         """The bytes of all records, in blocks of the disk; those that are being written included."""
+        self.state_bytes = 0
+        """Those of points that are whole."""
 
     def __len__(self) -> int:
         return sum(len(held) for held in self._records.values())
@@ -38,7 +40,7 @@ class RecordTable:
     def add(self, record: Record) -> None:
         """Add a record, and count its bytes."""
         self._records.setdefault(record.namespace, {})[record.address] = record
-        self.total_bytes += on_disk(record.size)
+        self._count(record, on_disk(record.size))
 
     def remove(self, record: Record) -> bool:
         """Remove a record. Returns False if the table does not have it."""
@@ -46,10 +48,14 @@ class RecordTable:
         if held.get(record.address) is not record:
             return False
         del held[record.address]
-        self.total_bytes -= on_disk(record.size)
+        self._count(record, -on_disk(record.size))
         for above in record.above:
             above.children -= 1
         return True
+
+    def _count(self, record: Record, n_bytes: int) -> None:
+        self.total_bytes += n_bytes
+        self.state_bytes += n_bytes if record.is_state else 0
 
     def check(self) -> list[str]:
         """Recount. Returns a sentence for each thing that is wrong."""
@@ -58,6 +64,9 @@ class RecordTable:
         total = sum(on_disk(r.size) for r in known)
         if total != self.total_bytes:
             found.append(f"the catalog counts {self.total_bytes} bytes, its records sum to {total}")
+        states = sum(on_disk(r.size) for r in known if r.is_state)
+        if states != self.state_bytes:
+            found.append(f"the catalog counts {self.state_bytes} bytes of states, its records sum to {states}")
         children = Counter(above for r in known for above in r.above)
         found += [f"{r} counts {r.children} children" for r in known if r.children != children[r]]
         linked = [r for r in known if r.ready]

@@ -46,6 +46,7 @@ class Checkpoint:
         "n_arrays",
         "passing",
         "position",
+        "revisited",
         "runs",
         "snapshots",
     )
@@ -59,6 +60,8 @@ class Checkpoint:
         self.passing = False
         """It lies in the middle of a turn whose end has one, and only memory keeps it: states are large, and on disk
         there is at most one a turn."""
+        self.revisited = False
+        """A request ended here after others had gone on: the disk has it, and does not thin it, while memory does."""
         self.runs: tuple[Run, ...] = tuple(dict.fromkeys(run for s in snapshots if s is not None for run in s.runs))
         """The KV of windows that it shares with other checkpoints."""
         for run in self.runs:

@@ -150,6 +150,8 @@ def _store_work(hold: Hold, tokens: Tokens, *, turn_over: bool) -> None:
             checkpoint.close()  # it needs KV that was freed when the conversation rotated
         elif not nodes.place(tree, kept, checkpoint):
             hold.state.reasons[Reason.CHECKPOINT_THERE] += 1
+    if node.checkpoint is not None and keep > hold.cached:
+        node.checkpoint.passing, node.checkpoint.revisited = False, bool(node.children)
     if hold.state.model.recurrent:
         branched = {hold.matched} if hold.matched < len(hold.tokens) else set()
         _mark_passing(node, [c for c in taken_here if c.position not in hold.asked | branched])
@@ -164,8 +166,6 @@ def _mark_passing(end: Node, taken: list[Checkpoint]) -> None:
     the disk has or will have."""
     fallback = False
     held = [n.checkpoint for n in end.path() if n.checkpoint is not None]
-    if end.checkpoint is not None:
-        end.checkpoint.passing = False
     for checkpoint in held[:-1]:
         checkpoint.passing = checkpoint.passing or (fallback and checkpoint in taken)
         fallback = fallback or not checkpoint.passing

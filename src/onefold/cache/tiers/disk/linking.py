@@ -135,12 +135,6 @@ class Links:
             elif record.ready and not record.pins:  # else a restore reads it: the next checkpoint thins again
                 self._drop_point(n, record)
 
-    def ended_at(self, node: Node) -> None:
-        """A conversation ended at this node. If its checkpoint was thinned on disk, it is written again, and stays."""
-        disk = disk_of(node)
-        if disk is not None and disk.thinned:
-            disk.thinned, disk.returned = 0, True
-
     def make_room_for_state(self, size: int) -> bool:
         """Remove whole points until another of this size keeps to their share of the disk. First those that a deeper
         one on the same path replaces, then the last ones of paths; of each the least recently used. Returns False, and
@@ -182,8 +176,7 @@ def _has_state(node: Node) -> bool:
     """Whether the node has a point on disk that may be thinned, or should have one: no part of a chain of windows, and
     none that a conversation came back to."""
     record = point_of(node)
-    disk = disk_of(node)
-    if disk is not None and disk.returned:
+    if node.checkpoint is not None and node.checkpoint.revisited:
         return False
     if record is not None:
         return record.after is None and not record.children

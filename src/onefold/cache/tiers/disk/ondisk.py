@@ -19,7 +19,7 @@ from onefold.cache.tiers.records.entry import Record
 
 
 class OnDisk:
-    __slots__ = ("hollow", "node", "point", "records", "returned", "thinned")
+    __slots__ = ("hollow", "node", "point", "records", "thinned")
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -30,8 +30,6 @@ class OnDisk:
         self.thinned = 0
         """If the checkpoint at the node's end was on disk, and was surplus there: how many children the node had then,
         at least 1. It is not written again before another conversation branches off, or ends there."""
-        self.returned = False
-        """A conversation ended there after it was thinned. It is not thinned again."""
 
     @property
     def covered(self) -> int:
@@ -258,6 +256,8 @@ def _is_point_wanted(node: Node) -> bool:
     another conversation branches off."""
     if node.checkpoint is None:
         return False
+    if node.checkpoint.revisited:
+        return True
     found = disk_of(node)
     thinned = 0 if found is None else found.thinned
     return len(node.children) > max(1, thinned) or not (node.checkpoint.passing or thinned)

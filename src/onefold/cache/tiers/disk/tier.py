@@ -130,7 +130,6 @@ class Disk:
             self.catalog.uses.touch(ondisk.all_records_of(node), used)
 
     def committed(self, node: Node) -> None:
-        self.links.ended_at(node)
         self.spiller.committed(node)
 
     def saving(self, node: Node, until: float) -> Work[bool]:

@@ -740,7 +740,7 @@ def test_a_folder_in_use_is_looked_at_and_not_touched(run, told, folder, in_use)
     for arguments in (("prune",), ("clear", "--yes"), ("verify", "--remove"), ("prune", "--budget", "1")):
         code, out, err = run(*arguments)
         assert (code, out) == (2, "") and err.count("\n") == 1 and f"process {in_use}" in err
-        assert "Stop it first" in err and ("DELETE /v1/cache" in err) == (arguments[0] != "verify")
+        assert "end that process" in err and ("DELETE /v1/cache" in err) == (arguments[0] != "verify")
     assert everything(folder) == before
 
 

@@ -91,7 +91,7 @@ def run(arguments: list[str]) -> int:
         return code
     except FolderInUse as error:
         ask = "" if given.action == "verify" else ", or send the server DELETE /v1/cache to drop unused KV"
-        return complain(name, f"{error}. Stop it first{ask}")
+        return complain(name, f"{error}{ask}")
     except OnefoldError as error:
         return complain(name, str(error))
     except KeyboardInterrupt:

@@ -99,6 +99,7 @@ class Conversation(Fields):
     ignored = frozenset(
         {
             "betas",  # it is sent as a header
+            "billing_policy",
             "cache_control",
             "context_management",
             "diagnostics",

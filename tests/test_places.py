@@ -259,24 +259,15 @@ def test_what_was_committed_in_the_middle_of_a_lease_is_written(
         assert Session(model, cache, [*tokens, 1]).cached == len(tokens)
 
 
-def test_a_thinned_place_is_written_when_another_conversation_branches_off(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [text(11, seed=900), []], ids=["branches off", "ends"])
+def test_a_thinned_place_is_written_again_for_another_conversation(more: list[int], tmp_path: Path) -> None:
+    """Which branches off there, or ends there."""
     model = FakeModel(KINDS["hybrid"])
     with opened(model, tmp_path, disk_mode="through") as cache:
         said, ends = talk(model, cache, DISK_PER_PATH + 6)
         assert cache.flush(20)
         thinned = next(end for end in ends[1:] if cache.durable([*said[:end], 1]) < end)
-        Session(model, cache, said[:thinned] + text(9, seed=900)).prefill().decode(2).commit()
-        assert cache.flush(20)
-        assert cache.durable([*said[:thinned], 1]) == thinned
-
-
-def test_a_thinned_place_is_written_when_a_conversation_ends_there(tmp_path: Path) -> None:
-    model = FakeModel(KINDS["hybrid"])
-    with opened(model, tmp_path, disk_mode="through") as cache:
-        said, ends = talk(model, cache, DISK_PER_PATH + 6)
-        assert cache.flush(20)
-        thinned = next(end for end in ends[1:] if cache.durable([*said[:end], 1]) < end)
-        Session(model, cache, said[:thinned]).prefill().commit()
+        Session(model, cache, said[:thinned] + more).prefill().commit()
         assert cache.flush(20)
         assert cache.durable([*said[:thinned], 1]) == thinned
     with opened(model, tmp_path) as cache:

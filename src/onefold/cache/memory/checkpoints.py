@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from onefold.cache.memory import device
 from onefold.cache.memory.ledger import Account
 from onefold.cache.memory.ranking import Ranking
 from onefold.cache.memory.runs import Run
@@ -29,7 +28,7 @@ from onefold.cache.memory.tree import Node
 
 PER_PATH = 4
 DISK_PER_PATH, DISK_RECENT = 16, 8
-"""On disk so many stay on a path, and the last few of them whatever their distance."""
+"""The most checkpoints of a path on disk, and how many of its last ones always stay."""
 POINTS_SHARE = 4
 """Checkpoints have a quarter of the budget."""
 GRID = 8192
@@ -129,21 +128,20 @@ class Checkpoint:
         return min((s.begin for s in self.snapshots if s is not None and s.runs), default=self.position)
 
     def parted(self, since: int) -> bool:
-        """Whether what a record has of it, of windows from `since` on, is in several parts, or only the last ones."""
-        return any(s.runs and (s.begin < since or len(s.parts(since)) > 1) for s in self.snapshots if s is not None)
+        """Whether a record that has the entries of its windows from `since` on has several ranges of them, or not the
+        whole windows."""
+        return any(s.runs and (s.begin < since or len(s.edges(since)) > 1) for s in self.snapshots if s is not None)
 
     def arrays(self, since: int = 0) -> dict[str, mx.array]:
         """Returns its arrays by name, in a fixed order; of windows the entries from `since` on. With `describe` they
         are the whole checkpoint."""
-        found = {
+        return {
             f"state.{i}.{j}": a
             for i, s in enumerate(self.snapshots)
             if s is not None
-            for j, a in enumerate(s.arrays if not s.runs else [a for _, _, pair in s.parts(since) for a in pair])
+            for j, a in enumerate(s.entries(since) if s.runs else s.arrays)
             if a is not None
         }
-        device.evaluate(found)  # slices of runs, which another thread may read
-        return found
 
     def describe(self, since: int = 0) -> str:
         """Returns everything but the arrays, as JSON. Raises ValueError or TypeError for a value that JSON does not

@@ -225,8 +225,8 @@ def _too_short(hold: Hold, gap: int) -> bool:
 
 
 def _has_plenty(hold: Hold) -> bool:
-    """Whether another checkpoint takes room from nothing: half of the checkpoints' share is free, and an eighth of the
-    budget. Less is free for a moment in a cache that is full, too."""
+    """Whether another checkpoint needs no eviction soon: with it, half of the checkpoints' share and an eighth of the
+    budget are free. A full cache, too, has a little less than that free for a moment."""
     state, size = hold.state, _checkpoint_bytes(hold)
     held, budget = state.ledger.bytes_for(Purpose.CHECKPOINT), state.ledger.budget_bytes
     return 2 * (held + size) <= budget // POINTS_SHARE and state.ledger.free_bytes - size >= budget // 8

@@ -58,18 +58,26 @@ class WindowSnapshot(Snapshot):
         self.closed = True
         self.stretches = ()
 
-    def parts(self, since: int = 0) -> list[tuple[int, int, list[mx.array]]]:
-        """Returns keys and values of the entries from `since` on, oldest first, each with where it begins and ends."""
+    def edges(self, since: int) -> list[list[int]]:
+        """Returns where the entries from `since` on begin and end in each stretch, oldest first."""
         since = max(since, self.begin)
-        return [
-            (max(since, s.start), s.end, [a if s.start >= since else a[..., since - s.start :, :] for a in s.arrays])
+        return [[max(since, s.start), s.end] for s in self.stretches if s.end > since]
+
+    def entries(self, since: int) -> list[mx.array]:
+        """Returns keys and values of the entries from `since` on, of each stretch, oldest first."""
+        since = max(since, self.begin)
+        found = [
+            a if s.start >= since else a[..., since - s.start :, :]
             for s in self.stretches
             if s.end > since
+            for a in s.arrays
         ]
+        device.evaluate(found)  # another thread may read them
+        return found
 
     def describe_parts(self, since: int, *, parted: bool) -> dict[str, Any]:
-        """Returns everything but the arrays of `parts(since)`; without `parted`, as of a snapshot that shares none."""
-        edges = [[a, b] for a, b, _ in self.parts(since)]
+        """Returns everything but the arrays of `entries`; without `parted`, as of a snapshot that shares none."""
+        edges = self.edges(since)
         found = {"start": self.start, "end": self.end, "extra": list(self.extra), "slots": [True] * (2 * len(edges))}
         return found | {"runs": edges} if parted else found
 
@@ -124,7 +132,7 @@ class Window(Point):
     # -- the contract --------------------------------------------------------------------------
 
     def take_over(self, cache: Any, upto: int) -> None:
-        self._known = ()
+        self.let_go()
         self.keys, self.values, self.offset = own_name(cache.keys), own_name(cache.values), cache.offset
         self.take_place(cache)
         if self.offset != upto and not self.restore(None, upto):
@@ -139,8 +147,8 @@ class Window(Point):
         if self._known and self.offset < self._known[-1].end:
             self._known = ()
         self._join()
-        if self.keys is not None:
-            self.keys, self.values = own_name(self.keys), own_name(self.values)
+        if self._keys is not None:
+            self._keys, self._values = own_name(self._keys), own_name(self._values)
         return super().update_and_fetch(keys, values)  # type: ignore[misc]
 
     def adopt_arrays(self, snapshot: Snapshot) -> int:

@@ -53,7 +53,8 @@ def grow(tree: Tree, loaded: list[Loaded]) -> None:
         node.last_use = max(node.last_use, used)
         ends |= dict.fromkeys((member.record for member in chain), node)
         todo += following.get(chain[-1].record, ())
-    for record in sorted(points, key=lambda r: 0 if r.after is None else r.after.start):  # the whole one of several
+    # of several points in one place, the node gets the whole one
+    for record in sorted(points, key=lambda r: 0 if r.after is None else r.after.start):
         node = _node_at(tree, ends, record)
         disk = disk_of(node)
         if node.parent is not None and disk is not None and disk.point is None:

@@ -3,8 +3,8 @@
 - A path is written from its first token on, a record at a time: whatever is on disk can be resumed.
 - A record that is on disk already, and that no node knew of, is not written again: the node has it from then on.
 - A record that could not be read is written again, over its file, if memory has what it should hold.
-- A checkpoint is written after the tokens before it. Of windows, only the entries since the last point of the path that
-  is on disk, if that has some of them.
+- A checkpoint is written after the tokens before it. Of its windows, the record has only the entries that no earlier
+  point of the path has on disk.
 
     path       [ node 0..900, on disk )[ node 900..1500, dirty, checkpoint at 1500 )
     records     the next range of the second node, from 900 on ... then the checkpoint
@@ -105,12 +105,16 @@ class Jobs:
         """Returns the next record of a node's path, with its room on the disk reserved. None if nothing is left to
         write, or there is no room. Nodes get the records that are on disk already."""
         space = self._space_of(node)
-        if points:
-            self._links.thin(node)
         while space is not None and self.is_writable(node, points=points):
             first = self._first_dirty(node, points=points)
             assert first is not None
-            job = self._point_job(first, space) if is_covered(first) else self._range_job(first, space)
+            if not is_covered(first):
+                job = self._range_job(first, space)
+            else:
+                self._links.thin(node)
+                if not has_unwritten_point(first):
+                    continue  # it would be removed as soon as it was written
+                job = self._point_job(first, space)
             if not isinstance(job, Record):
                 return job
         return None
@@ -191,10 +195,10 @@ class Jobs:
         reason = self._catalog.refuses(content.size, content.namespace)
         if not reason and there is not None and not again:
             reason = DiskReason.ALREADY_THERE
-        whole = content.what is What.POINT and content.version != PARTED
-        if not reason and there is None and whole and not self._links.make_room_for_state(content.size):
+        is_new = there is None
+        if not reason and is_new and content.is_state and not self._links.make_room_for_state(content.size):
             reason = DiskReason.NO_ROOM
-        if not reason and there is None:
+        if not reason and is_new:
             reason = self._make_room(content.size, node.last_use, [r for r in (parent, after) if r is not None])
         if reason:
             self.reasons[reason] += 1

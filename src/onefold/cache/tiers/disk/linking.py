@@ -133,7 +133,7 @@ class Links:
                 if n.below is not None:  # else its tokens are written first
                     _mark_thinned(n)
             elif record.ready and not record.pins:  # else a restore reads it: the next checkpoint thins again
-                self._drop_point(n, record)
+                self._drop_point(record, [n])
 
     def make_room_for_state(self, size: int) -> bool:
         """Remove whole points until another of this size keeps to their share of the disk. First those that a deeper
@@ -151,14 +151,14 @@ class Links:
             if missing <= 0:
                 break
             missing -= on_disk(record.size)
-            for node in list(record.nodes):
-                self._drop_point(node, record)
-            self.release(record)
+            self._drop_point(record, list(record.nodes))
         return True
 
-    def _drop_point(self, node: Node, record: Record) -> None:
-        made_disk_of(node).lose(record)
-        _mark_thinned(node)
+    def _drop_point(self, record: Record, nodes: list[Node]) -> None:
+        """Take a point from these nodes, and remove it if no other node needs it."""
+        for node in nodes:
+            made_disk_of(node).lose(record)
+            _mark_thinned(node)
         self.release(record)
 
     def release(self, record: Record) -> None:
@@ -184,4 +184,5 @@ def _has_state(node: Node) -> bool:
 
 
 def _mark_thinned(node: Node) -> None:
+    """Note that the checkpoint at the node's end is surplus on disk."""
     made_disk_of(node).thinned = max(1, len(node.children))

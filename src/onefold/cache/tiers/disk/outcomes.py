@@ -57,7 +57,7 @@ class Outcomes:
             self._catalog.apart.keep(record)
         else:
             if record.children:
-                self._links.forget([record])  # those that were to continue it
+                self._links.forget([record])  # and those that continue it, which are staged
             self._catalog.drop(record)
             for above in record.above:
                 self._links.release(above)

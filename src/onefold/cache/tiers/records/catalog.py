@@ -38,7 +38,7 @@ _LINK_FROM = 0.8
 """A share of the budget: a folder that is fuller has all its heads read when it is opened."""
 
 STATES_SHARE = 2
-"""Points that are whole have half of the budget: states that cannot be cut, which are large."""
+"""Whole points, most of which are recurrent states, take at most half of the budget."""
 
 
 class Catalog:

@@ -11,7 +11,7 @@ import numpy as np
 
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.tiers.records.index import NO_STAMP
-from onefold.cache.tiers.records.record import PARTED, VERSION, Named, What, file_name
+from onefold.cache.tiers.records.record import VERSION, Named, What, file_name, is_state
 
 BLOCK = 4096
 """A file takes a multiple of this on a disk."""
@@ -117,8 +117,7 @@ class Record:
 
     @property
     def is_state(self) -> bool:
-        """Whether it is a point that is whole: a state that cannot be cut, or windows that continue no other's."""
-        return self.what is What.POINT and self.version != PARTED
+        return is_state(self.what, self.version)
 
     def continues(self, parent: Record) -> bool:
         """Whether it begins where a record that continues `parent` may begin."""

@@ -141,6 +141,10 @@ class Content:
         return file_name(self.what, self.start, self.address, self.version, self.after)
 
     @property
+    def is_state(self) -> bool:
+        return is_state(self.what, self.version)
+
+    @property
     def end(self) -> int:
         return self.start + len(self.tokens)
 
@@ -258,6 +262,11 @@ def address_from(
         hashed += b"%c%b" % (len(after), after)
     person = b"onefold hollow" if hollow else _PERSONS[what]
     return hashlib.blake2b(hashed, digest_size=ADDRESS_BYTES, person=person).digest()
+
+
+def is_state(what: What, version: int) -> bool:
+    """Whether a record is a point that is whole: a state that cannot be cut, or windows that continue no other's."""
+    return what is What.POINT and version != PARTED
 
 
 def file_name(what: What, start: int, at: bytes, version: int = VERSION, after: bytes = b"") -> str:

@@ -9,10 +9,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,8 +60,7 @@ class Row:
         # mlx-lm refuses a top_k that filters nothing
         top_k = s.top_k if 0 < s.top_k < self.vocab else 0
         self.alike: Hashable = (s.temperature, s.top_p, s.min_p, top_k)
-        temperature, top_p = (0.0 if self.greedy else s.temperature), max(s.top_p, LEAST)
-        self.sampler = stock.make_sampler(temp=temperature, top_p=top_p, min_p=s.min_p, top_k=top_k)
+        self._filters = _filters(s, top_k)
 
     def process(self, logits: mx.array, tokens: Sequence[int], prompt_tokens: int, newest: mx.array | None) -> mx.array:
         """`newest` is a token that is chosen, but perhaps not computed yet."""
@@ -74,6 +74,32 @@ class Row:
         for processor in self._over_generated:
             logits = processor(seen(tokens[prompt_tokens:]), logits)
         return logits
+
+    def draw(self, scores: mx.array) -> mx.array:
+        """Returns one token for each row of `scores`, of log probabilities. It has a score, if any token has.
+
+        MLX draws from one row by a search in its cumulative sum. A GPU adds that up in parts, so it need not be
+        ascending, and one draw in some 70,000 falls on a token whose probability is zero. The likeliest is taken in its
+        place."""
+        if self.greedy:
+            return mx.argmax(scores, axis=-1)
+        for apply in self._filters:
+            scores = apply(scores)
+        drawn = stock.categorical_sampling(scores, self.sampling.temperature)
+        found = mx.take_along_axis(scores, drawn[:, None], axis=-1)[:, 0]
+        return mx.where(found == -math.inf, mx.argmax(scores, axis=-1).astype(drawn.dtype), drawn)
+
+
+def _filters(s: Sampling, top_k: int) -> list[Callable[[mx.array], mx.array]]:
+    """Returns mlx-lm's filters, in its order."""
+    found: list[Callable[[mx.array], mx.array]] = []
+    if s.top_p < 1:
+        found.append(functools.partial(stock.apply_top_p, top_p=max(s.top_p, LEAST)))
+    if s.min_p:
+        found.append(functools.partial(stock.apply_min_p, min_p=s.min_p))
+    if top_k:
+        found.append(functools.partial(stock.apply_top_k, top_k=top_k))
+    return found
 
 
 def _check(s: Sampling) -> None:
@@ -168,7 +194,7 @@ class Chooser:
             if not first.row.greedy:
                 seed = first.row.sampling.seed
                 mx.random.seed(self._draws.getrandbits(63) if seed is None else _mix(seed, first.generated))
-            parts.append(first.row.sampler(rows))
+            parts.append(first.row.draw(rows))
         order = [i for members in groups.values() for i in members]
         back = sorted(range(len(order)), key=order.__getitem__)
         return mx.concatenate(parts)[mx.array(back)]

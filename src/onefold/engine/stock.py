@@ -19,7 +19,7 @@ from mlx_lm.generate import (
     wired_limit,
 )
 from mlx_lm.models import llama
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, categorical_sampling, make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
@@ -27,10 +27,13 @@ __all__ = [
     "GenerationResponse",
     "TextStateMachine",
     "TokenizerWrapper",
+    "apply_min_p",
+    "apply_top_k",
+    "apply_top_p",
+    "categorical_sampling",
     "generation_stream",
     "load",
     "make_logits_processors",
-    "make_sampler",
     "make_text_state_machine",
     "maybe_set_recommended_wired_limit",
     "random_llama",

@@ -76,11 +76,11 @@ class Row:
         return logits
 
     def draw(self, scores: mx.array) -> mx.array:
-        """Returns one token for each row of `scores`, of log probabilities. It has a score, if any token has.
+        """Returns one token for each row of log probabilities. Its probability is not zero, unless all are.
 
         MLX draws from one row by a search in its cumulative sum. A GPU adds that up in parts, so it need not be
-        ascending, and one draw in some 70,000 falls on a token whose probability is zero. The likeliest is taken in its
-        place."""
+        ascending, and on CUDA a draw rarely returns a token whose probability is zero. The likeliest token replaces
+        it."""
         if self.greedy:
             return mx.argmax(scores, axis=-1)
         for apply in self._filters:

@@ -153,18 +153,18 @@ def test_a_leaf_that_is_left_out_is_damaged(tmp_path: Path) -> None:
         session.prefill().commit()
 
 
-@pytest.mark.parametrize("bits", [16, 8])
-def test_a_bounded_conversation_is_compared_too(bits: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv", ["16", "8", "4"])
+def test_a_bounded_conversation_is_compared_too(kv: str, tmp_path: Path) -> None:
     model, bound = FakeModel(("full", "full"), dim=64), (48, 4)
-    options = {"max_kv_size": 48, "keep": 4, "kv": bits}
+    options = {"max_kv_size": 48, "keep": 4, "kv": kv}
     with opened(model, tmp_path, **options) as cache:
-        said = turn(model, cache, text(40), 30, bound=bound, bits=bits)
+        said = turn(model, cache, text(40), 30, bound=bound, kv=kv)
     with opened(model, tmp_path, **options) as cache:
-        assert Session(model, cache, [*said, 1], bound=bound, bits=bits).cached == len(said)
+        assert Session(model, cache, [*said, 1], bound=bound, kv=kv).cached == len(said)
     for path in points(tmp_path):
         forge(path, another_type(list(content_at(path)[0].tensors)))
     with opened(model, tmp_path, **options) as cache:
-        session = Session(model, cache, [*said, 1], bound=bound, bits=bits)
+        session = Session(model, cache, [*said, 1], bound=bound, kv=kv)
         assert session.cached < len(said) and cache.stats().reasons["disk: of another layout"] >= 1
 
 

@@ -19,7 +19,8 @@ from onefold import BudgetError, PrefixCache
 from onefold.cache.memory import arrays
 from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.tokens import as_tokens
-from onefold.cache.tiers.disk import host, jobs
+from onefold.cache.tiers import host
+from onefold.cache.tiers.disk import jobs
 from onefold.cache.tiers.records.folder import Folder
 
 

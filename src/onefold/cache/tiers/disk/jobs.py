@@ -21,8 +21,8 @@ from collections.abc import Callable
 
 from onefold.cache.memory.checkpoints import Checkpoint
 from onefold.cache.memory.payloads import Node
-from onefold.cache.memory.segment import Slab, Store
-from onefold.cache.tiers.disk import host
+from onefold.cache.memory.segment import Store
+from onefold.cache.tiers import host
 from onefold.cache.tiers.disk.backlog import Refusals
 from onefold.cache.tiers.disk.linking import Links
 from onefold.cache.tiers.disk.ondisk import (
@@ -81,7 +81,7 @@ class Jobs:
         first = self._first_dirty(node, points=points)
         if first is None or self._refusals.has(first):
             return False
-        return first.span is None or _is_quiet(first.span.slab) or is_covered(first)
+        return first.span is None or host.is_quiet(first.span.slab) or is_covered(first)
 
     def is_dirty(self, node: Node) -> bool:
         """Whether the node's path has something that should be on disk and is not."""
@@ -271,8 +271,3 @@ def _continued(node: Node, checkpoint: Checkpoint) -> Record | None:
             return found if len(links(found, begin)) < LINKS_MOST else None
         at = at.parent
     return None
-
-
-def _is_quiet(slab: Slab) -> bool:
-    """Whether no request is writing there."""
-    return not slab.writers and not slab.rewriting

@@ -12,8 +12,8 @@ from collections.abc import Hashable, Iterable
 
 from onefold.cache.memory.payloads import Node, Tree
 from onefold.cache.tiers.disk.growing import grow
-from onefold.cache.tiers.disk.naming import name_of, salt_of
-from onefold.cache.tiers.identity import Identity
+from onefold.cache.tiers.disk.naming import name_of
+from onefold.cache.tiers.identity import Identity, salt_of
 from onefold.cache.tiers.records.catalog import Catalog
 from onefold.collecting import paused
 

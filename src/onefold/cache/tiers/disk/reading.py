@@ -17,7 +17,7 @@ from onefold.cache.memory.ledger import Account, Purpose
 from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.state import CacheState
 from onefold.cache.tiers.disk.linking import Links
-from onefold.cache.tiers.disk.pace import Pace
+from onefold.cache.tiers.pace import Pace
 from onefold.cache.tiers.records.entry import Record
 from onefold.cache.tiers.records.files import read_all
 from onefold.cache.tiers.records.heads import read_content

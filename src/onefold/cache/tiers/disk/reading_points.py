@@ -20,7 +20,7 @@ from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.runs import Run, Stretch
 from onefold.cache.memory.state import CacheState
-from onefold.cache.tiers.disk import host
+from onefold.cache.tiers import host
 from onefold.cache.tiers.disk.reading import Reading, fill, no_room, open_buffers, read_header
 from onefold.cache.tiers.records import system
 from onefold.cache.tiers.records.entry import Record

@@ -14,7 +14,6 @@ import concurrent.futures
 from collections import deque
 from typing import NamedTuple
 
-import mlx.core as mx
 import numpy as np
 
 from onefold.cache.memory import arrays
@@ -25,7 +24,7 @@ from onefold.cache.memory.segment import Slab, Span
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
-from onefold.cache.tiers.disk import host
+from onefold.cache.tiers import host
 from onefold.cache.tiers.disk.plan import Plan
 from onefold.cache.tiers.disk.reading import Reading, fill, no_room, open_buffers, read_header
 from onefold.cache.tiers.records import system
@@ -164,17 +163,11 @@ class RangeReader:
             host.copy_in(self._slab, lo, lo + record.end - record.start, loaded.places[0])
 
     def _allocate(self, slab: Slab) -> None:
-        """Make the arrays: uninitialised, but for what no record will fill. Raises BudgetError."""
-        make = host.uninitialised if self.direct else mx.zeros
+        """Make the arrays. Raises BudgetError."""
         try:
-            for index, spec in enumerate(slab.store.specs):
-                slab.layers[index] = [make((1, a.heads, slab.capacity, a.dim), a.dtype) for a in spec.arrays]
-            slab.evaluate()
+            host.allocate(slab, self._stop - self._base, direct=self.direct)
         except (MemoryError, RuntimeError) as error:
-            slab.layers = [None] * len(slab.layers)
             raise no_room(error, slab.bytes) from error
-        if self.direct:
-            host.clear(slab, self._stop - self._base, slab.capacity)
 
     def _attach(self, tree: Tree, slab: Slab) -> int:
         """Give the nodes their ranges of the buffer. Returns how many tokens that is."""

@@ -26,6 +26,7 @@ from onefold.cache.tiers.disk.plan import Plan, plan_for
 from onefold.cache.tiers.disk.reading import Reading
 from onefold.cache.tiers.disk.reading_points import PointReader
 from onefold.cache.tiers.disk.reading_ranges import Loaded, RangeReader
+from onefold.cache.tiers.pace import is_slower
 from onefold.cache.tiers.records.entry import Record
 from onefold.cache.tiers.records.faults import is_passing, reason_of
 from onefold.cache.tiers.records.reasons import DiskReason
@@ -44,8 +45,7 @@ def planning(
     found = plan_for(state, tree, tokens)
     if found is None or not (found.records or found.point):
         return None
-    reading, computing = shared.read_pace.estimate(found.size), shared.prefill_pace.estimate(found.saves)
-    if reading is not None and computing is not None and reading >= computing and shared.read_pace.passed_over():
+    if is_slower(shared.read_pace, found.size, shared.prefill_pace, found.saves):
         shared.counts["skipped_tokens"] += found.saves
         shared.reasons[DiskReason.SLOWER] += 1
         return None

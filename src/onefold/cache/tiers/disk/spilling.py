@@ -26,7 +26,8 @@ from onefold.cache.memory.lock import Work
 from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.segment import Slab, Store
 from onefold.cache.memory.state import CacheState
-from onefold.cache.tiers.disk import host, jobs
+from onefold.cache.tiers import host
+from onefold.cache.tiers.disk import jobs
 from onefold.cache.tiers.disk.backlog import Backlog, Refusals
 from onefold.cache.tiers.disk.flushing import Flusher
 from onefold.cache.tiers.disk.linking import Links

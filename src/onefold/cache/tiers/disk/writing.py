@@ -32,7 +32,7 @@ from onefold.cache.memory.arrays import Bytes, Payload
 from onefold.cache.memory.checkpoints import Checkpoint
 from onefold.cache.memory.lock import CacheLock
 from onefold.cache.memory.segment import Slab
-from onefold.cache.tiers.disk import host
+from onefold.cache.tiers import host
 from onefold.cache.tiers.disk.staging import Place, Staging
 from onefold.cache.tiers.disk.syncing import Syncing
 from onefold.cache.tiers.records.catalog import Catalog

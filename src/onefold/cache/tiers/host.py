@@ -48,6 +48,11 @@ def rows(array: mx.array) -> Bytes:
     return bytes_of(array).reshape(heads, capacity, dim * array.dtype.size)
 
 
+def is_quiet(slab: Slab) -> bool:
+    """Whether no request is writing there, and its arrays are not being replaced: then `copy_out` may be called."""
+    return not slab.writers and not slab.rewriting
+
+
 def copy_out(slab: Slab, lo: int, hi: int, into: Bytes, *, direct: bool) -> None:
     """The tokens [lo, hi) of every layer, in the order of `range_tensors`."""
     arrays = [array for layer in slab.layers for array in layer or ()]
@@ -81,6 +86,41 @@ def places(slab: Slab, lo: int, hi: int) -> list[Any]:
         for array in layer or ()
         for head in rows(array)
     ]  # fmt: skip
+
+
+def allocate(slab: Slab, n_tokens: int, *, direct: bool) -> None:
+    """Make the arrays of a slab whose first tokens are about to be read into; the others are zero. Raises MemoryError
+    and RuntimeError if the device cannot, and leaves the slab without arrays."""
+    make = uninitialised if direct else mx.zeros
+    try:
+        for index, spec in enumerate(slab.store.specs):
+            slab.layers[index] = [make((1, a.heads, slab.capacity, a.dim), a.dtype) for a in spec.arrays]
+        slab.evaluate()
+    except (MemoryError, RuntimeError):
+        slab.layers = [None] * len(slab.layers)
+        raise
+    if direct:
+        clear(slab, n_tokens, slab.capacity)
+
+
+def scatter(places: list[Any], data: Bytes | memoryview) -> None:
+    """Copy bytes in the order of `range_tensors` into their places."""
+    at = 0
+    for place in places:
+        place[:] = data[at : at + place.nbytes]
+        at += place.nbytes
+
+
+def split(specs: Iterable[LayerSpec], n_tokens: int, data: Bytes) -> list[Bytes]:
+    """Returns the arrays of a range of so many tokens, each as [heads, tokens, bytes of a token], of which these bytes
+    are made."""
+    found, at = [], 0
+    for spec in specs:
+        for a in spec.arrays:
+            size = a.token_bytes * n_tokens
+            found.append(data[at : at + size].reshape(a.heads, n_tokens, a.dim * a.dtype.size))
+            at += size
+    return found
 
 
 def clear(slab: Slab, lo: int, hi: int) -> None:

@@ -32,3 +32,10 @@ class Pace:
             return True
         self._passed_over = 0
         return False
+
+
+def is_slower(reading: Pace, n_bytes: int, computing: Pace, n_tokens: int) -> bool:
+    """Whether reading so many bytes takes longer than computing so many tokens, as far as both were measured; now and
+    then it is tried all the same."""
+    read, computed = reading.estimate(n_bytes), computing.estimate(n_tokens)
+    return read is not None and computed is not None and read >= computed and reading.passed_over()

@@ -1,0 +1,59 @@
+"""Where the records of a shared store begin and end, and what they are called there.
+
+A reader computes the names of all records of its prompt from its own tokens, so nothing is listed:
+
+    tokens    [ 0 .. G )[ G .. 2G )[ 2G .. 3G ).. the rest, less than G tokens, is computed again
+    address   a0 ------> a1 -------> a2           SHA-256 of the address before and the record's own tokens
+              ^ HMAC of what tells this cache's KV from any other: model, format, settings, the caller's namespace
+
+So a record of one conversation cannot be taken for that of another model, format or tenant, nor for the same tokens
+after others. Knows nothing of stores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from onefold.cache.memory.tokens import NAMED, Tokens
+
+VALUE_BYTES = 4 << 20
+"""The most that a value has: stores are quickest with values of about this size."""
+HEAD_BYTES = 16 << 10
+"""The most of a value that is not KV."""
+MOST_TOKENS = 256
+"""Of a record: what lies behind the last whole record is computed again."""
+_CHAIN = b"onefold remote chain 1\0"
+_RECORD = b"onefold remote record 1\0"
+
+
+def record_tokens(token_bytes: int) -> int:
+    """Returns how many tokens a record has, for so many bytes of KV a token: a power of two, so that the grid of a
+    format that takes fewer bytes has some of the same edges. 0 if not even one token fits into a value."""
+    n = min(MOST_TOKENS, (VALUE_BYTES - HEAD_BYTES) // max(1, token_bytes))
+    return 1 << (n.bit_length() - 1) if n else 0
+
+
+def root_of(about: dict[str, Any], salt: str, secret: bytes = b"") -> bytes:
+    """Returns where the chain of a namespace begins. `about` is everything that changes the bytes of KV; `salt` names
+    the caller's namespace. Machines with another secret have other addresses, and one cannot guess which prompts
+    another has."""
+    text = json.dumps([about, salt], sort_keys=True, separators=(",", ":")).encode()
+    return hmac.new(secret, _CHAIN + text, hashlib.sha256).digest()
+
+
+def addresses(root: bytes, tokens: Tokens, n_tokens: int) -> Iterator[bytes]:
+    """Yields the addresses of the whole records of these tokens, each of `n_tokens`, up to the first with an id that
+    only this process knows."""
+    address = root
+    for begin in range(0, len(tokens) - n_tokens + 1, n_tokens):
+        part = np.ascontiguousarray(tokens[begin : begin + n_tokens], "<i4")
+        if part.max() >= NAMED:
+            return
+        address = hashlib.sha256(_RECORD + address + part.tobytes()).digest()
+        yield address

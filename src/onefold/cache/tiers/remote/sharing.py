@@ -1,0 +1,123 @@
+"""What the fetches and the writer of a remote tier share: the store, names and seals, threads, counts."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import json
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from onefold.cache.memory.arrays import Bytes, addressable
+from onefold.cache.memory.shapes import LayerSpec
+from onefold.cache.memory.tokens import Tokens
+from onefold.cache.tiers import host
+from onefold.cache.tiers.pace import Pace
+from onefold.cache.tiers.remote.grid import addresses
+from onefold.cache.tiers.remote.health import Health
+from onefold.cache.tiers.remote.reasons import RemoteReason
+from onefold.cache.tiers.remote.stores.store import Store
+from onefold.cache.tiers.remote.values import Sealing
+from onefold.errors import RecordError
+
+SEEN_MOST = 1 << 17
+"""Addresses that are remembered: some 20 MB, and 8 million tokens of 64 a record."""
+KNOWN_SECONDS = 600.0
+"""How long they are believed to be there without another look, before something that continues them is written."""
+MISSED_SECONDS = 2.0
+"""How long they are believed not to be there: a request that waits is looked at more than once."""
+
+
+class Seen:
+    """Addresses that were seen a while ago at most, in the store or not there: a store changes. Threads share it."""
+
+    def __init__(self, seconds: float, most: int = SEEN_MOST, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._most, self._clock = seconds, most, clock
+        self._seen: OrderedDict[bytes, float] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, address: bytes) -> None:
+        with self._lock:
+            self._seen[address] = self._clock()
+            self._seen.move_to_end(address)
+            while len(self._seen) > self._most:
+                self._seen.popitem(last=False)
+
+    def forget(self, addresses: Iterable[bytes]) -> None:
+        with self._lock:
+            for address in addresses:
+                self._seen.pop(address, None)
+
+    def __contains__(self, address: bytes) -> bool:
+        with self._lock:
+            seen = self._seen.get(address)
+        return seen is not None and self._clock() - seen < self._seconds
+
+
+@dataclass
+class Sharing:
+    store: Store
+    sealing: Sealing
+    health: Health
+    """Whether the store is read from."""
+    writing: Health
+    """Whether it is written to: a full one can still be read."""
+    threads: concurrent.futures.ThreadPoolExecutor
+    """They wait for the store."""
+    n_tokens: int
+    """Of a record."""
+    specs: Sequence[LayerSpec]
+    deadline: float
+    """Seconds that a call of the store may take."""
+    layout: str = field(init=False)
+    """What a record of KV is made of."""
+    direct: bool = field(init=False)
+    """The processor can address the device's memory."""
+    known: Seen = field(default_factory=lambda: Seen(KNOWN_SECONDS))
+    missed: Seen = field(default_factory=lambda: Seen(MISSED_SECONDS, 1024))
+    read_pace: Pace = field(default_factory=Pace)
+    """Seconds a byte takes to fetch."""
+    prefill_pace: Pace = field(default_factory=Pace)
+    """Seconds a token takes to compute."""
+    counts: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        tensors = host.range_tensors(self.specs, self.n_tokens)
+        self.layout = hashlib.sha256(json.dumps([[t.name, t.dtype, t.shape] for t in tensors]).encode()).hexdigest()[
+            :32
+        ]
+        self.direct = addressable()
+
+    @property
+    def record_bytes(self) -> int:
+        """The KV of a record."""
+        return self.n_tokens * sum(spec.token_bytes for spec in self.specs)
+
+    def addresses(self, root: bytes, tokens: Tokens) -> Iterator[bytes]:
+        return addresses(root, tokens, self.n_tokens)
+
+    def head(self) -> dict[str, Any]:
+        """What the head of a record of KV says, and must say."""
+        return {"kind": "kv", "tokens": self.n_tokens, "layout": self.layout}
+
+    def opened(self, address: bytes, value: bytes) -> memoryview:
+        """Returns the KV of a value. Raises RecordError if it is not this record."""
+        _, payload = self.sealing.open(address, value, self.head())
+        if len(payload) != self.record_bytes:
+            raise RecordError(RemoteReason.OTHER_LAYOUT)
+        return payload
+
+    def sealed(self, address: bytes, payload: Bytes, made_by: str) -> bytes:
+        """Returns the value of some KV. `made_by` names the device that computed it."""
+        head = {**self.head(), "device": made_by}
+        return self.sealing.seal(address, head, [payload])
+
+
+def name_of(address: bytes) -> str:
+    """Returns the name in the store of the record with this address."""
+    return f"onefold/1/{address.hex()}"

@@ -1,0 +1,196 @@
+"""The remote tier: prompts that several machines prefill are computed once, and fetched from a store that they share.
+
+    PrefixCache(model, disk=RemoteSettings("redis://127.0.0.1:6379/0"))
+
+- Memory is written to the store on a fixed grid of tokens, in the background, and read back on any machine whose model
+  and settings are the same (`grid`, `writing`, `fetching`).
+- The store belongs to others: every value is sealed (`values`). Without a secret only a store of this machine is used.
+- A store that is slow, full or dead is a miss with a reason, and is tried again later (`health`).
+
+Models whose layers can be resumed only at checkpoints (windows, states) are refused.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import time
+import weakref
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from onefold.cache.memory import device
+from onefold.cache.memory.lock import Work
+from onefold.cache.memory.payloads import Node, Tree
+from onefold.cache.memory.state import CacheState
+from onefold.cache.memory.tier import Fetch, NoTier, TierStats
+from onefold.cache.memory.tokens import Tokens
+from onefold.cache.tiers.identity import Identity, salt_of
+from onefold.cache.tiers.remote import fetching
+from onefold.cache.tiers.remote.grid import record_tokens, root_of
+from onefold.cache.tiers.remote.health import Health
+from onefold.cache.tiers.remote.reasons import RemoteReason
+from onefold.cache.tiers.remote.sharing import Sharing
+from onefold.cache.tiers.remote.stores.registry import address_of, open_store
+from onefold.cache.tiers.remote.stores.store import StoreSettings
+from onefold.cache.tiers.remote.values import Sealing
+from onefold.cache.tiers.remote.writing import Path, RemoteWriter
+from onefold.errors import BudgetError, ConfigError
+
+log = logging.getLogger("onefold")
+
+DEADLINE = 1.0
+"""Seconds that the store may take to answer."""
+WRITING_MOST = 60.0
+"""Seconds that closing a cache waits for what is still to be written."""
+DAY = 24 * 3600
+THREADS = 2 + fetching.AHEAD
+_LEAST_SECRET = 16
+
+
+@dataclass(frozen=True)
+class RemoteSettings:
+    """How to open the tier. Raises ConfigError for values that cannot be used."""
+
+    url: str = field(repr=False)  # it may have a password
+    """redis://, rediss://, s3://, gs:// or file://."""
+    secret: bytes = field(default=b"", repr=False)
+    """Shared by all machines: only values that were sealed with it are believed. At least 16 bytes."""
+    insecure: bool = False
+    """Use a store of another machine without a secret: whoever can write there can put wrong KV into this cache."""
+    ttl: int = 30 * DAY
+    """Seconds after its last use that a value is forgotten, by stores that can."""
+    deadline: float = DEADLINE
+
+    def __post_init__(self) -> None:
+        address = address_of(self.url)
+        if self.secret and len(self.secret) < _LEAST_SECRET:
+            raise ConfigError(f"the secret has {len(self.secret)} bytes; give at least {_LEAST_SECRET} random ones")
+        if not self.secret and not address.local and not self.insecure:
+            raise ConfigError(
+                f"{address.shown} is not on this machine: give a secret that all machines share, or insecure=True if "
+                "nobody else can reach it"
+            )
+        if not 0 < self.deadline <= 60 or self.ttl < 1:
+            raise ConfigError("the deadline is more than 0 and at most 60 seconds, the time to live at least 1 second")
+
+
+class RemoteTier(NoTier):
+    def __init__(self, settings: RemoteSettings, state: CacheState, identity: Identity) -> None:
+        address = address_of(settings.url)
+        self._shown = address.shown
+        self._state: CacheState = weakref.proxy(state)  # the tier outlives the cache, which the state may refer to
+        self._about, self._secret = identity.about, settings.secret
+        self._roots: weakref.WeakKeyDictionary[Tree, bytes | None] = weakref.WeakKeyDictionary()
+        """Where the chain of each tree's namespace begins; None if it has no name that other machines know."""
+        reasons: Counter[str] = Counter()
+        n_tokens = record_tokens(state.store.token_bytes)
+        self._shared = Sharing(
+            open_store(StoreSettings(address, settings.deadline, settings.ttl)),
+            Sealing(settings.secret),
+            Health("read", address.shown, reasons),
+            Health("written", address.shown, reasons),
+            concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="onefold-remote-read"),
+            n_tokens,
+            state.store.specs,
+            settings.deadline,
+            reasons=reasons,
+        )
+        leases = state.leases
+        made_by = "cuda" if device.on_cuda() else "metal" if device.on_metal() else "cpu"
+        self._lock = state.lock
+        self._writer = RemoteWriter(self._shared, state.store, state.lock, made_by, lambda: len(leases) > 0)
+
+    # -- requests ------------------------------------------------------------------------------------
+
+    def attach(self, tree: Tree, namespace: Hashable) -> None:
+        if tree not in self._roots:
+            salt = salt_of(namespace)
+            self._roots[tree] = None if salt is None else root_of(self._about, salt, self._secret)
+
+    def planning(self, tree: Tree, tokens: Tokens, reserve_tokens: int) -> Work[Fetch | None]:
+        yield from ()
+        root = self._roots.get(tree)
+        if root is None:
+            return None
+        return fetching.planned(self._state, self._shared, tree, root, tokens, reserve_tokens)
+
+    def prefilled(self, n_tokens: int, seconds: float) -> None:
+        self._shared.prefill_pace.took(seconds, n_tokens)
+
+    # -- writing ---------------------------------------------------------------------------------------
+
+    def committed(self, node: Node) -> None:
+        tree = self._state.nodes.tree_of(node)
+        root = self._roots.get(tree)
+        if root is None:
+            self._shared.reasons[RemoteReason.NAMELESS] += 1
+            return
+        self._writer.want(Path(tree, root, np.concatenate([n.tokens for n in node.path()])))
+
+    def flush(self, *, everything: bool, until: float, reports: bool = False) -> bool:
+        return self._writer.flush(until)
+
+    def give_up(self) -> None:
+        self._writer.give_up()
+
+    def stop(self, until: float | None) -> None:
+        if until is not None:
+            self._writer.flush(min(until, time.monotonic() + WRITING_MOST))
+        self._writer.stop()
+
+    def close(self) -> None:
+        self._writer.close()
+        self._disconnect()
+
+    def abandon(self) -> None:
+        if self._lock.is_elsewhere:
+            return
+        self.stop(None)
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        self._shared.threads.shutdown(wait=False, cancel_futures=True)
+        self._shared.store.close()
+
+    @property
+    def written_bytes(self) -> int:
+        return self._shared.counts["written_bytes"]
+
+    # -- the whole of it -------------------------------------------------------------------------------
+
+    def stats(self) -> TierStats:
+        counts = self._shared.counts
+        return TierStats(
+            mode="remote",
+            folder=self._shown,
+            pending=self._writer.pending,
+            written_bytes=counts["written_bytes"],
+            records=counts["written_records"],
+            spilled_tokens=counts["spilled_tokens"],
+            restored_tokens=counts["restored_tokens"],
+            restored_bytes=counts["restored_bytes"],
+            skipped_tokens=counts["skipped_tokens"],
+            rejected_records=counts["rejected_records"],
+            failed=self._shared.health.fault or self._shared.writing.fault,
+        )
+
+    def reasons(self) -> Counter[str]:
+        return Counter({f"remote: {reason}": n for reason, n in self._shared.reasons.items()})
+
+
+def open_remote(settings: RemoteSettings, state: CacheState, identity: Identity) -> RemoteTier | TierStats:
+    """Opens the tier: the function that the registry names."""
+    if state.model.needs_checkpoints or not state.store.specs or state.model.bounds:
+        why = "layers with windows or states, or a bound, cannot be resumed from a shared store yet"
+        log.warning("nothing is shared: %s", why)
+        return TierStats(failed=why)
+    if not record_tokens(state.store.token_bytes):
+        return TierStats(failed=f"a token has {state.store.token_bytes} bytes of KV, more than a value may have")
+    try:
+        return RemoteTier(settings, state, identity)
+    except BudgetError as error:
+        return TierStats(failed=f"the budget has no room for a record that is sent: {error}")

@@ -1,0 +1,252 @@
+"""Shared stores: a real Redis server, a real folder, and what each does when it cannot do what it is asked."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis_server import free_port, redis_server
+
+from onefold.cache.tiers.remote.grid import VALUE_BYTES
+from onefold.cache.tiers.remote.reasons import RemoteReason
+from onefold.cache.tiers.remote.stores.registry import STORES, address_of, open_store
+from onefold.cache.tiers.remote.stores.store import Store, StoreError, StoreSettings
+from onefold.errors import ConfigError, RecordError
+
+REDIS = pytest.mark.system("redis-server")
+
+
+def opened(url: str, deadline: float = 30.0, ttl: int = 3600) -> Store:
+    return open_store(StoreSettings(address_of(url), deadline, ttl))
+
+
+@pytest.fixture(params=[pytest.param("redis", marks=REDIS), "file"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "file":
+        found = opened(f"file://{tmp_path / 'a store'}".replace(" ", "%20"))
+        yield found
+        found.close()
+        return
+    with redis_server(tmp_path) as server:
+        found = opened(server.url)
+        yield found
+        found.close()
+
+
+def test_a_value_is_stored_once_and_read_as_it_is(store: Store) -> None:
+    assert store.get("of/a") is None
+    assert store.add("of/a", b"\0\xff" * 9)
+    assert not store.add("of/a", b"another")
+    assert store.get("of/a") == b"\0\xff" * 9
+    store.remove("of/a")
+    store.remove("of/a")
+    assert store.get("of/a") is None
+
+
+def test_the_largest_value_comes_back(store: Store) -> None:
+    value = bytes(range(256)) * (VALUE_BYTES // 256)
+    assert store.add("of/large", value) and store.get("of/large") == value
+
+
+@pytest.mark.parametrize("n", [0, 1, 3, 4, 5, 13, 40])
+def test_a_chain_is_known_up_to_its_first_gap(store: Store, n: int) -> None:
+    names = [f"of/{i}" for i in range(40)]
+    for i, name in enumerate(names):
+        if i != n:
+            store.add(name, b"x")
+    assert store.leading(names) == n
+    assert store.leading([]) == 0
+
+
+def test_names_are_listed_by_their_beginning(store: Store) -> None:
+    for name in ("of/a1", "of/a2", "of/b*1", "of/bc1", "other"):
+        store.add(name, b"four")
+    assert sorted(store.names("of/a")) == [("of/a1", 4), ("of/a2", 4)]
+    assert list(store.names("of/b*")) == [("of/b*1", 4)]  # no pattern
+    assert len(list(store.names(""))) == 5
+
+
+def test_two_machines_that_write_the_same_at_once_write_it_once(store: Store) -> None:
+    told: list[bool] = []
+    ready = threading.Barrier(4)
+
+    def write(i: int) -> None:
+        ready.wait(60)
+        told.append(store.add("of/same", bytes([i]) * 100_000))
+
+    threads = [threading.Thread(target=write, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(told) == [False] * 3 + [True]
+    value = store.get("of/same")
+    assert value is not None and len(value) == 100_000 and len(set(value)) == 1
+
+
+@REDIS
+def test_a_look_at_a_chain_is_one_round_trip_and_reading_renews(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server:
+        store = opened(server.url, ttl=1000)
+        store.add("of/a", b"x")
+        client = store._client  # type: ignore[attr-defined]
+        client.expire("of/a", 5)
+        assert store.get("of/a") == b"x" and client.ttl("of/a") > 900
+        before = client.info("stats")["total_reads_processed"]
+        assert store.leading(["of/a"] * 500) == 500
+        assert client.info("stats")["total_reads_processed"] - before <= 4  # 500 questions, in a few packets
+        store.close()
+
+
+@REDIS
+def test_what_lies_there_and_is_no_value_is_refused(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server:
+        store = opened(server.url)
+        client = store._client  # type: ignore[attr-defined]
+        client.set("of/large", bytes(VALUE_BYTES + 1))
+        client.lpush("of/list", "x")
+        client.set("of/empty", b"")
+        for name, reason in (("of/large", RemoteReason.TOO_LARGE), ("of/list", RemoteReason.OTHER_FORMAT)):
+            with pytest.raises(RecordError, match=reason):
+                store.get(name)
+            store.remove(name)
+            assert store.get(name) is None
+        assert store.get("of/empty") == b""
+        store.close()
+
+
+@REDIS
+def test_a_full_server_says_so_and_still_answers(tmp_path: Path) -> None:
+    with redis_server(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as server:
+        store = opened(server.url)
+        with pytest.raises(StoreError) as failed:
+            for i in range(9):
+                store.add(f"of/{i}", bytes(500_000))
+        assert failed.value.reason is RemoteReason.FULL
+        assert store.leading(["of/0"]) == 1
+        store.close()
+
+
+@REDIS
+def test_a_wrong_password_is_refused_and_never_shown(tmp_path: Path) -> None:
+    with redis_server(tmp_path, "--requirepass", "right") as server:
+        right = opened(f"redis://:right@127.0.0.1:{server.port}/0")
+        assert right.add("a", b"x")
+        wrong = opened(f"redis://:not-this-one@127.0.0.1:{server.port}/0")
+        with pytest.raises(StoreError) as failed:
+            wrong.get("a")
+        assert failed.value.reason is RemoteReason.REFUSED
+        assert "not-this-one" not in str(failed.value)
+        right.close()
+        wrong.close()
+
+
+@REDIS
+def test_a_server_that_is_killed_is_an_error_and_serves_again_when_it_is_back(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server:
+        store = opened(server.url)
+        store.add("a", b"x")
+        port = server.port
+    with pytest.raises(StoreError) as failed:
+        store.get("a")
+    assert failed.value.reason is RemoteReason.UNREACHABLE
+    with redis_server(tmp_path, port=port):
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                assert store.get("a") is None
+                break
+            except StoreError:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+    store.close()
+
+
+def test_a_server_that_accepts_and_never_answers_is_given_up_at_the_deadline() -> None:
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        store = opened(f"redis://127.0.0.1:{deaf.getsockname()[1]}/0", deadline=0.2)
+        for ask in (lambda: store.leading(["a"]), lambda: store.get("a"), lambda: store.add("a", b"x")):
+            begun = time.monotonic()
+            with pytest.raises(StoreError) as failed:
+                ask()
+            assert failed.value.reason is RemoteReason.SLOW
+            assert time.monotonic() - begun < 30
+        store.close()
+
+
+def test_a_server_that_is_not_there_is_unreachable() -> None:
+    store = opened(f"redis://127.0.0.1:{free_port()}/0", deadline=5)
+    with pytest.raises(StoreError) as failed:
+        store.leading(["a"])
+    assert failed.value.reason is RemoteReason.UNREACHABLE
+    store.close()
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        opened(f"file://{tmp_path}/file")
+
+
+@pytest.mark.parametrize(
+    "url, said",
+    [
+        ("", "such as redis://"),
+        ("/tmp/somewhere", "such as redis://"),
+        ("http://127.0.0.1/", "such as redis://"),
+        ("redis:///0", "names no machine"),
+        ("s3:///folder", "names no bucket"),
+        ("redis://127.0.0.1:x/0", "no URL"),
+        ("redis://[::1/0", "no URL"),
+    ],
+)
+def test_a_url_that_names_no_store_is_refused(url: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        address_of(url)
+
+
+@pytest.mark.parametrize(
+    "url, said",
+    [("redis://127.0.0.1:6379/0?socket_timeout=x", "no URL of a Redis server"), ("file://a/b", "whole path")],
+)
+def test_a_url_with_other_faults_is_refused_when_the_store_is_opened(url: str, said: str) -> None:
+    if url.startswith("file"):
+        url = "file:b"
+    with pytest.raises(ConfigError, match=said):
+        opened(url)
+
+
+@pytest.mark.parametrize(
+    "url, shown, local",
+    [
+        ("redis://me:secret@127.0.0.1:1/2", "redis://me@127.0.0.1:1/2", True),
+        ("rediss://:secret@cache.example/0?x=secret", "rediss://cache.example/0", False),
+        ("redis://[::1]:6379/0", "redis://[::1]:6379/0", True),
+        ("redis://localhost/0", "redis://localhost/0", True),
+        ("redis://10.0.0.1/0", "redis://10.0.0.1/0", False),
+        ("s3://localhost/a", "s3://localhost/a", False),
+        ("file:///srv/a", "file:///srv/a", True),
+    ],
+)
+def test_a_url_is_shown_without_its_password(url: str, shown: str, local: bool) -> None:
+    address = address_of(url)
+    assert (address.shown, address.local) == (shown, local)
+
+
+@pytest.mark.parametrize("package, url", [("redis", "redis://127.0.0.1/0"), ("obstore", "file:///srv/a")])
+def test_a_package_that_is_missing_is_named(package: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=r"pip install 'onefold\[remote\]'"):
+        opened(url)
+
+
+def test_every_store_has_an_example_that_is_one() -> None:
+    for scheme, kind in STORES.items():
+        assert address_of(kind.example).url.startswith(f"{scheme}://")

@@ -1,0 +1,623 @@
+"""A store that several machines share: what one has computed, another reads, and nothing else is believed.
+
+A machine is a cache here: two caches of one process share only the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from redis_server import redis_server
+from tiny import tiny
+
+import onefold
+from onefold.cache.tiers.pace import Pace
+from onefold.cache.tiers.remote import fetching, health, sharing
+from onefold.cache.tiers.remote.reasons import RemoteReason
+from onefold.cache.tiers.remote.stores.store import StoreError
+from onefold.cache.tiers.remote.tier import RemoteSettings
+from onefold.cache.tiers.remote.values import Sealing
+from onefold.cache.tiers.remote.writing import COPIES
+
+LONG = 1e6
+"""Seconds: more than a test takes, however busy the machine is."""
+RECORD = 256
+"""Tokens of a record of a tiny model: the most."""
+CHUNK = 64
+SECRET = b"a secret of more than sixteen bytes"
+
+
+def words(n: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(90), k=n)
+
+
+def served(cache: onefold.PrefixCache, model: Any, tokens: list[int], **options: Any) -> tuple[int, mx.array]:
+    """Returns how many tokens were reused, and the logits after the last one."""
+    with cache.lease(tokens, **options) as lease:
+        cached = lease.cached
+        for at in range(cached, len(tokens), CHUNK):
+            out = model(mx.array(tokens[at : at + CHUNK])[None], cache=lease.layers)[:, -1]
+            mx.eval(out)
+        lease.commit(tokens)
+    cache.check()
+    return cached, out
+
+
+class Unmeasured(Pace):
+    def took(self, seconds: float, units: int) -> None: ...
+
+
+def machine(model: Any, url: str, budget: str = "64MB", kv: str = "16", **options: Any) -> onefold.PrefixCache:
+    """Returns a cache that fetches whatever it finds: a tiny model computes about as fast as a busy machine reads."""
+    cache = onefold.PrefixCache(model, budget, kv=kv, disk=RemoteSettings(url, **{"deadline": 30.0, **options}))
+    if cache.parts.tier is not None:
+        cache.parts.tier._shared.prefill_pace = Unmeasured()  # type: ignore[attr-defined]
+    return cache
+
+
+def reason(cache: onefold.PrefixCache, which: RemoteReason) -> int:
+    return cache.stats().reasons.get(f"remote: {which}", 0)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store"
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny("llama_q", seed=3)
+
+
+def values(url: str) -> list[Path]:
+    return sorted(p for p in Path(url.removeprefix("file://")).rglob("*") if p.is_file())
+
+
+@pytest.fixture
+def filled(model: Any, url: str) -> str:
+    """A store with the records of a conversation of 700 tokens."""
+    with machine(model, url) as first:
+        assert served(first, model, words(700))[0] == 0
+        assert first.flush(60)
+    return url
+
+
+@pytest.fixture(scope="module")
+def cold(model: Any) -> mx.array:
+    with onefold.PrefixCache(model, "64MB") as cache:
+        return served(cache, model, words(700))[1]
+
+
+def same(a: mx.array, b: mx.array, share: float = 1e-4) -> bool:
+    return bool(mx.abs(a - b).max() <= share * mx.abs(b).max())
+
+
+@pytest.mark.parametrize("kv", ["16", "8", "4", "affine4", "turbo4"])
+def test_what_one_machine_computed_another_reads(kv: str, model: Any, url: str) -> None:
+    tokens = words(700)
+    with machine(model, url, kv=kv) as first:
+        expected = served(first, model, tokens)[1]
+        assert first.flush(60)
+        stored = first.stats().disk
+        assert (stored.records, stored.spilled_tokens) == (2, 2 * RECORD)
+        kv_bytes = 2 * RECORD * first.stats().token_bytes
+        assert kv_bytes < stored.written_bytes <= 1.02 * kv_bytes + 1024  # tiny records
+    assert len(values(url)) == 2
+    with machine(model, url, kv=kv) as second:
+        cached, found = served(second, model, tokens)
+        assert cached == 2 * RECORD and same(found, expected, 3e-2 if kv != "16" else 1e-4)
+        stats = second.stats()
+        assert stats.tokens_from_disk == stats.disk.restored_tokens == 2 * RECORD
+        assert second.flush(60) and second.stats().disk.records == 0  # all of it is there already
+        assert served(second, model, [*tokens, 1, 2])[0] == 700
+
+
+def test_a_branch_reads_the_whole_records_before_it(model: Any, filled: str, cold: mx.array) -> None:
+    tokens = [*words(400), *words(300, seed=1)]
+    with machine(model, filled) as second:
+        assert served(second, model, tokens)[0] == RECORD
+        assert served(second, model, words(700))[0] == 2 * RECORD  # the second record, behind what memory has
+        assert second.flush(60)
+    assert len(values(filled)) == 3
+
+
+def test_a_record_that_begins_inside_what_memory_has(model: Any, filled: str, cold: mx.array) -> None:
+    with machine(model, filled, deadline=0.001) as second:
+        second.parts.tier._shared.health._until = 1e18  # type: ignore[union-attr]
+        assert served(second, model, words(700)[:300])[0] == 0
+        second.parts.tier._shared.health.answered()  # type: ignore[union-attr]
+        second.parts.tier._shared.deadline = 30.0  # type: ignore[union-attr]
+        cached, found = served(second, model, words(700))
+        assert cached == 2 * RECORD and same(found, cold)
+        assert second.stats().tokens_from_disk == 2 * RECORD - 300
+
+
+def test_a_longer_turn_writes_only_what_is_new(model: Any, filled: str) -> None:
+    with machine(model, filled) as second:
+        served(second, model, words(700) + words(400, seed=2))
+        assert second.flush(60) and second.stats().disk.records == 2
+    assert len(values(filled)) == 4
+
+
+def test_what_was_evicted_comes_back(model: Any, filled: str, cold: mx.array) -> None:
+    with machine(model, filled) as second:
+        served(second, model, words(700))
+        second.clear(disk=False)
+        assert second.stats().nodes == 0
+        cached, found = served(second, model, words(700))
+        assert cached == 2 * RECORD and same(found, cold)
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["model", "format", "tenant", "no name", "adapter"],
+)
+def test_nothing_is_shared_with_another(other: str, model: Any, filled: str) -> None:
+    theirs, kv, options, extra = model, "16", dict[str, Any](), dict[str, Any]()
+    if other == "model":
+        theirs = tiny("llama_q", seed=4)
+    elif other == "format":
+        kv = "8"
+    elif other == "adapter":
+        extra["adapter"] = "x"
+    else:
+        options["namespace"] = "tenant" if other == "tenant" else object()
+    settings = RemoteSettings(filled, deadline=30.0)
+    with onefold.PrefixCache(theirs, "64MB", kv=kv, disk=settings, **extra) as second:
+        assert served(second, theirs, words(700), **options)[0] == 0
+        assert second.flush(60)
+        assert (reason(second, RemoteReason.NAMELESS) > 0) == (other == "no name")
+    assert len(values(filled)) == (2 if other == "no name" else 4)
+
+
+@pytest.mark.parametrize("theirs, ours", [(b"", SECRET), (SECRET, b""), (SECRET, SECRET + b"!")])
+def test_nothing_is_shared_with_another_secret(
+    theirs: bytes, ours: bytes, model: Any, url: str, cold: mx.array
+) -> None:
+    with machine(model, url, secret=theirs) as first:
+        served(first, model, words(700))
+        assert first.flush(60)
+    with machine(model, url, secret=ours) as second:
+        cached, found = served(second, model, words(700))
+        assert cached == 0 and same(found, cold)
+        assert second.flush(60)
+    assert len(values(url)) == 4  # under addresses that those with another secret cannot compute
+
+
+def test_a_forged_value_is_not_believed(model: Any, url: str, cold: mx.array) -> None:
+    """Under the right address, sealed without the secret: by one who can write to the store, and has seen its names."""
+    with machine(model, url, secret=SECRET) as first:
+        served(first, model, words(700))
+        assert first.flush(60)
+        shared = first.parts.tier._shared  # type: ignore[union-attr]
+        for path in values(url):
+            address = bytes.fromhex(path.name)
+            head, payload = shared.sealing.open(address, path.read_bytes(), {})
+            path.write_bytes(Sealing().seal(address, head, [bytes(len(payload))]))
+    with machine(model, url, secret=SECRET) as second:
+        cached, found = served(second, model, words(700))
+        assert cached == 0 and same(found, cold)
+        assert reason(second, RemoteReason.SEAL) == 1
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "swap", "longer"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_damaged_value_is_a_miss_from_there_on(
+    damage: str, which: int, model: Any, filled: str, cold: mx.array
+) -> None:
+    first, second = values(filled)
+    with machine(model, filled) as cache:
+        root = cache.parts.tier._roots[cache.parts.tree("")]  # type: ignore[union-attr]
+        addresses = list(cache.parts.tier._shared.addresses(root, mx.array(words(700))))  # type: ignore[union-attr]
+    at, other = (first, second) if first.name == addresses[which].hex() else (second, first)
+    content = bytearray(at.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 1
+    content = content[: {"cut": len(content) - 7, "empty": 0}.get(damage, len(content))]
+    at.write_bytes(other.read_bytes() if damage == "swap" else bytes(content) + b"x" * (damage == "longer"))
+    with machine(model, filled) as cache:
+        cached, found = served(cache, model, words(700))
+        assert cached == which * RECORD and same(found, cold)
+        assert cache.stats().disk.rejected_records == 1
+        assert cache.flush(60)
+        assert cache.stats().bytes["disk_buffers"] == COPIES * RECORD * cache.stats().token_bytes
+    with machine(model, filled) as cache:
+        assert served(cache, model, words(700))[0] == 2 * RECORD  # it was removed, and written again
+
+
+
+def test_a_store_that_is_emptied_is_a_miss(model: Any, url: str) -> None:
+    tokens = words(20 * RECORD)
+    with machine(model, url) as first:
+        expected = served(first, model, tokens)[1]
+        assert first.flush(60) and len(values(url)) == 20
+    with machine(model, url) as cache:
+        fetch = cache.restore(tokens)
+        assert fetch is not None
+        while not fetch._loading:  # type: ignore[attr-defined]
+            assert fetch.step()  # asks, and learns what there is
+        for path in values(url):
+            path.unlink()
+        while fetch.step():
+            pass
+        assert reason(cache, RemoteReason.GONE) == 1
+        known = fetch.tokens
+        cached, found = served(cache, model, tokens)
+        assert cached == known <= fetching.AHEAD * RECORD and same(found, expected)
+        assert cache.flush(60)
+    assert len(values(url)) == 20 - known // RECORD
+
+
+def test_a_fetch_in_steps_can_be_ended_early_or_dropped(model: Any, filled: str, cold: mx.array) -> None:
+    with machine(model, filled) as cache:
+        for end in ("finish", "drop", "clear", "close"):
+            fetch = cache.restore(words(700))
+            assert fetch is not None
+            fetch.step()
+            if end == "finish":
+                fetch.finish()
+                cache.check()
+                cache.clear(disk=False)
+            elif end == "drop":
+                del fetch
+                gc.collect()
+                cache.stats()
+                cache.check()
+                cache.clear(disk=False)
+            elif end == "clear":
+                cache.clear(disk=False)
+                while fetch.step():
+                    pass
+                cache.check()
+                cache.clear(disk=False)
+            else:
+                cache.close()
+                assert not fetch.step()
+
+
+def test_pins_end_with_the_fetch_though_nodes_are_split_meanwhile(model: Any, filled: str) -> None:
+    with machine(model, filled) as cache:
+        served(cache, model, words(700)[:400])
+        fetch = cache.restore([*words(700)[:300], *words(900, seed=1)])
+        assert fetch is None or fetch.step() in (True, False)
+        branch = [*words(700)[:280], *words(50, seed=2)]
+        served(cache, model, branch)  # splits the node that the fetch has pinned
+        while fetch is not None and fetch.step():
+            pass
+        served(cache, model, words(700))
+        assert not any(node.pins for node in cache.state.nodes.nodes())
+
+
+def test_a_payload_of_another_size_is_refused_and_removed(model: Any, filled: str, cold: mx.array) -> None:
+    with machine(model, filled) as cache:
+        shared = cache.parts.tier._shared  # type: ignore[union-attr]
+        for path in values(filled):
+            path.write_bytes(shared.sealing.seal(bytes.fromhex(path.name), shared.head(), [bytes(1000)]))
+        cached, found = served(cache, model, words(700))
+        assert cached == 0 and same(found, cold) and reason(cache, RemoteReason.OTHER_LAYOUT) == 1
+
+
+class Trickling:
+    """A server that answers each command a byte at a time, after it was asked to."""
+
+    def __init__(self, port: int) -> None:
+        self._to, self.slow = port, False
+        self._sock = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._sock.getsockname()[1]}/0"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                ours = self._sock.accept()[0]
+                try:
+                    theirs = socket.create_connection(("127.0.0.1", self._to))
+                except OSError:
+                    ours.close()
+                    continue
+                for a, b, back in ((ours, theirs, False), (theirs, ours, True)):
+                    threading.Thread(target=self._pass, args=(a, b, back), daemon=True).start()
+
+    def _pass(self, a: socket.socket, b: socket.socket, back: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := a.recv(1 << 16):
+                for i in range(0, len(data), 1):
+                    if not (self.slow and back and len(data) > 1000):
+                        b.sendall(data[i:])
+                        break
+                    b.sendall(data[i : i + 1])
+                    time.sleep(0.1)
+        a.close()
+        b.close()
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+@pytest.mark.system("redis-server")
+def test_a_store_that_trickles_holds_up_nobody(
+    model: Any, tmp_path: Path, cold: mx.array, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "FIRST_PAUSE", LONG)
+    with redis_server(tmp_path) as server:
+        with machine(model, server.url) as first:
+            served(first, model, words(700))
+            assert first.flush(60)
+        between = Trickling(server.port)
+        with machine(model, between.url, deadline=1.0) as cache:
+            between.slow = True
+            begun = time.monotonic()
+            cached, found = served(cache, model, words(700))
+            assert cached == 0 and same(found, cold) and reason(cache, RemoteReason.SLOW) == 1
+            assert cache.restore(words(700, seed=1)) is None
+            cache.clear(disk=False)
+            cache.stats()
+            assert time.monotonic() - begun < 40
+            between.slow = False
+            server.stop()  # ends what trickles
+        between.close()
+
+
+@pytest.mark.system("redis-server")
+def test_a_full_store_is_still_read(model: Any, tmp_path: Path, cold: mx.array) -> None:
+    with redis_server(tmp_path) as server:
+        with machine(model, server.url) as first:
+            served(first, model, words(700))
+            assert first.flush(60)
+        with machine(model, server.url) as second:
+            client = second.parts.tier._shared.store._client  # type: ignore[union-attr]
+            client.config_set("maxmemory", "1")
+            served(second, model, words(700, seed=7))
+            assert not second.flush(5) and reason(second, RemoteReason.FULL) >= 1
+            cached, found = served(second, model, words(700))
+            assert cached == 2 * RECORD and same(found, cold)
+
+
+def test_a_prompt_that_is_not_there_is_asked_for_once(
+    model: Any, filled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "MISSED_SECONDS", LONG)
+    with machine(model, filled) as cache:
+        fetch = cache.restore(words(700, seed=8))
+        assert fetch is not None
+        while fetch.step():
+            pass
+        assert cache.restore(words(700, seed=8)) is None
+
+
+def test_a_prompt_without_room_for_what_is_there_is_a_miss(model: Any, filled: str) -> None:
+    with machine(model, filled) as cache:
+        cache.parts.tier._shared.read_pace.took(1e-9, 1)  # type: ignore[union-attr]
+        least = cache.state.ledger.used_bytes + 64 * cache.stats().token_bytes
+        cache.set_budget(least + 2_000_000)
+        fetch = cache.restore(words(700), reserve_tokens=1_000_000)
+        assert fetch is not None
+        while fetch.step():
+            pass
+        assert fetch.tokens == 0 and reason(cache, RemoteReason.NO_ROOM) == 1
+        cache.check()
+
+
+def test_where_computing_is_quicker_nothing_is_read(model: Any, filled: str) -> None:
+    with machine(model, filled) as cache:
+        shared = cache.parts.tier._shared  # type: ignore[union-attr]
+        shared.read_pace.took(100.0, 1)
+        shared.prefill_pace = Pace()
+        shared.prefill_pace.took(1e-9, 1_000_000)
+        assert served(cache, model, words(700))[0] == 0
+        assert reason(cache, RemoteReason.SLOWER) == 1 and cache.stats().disk.skipped_tokens == 2 * RECORD
+
+
+def test_a_short_prompt_asks_nothing(model: Any, filled: str) -> None:
+    with machine(model, filled) as cache:
+        assert cache.restore(words(RECORD - 1)) is None
+        assert cache.restore(words(fetching.WORTH_ASKING)) is None
+        assert cache.restore(words(RECORD)) is not None  # 255 of its tokens can be reused
+
+
+@pytest.mark.system("redis-server")
+def test_two_machines_that_write_the_same_prefix_at_once(model: Any, tmp_path: Path, cold: mx.array) -> None:
+    found: list[mx.array] = []
+    with redis_server(tmp_path) as server:
+        caches = [machine(model, server.url) for _ in range(2)]
+        for cache in caches:
+            served(cache, model, words(700))
+        flushed = [threading.Thread(target=cache.flush, args=(60,)) for cache in caches]
+        for thread in flushed:
+            thread.start()
+        for thread in flushed:
+            thread.join(60)
+        assert sum(cache.stats().disk.records for cache in caches) == 2
+        for cache in caches:
+            cache.close()
+        with machine(model, server.url) as third:
+            cached, out = served(third, model, words(700))
+            found.append(out)
+            assert cached == 2 * RECORD
+    assert same(found[0], cold)
+
+
+@pytest.mark.system("redis-server")
+def test_a_store_that_dies_is_a_miss_and_comes_back_by_itself(model: Any, tmp_path: Path, cold: mx.array) -> None:
+    with redis_server(tmp_path) as server:
+        port = server.port
+        cache = machine(model, server.url)
+        served(cache, model, words(700))
+        assert cache.flush(60)
+    cache.clear(disk=False)
+    cached, found = served(cache, model, words(700))
+    assert cached == 0 and same(found, cold)
+    assert reason(cache, RemoteReason.UNREACHABLE) >= 1 and "cannot be reached" in cache.stats().disk.failed
+    cache.clear(disk=False)
+    with redis_server(tmp_path, port=port):
+        deadline = time.monotonic() + 60
+        while cache.stats().disk.failed:
+            assert time.monotonic() < deadline
+            fetch = cache.restore(words(700, seed=5))
+            while fetch is not None and fetch.step():
+                pass
+            time.sleep(0.05)
+        served(cache, model, words(700))
+        assert cache.flush(60)
+        cache.clear(disk=False)
+        assert served(cache, model, words(700))[0] == 2 * RECORD
+        cache.close()
+
+
+def test_a_store_is_left_alone_longer_after_each_failure() -> None:
+    now, reasons = [0.0], Counter[str]()
+    store = health.Health("read", "redis://a", reasons, lambda: now[0])
+    assert store.usable
+    for pause in (1, 2, 4, 8, 16, 32, 60, 60):
+        store.failed(StoreError(RemoteReason.SLOW, "too slow"))
+        now[0] += pause - 0.5
+        assert not store.usable and store.fault == "too slow"
+        now[0] += 0.5
+        assert store.usable
+    assert reasons == {RemoteReason.SLOW: 8}
+    store.answered()
+    assert store.usable and not store.fault
+    store.failed(StoreError(RemoteReason.FULL, "full"))
+    now[0] += 1
+    assert store.usable
+
+
+@pytest.fixture
+def deaf() -> Iterator[str]:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        found.listen()
+        yield f"redis://127.0.0.1:{found.getsockname()[1]}/0"
+
+
+def test_a_store_that_never_answers_costs_one_deadline(
+    model: Any, deaf: str, cold: mx.array, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "FIRST_PAUSE", LONG)
+    with machine(model, deaf, deadline=0.3) as cache:
+        found = served(cache, model, words(700))[1]
+        assert same(found, cold) and reason(cache, RemoteReason.SLOW) >= 1
+        assert cache.restore(words(700, seed=1)) is None  # it is not asked again for a while
+        assert not cache.flush(60)
+
+
+def test_one_step_of_a_fetch_does_not_wait_for_a_slow_store(model: Any, deaf: str) -> None:
+    with machine(model, deaf, deadline=20.0) as cache:
+        fetch = cache.restore(words(700))
+        assert fetch is not None
+        begun = time.monotonic()
+        assert fetch.step() and fetch.step()
+        assert time.monotonic() - begun < 15
+        fetch.finish()
+
+
+def test_memory_while_fetching_is_the_entry_and_little_more(url: str) -> None:
+    model = tiny("llama_q", seed=3)
+    tokens = words(8192)
+    with machine(model, url, "1GB") as first:
+        served(first, model, tokens)
+        assert first.flush(60)
+        entry = len(tokens) * first.stats().token_bytes
+    with machine(model, url, "1GB") as second:
+        gc.collect()
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        fetch = second.restore([*tokens, 1])
+        assert fetch is not None
+        while fetch.step():
+            pass
+        assert fetch.tokens == len(tokens)
+        assert mx.get_peak_memory() - before <= 1.05 * entry * 9 / 8  # an eighth of a slab is room to grow
+
+
+def test_a_cache_that_is_dropped_leaves_no_thread_and_no_memory(model: Any, filled: str) -> None:
+    cache = machine(model, filled)
+    served(cache, model, words(700))
+    before = {t.name for t in threading.enumerate()}
+    assert "onefold-remote" in before
+    del cache
+    gc.collect()
+    deadline = time.monotonic() + 60
+    while any(t.name.startswith("onefold-remote") for t in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_what_a_request_still_writes_to_is_written_when_it_ends(model: Any, url: str) -> None:
+    with machine(model, url) as cache, cache.lease(words(700)) as lease:
+        for at in range(0, 700, CHUNK):
+            mx.eval(model(mx.array(words(700)[at : at + CHUNK])[None], cache=lease.layers))
+        lease.commit(words(700), close=False)
+        assert not cache.flush(0.1) and not values(url)
+        lease.commit(words(700))
+        assert cache.flush(60) and len(values(url)) == 2
+        cache.check()
+
+
+def test_paths_that_wait_for_their_requests_are_not_tried_all_the_time(
+    model: Any, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = 0
+    with machine(model, url) as cache, contextlib.ExitStack() as stack:
+        store = cache.parts.tier._shared.store  # type: ignore[union-attr]
+        leading = store.leading
+
+        def counted(names: list[str]) -> int:
+            nonlocal asked
+            asked += 1
+            return int(leading(names))
+
+        monkeypatch.setattr(store, "leading", counted)
+        for seed in (0, 1):
+            lease = stack.enter_context(cache.lease(words(300, seed)))
+            mx.eval(model(mx.array(lease.rest)[None], cache=lease.layers))
+            lease.commit(words(300, seed), close=False)
+        assert not cache.flush(1.5) and not values(url)
+        assert asked <= 20
+
+
+def test_closing_writes_what_waits(model: Any, url: str) -> None:
+    with machine(model, url) as cache:
+        served(cache, model, words(700))
+    assert len(values(url)) == 2
+
+
+def test_models_with_windows_are_refused_with_the_reason(url: str) -> None:
+    with machine(tiny("llama_sliding"), url) as cache:
+        assert "windows or states" in cache.stats().disk.failed
+    assert not Path(url.removeprefix("file://")).exists()
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"url": "redis://10.0.0.1/0"}, "not on this machine: give a secret"),
+        ({"url": "s3://bucket/a"}, "not on this machine: give a secret"),
+        ({"url": "redis://localhost/0", "secret": b"short"}, "at least 16"),
+        ({"url": "redis://localhost/0", "deadline": 0}, "deadline"),
+        ({"url": "http://localhost/0"}, "such as redis://"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(onefold.ConfigError, match=said):
+        RemoteSettings(**settings)
+
+
+def test_a_secret_is_never_shown() -> None:
+    settings = RemoteSettings("redis://:word@10.0.0.1/0", secret=SECRET)
+    assert "secret of" not in repr(settings)
+    assert RemoteSettings("redis://10.0.0.1/0", insecure=True).insecure
+
+

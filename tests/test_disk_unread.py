@@ -383,6 +383,15 @@ def test_the_command_line_deletes_nothing_that_it_could_not_read(
         assert Session(model, cache, [*said, 1]).cached == len(said)
 
 
+def await_end_of(name: str) -> None:
+    """Wait until no thread of this name is left: the exception that ends one is reported last, and would otherwise be
+    reported in another test."""
+    for thread in threading.enumerate():
+        if thread.name == name:
+            thread.join(60)
+            assert not thread.is_alive()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
     ("mode", "where"), [("back", "empty_bin"), ("through", "arrived"), ("through", "uses.take")]
@@ -404,6 +413,7 @@ def test_a_writer_that_ends_is_done_without(
             patched.setattr(functools.reduce(getattr, parts, cache.parts.tier.catalog), name, dies)
             said = turn(model, cache, text(100))
             assert not cache.flush(10, everything=True)
+        await_end_of(writers)
         disk = cache.stats().disk
         assert disk.failed == "the thread that writes has ended (KeyError)" and not disk.pending
         assert cache.parts.tier.spiller._staging.extra_bytes == 0 and cache.parts.tier.spiller._staging.fits(1)
@@ -432,6 +442,7 @@ def test_checkpoints_that_a_writer_leaves_behind_are_not_counted_for_ever(tmp_pa
             assert cache.parts.tier.spiller._writer.staged_points
         disk.go()
         assert not cache.flush(10) and cache.stats().disk.failed
+        await_end_of("onefold-disk")
         cache.clear()
         assert cache.stats().bytes["checkpoint"] == 0
         settled(cache)

@@ -20,7 +20,7 @@ OTHERS   := $(filter-out $(patsubst cuda%,mlx-cuda-%,$(BACKEND:cpu=mlx-cpu)),$(P
 CLIENTS  := .clients
 PIP      := $(PY) -m pip --disable-pip-version-check --quiet
 
-.PHONY: help setup doctor lint types test test-all test-system dist demo models bench-core bench-dropin bench-serve bench-latency bench-disk bench-traces bench-turns soak \
+.PHONY: help setup doctor lint types test test-all test-system dist demo models bench-core bench-dropin bench-serve bench-latency bench-disk bench-traces bench-turns bench-kv soak \
 	mac-check torture mutants problems schemas clients agents clean
 
 help: ## List the targets.
@@ -82,6 +82,9 @@ bench-disk: setup ## Run the disk benchmark: a restart against a cold prefill, a
 
 bench-turns: setup ## Run the benchmark of turns: what each writes to disk, and what can be resumed, by kind of model.
 	$(PY) benchmarks/turns.py $(ARGS)
+
+bench-kv: setup ## Measure what formats of stored KV cost in quality on the demo model; hours on a CPU, ARGS for fewer windows.
+	$(PY) benchmarks/kv_quality.py $(ARGS)
 
 bench-traces: setup ## Replay the requests of TRACE, a file that docs/eviction.md describes: what is found in the cache; ARGS for options.
 	$(PY) benchmarks/traces.py $(TRACE) $(ARGS)

@@ -22,7 +22,7 @@ import mlx.core as mx
 
 from onefold.cache.memory.shapes import View
 from onefold.cache.model.attention import Handle, attention
-from onefold.cache.model.kinds.plain import PlainCodec
+from onefold.cache.model.formats.plain import PlainCodec
 
 QUERIES = (1, 2, 9, 512)
 

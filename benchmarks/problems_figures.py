@@ -27,8 +27,8 @@ from problems_driving import (
 )
 from shapes import gemma_model, llama_model
 
-from onefold.cache.tiers.disk.pace import Pace
 from onefold.cache.tiers.disk.tier import Disk
+from onefold.cache.tiers.pace import Pace
 
 
 @dataclass

@@ -14,8 +14,8 @@ import mlx.nn as nn
 from onefold.cache.memory.arrays import own_bytes
 from onefold.cache.model import stock
 from onefold.cache.model.kinds.base import ForwardListener, NoListener, Point, Snapshot
+from onefold.cache.model.kinds.bound import Bound
 from onefold.cache.model.kinds.leaf import Leaf, Making, forms
-from onefold.cache.model.kinds.plain import Bound
 
 
 class RunningMean:

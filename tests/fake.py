@@ -1,8 +1,8 @@
 """A fake model whose layers hold real tokens, so that wrong reuse shows as wrong tokens.
 
 - A token's keys and values spell out its id, its position and its layer, in small whole numbers: exact in
-  fp32, and still readable after 8-bit affine quantisation. They depend on nothing else, so how a prompt was
-  cut into calls never shows.
+  fp32. They depend on nothing else, so how a prompt was cut into calls never shows, and quantised ones have
+  the same codes in every run.
 - A recurrent state is an order-sensitive digest of all tokens so far, their count, and the last few of them.
 - Logits mix what every layer can see: a stock run is the oracle for a run on reused state. `held` reads a
   live layer.
@@ -13,6 +13,7 @@ Attention is looked up as a global of this module, as in mlx-lm's own models: th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,18 +26,18 @@ from mlx_lm.models.cache import (
     CacheList,
     ChunkedKVCache,
     KVCache,
-    QuantizedKVCache,
     RotatingKVCache,
 )
 
 from onefold import Lease, PrefixCache
+from onefold.cache.memory.shapes import ArraySpec
+from onefold.cache.model.formats.registry import KvFormat
 
 VOCAB = 64
 WINDOW = 16
 KEEP = 4
 CHUNK = 16
 TAIL = 3
-GROUP = 64
 KINDS = ("full", "rotating", "rotating_keep", "chunked", "recurrent", "composite", "composite_kv", "outside")
 """`outside` does arithmetic on its keys before attention, as the models that the seam cannot serve."""
 
@@ -225,8 +226,6 @@ def held(leaf: Any) -> Held:
         digest, count = arrays[0][0].tolist()
         last = [t for t in arrays[1][0].tolist() if t >= 0]
         return Held(last, list(range(count - len(last), count)), digest=digest)
-    if len(arrays) == 6:
-        arrays = [mx.dequantize(*arrays[i : i + 3], group_size=GROUP, bits=8) for i in (0, 3)]
     spelled = [np.rint(np.array(a[0, 0, :, :4])).astype(int) for a in arrays]
     keys, values = spelled
     assert (keys == values).all(), "keys and values are of different tokens"
@@ -253,6 +252,9 @@ def assert_holds(
     count = len(tokens)
     for index, (layer, kind) in enumerate(zip(layers, model.kinds, strict=True)):
         for leaf in leaves_of([layer]):
+            if leaf.kind == "quantized":
+                _assert_codes(model.layers[index].attention, leaf, tokens, _visible(count, bound))
+                continue
             found = held(leaf)
             recurrent = kind == "recurrent" or (kind == "composite" and leaf is layer.caches[0])
             wanted = [tokens[p] if p < count else None for p in found.positions]
@@ -270,6 +272,19 @@ def assert_holds(
             assert found.positions == _visible(count, window), (kind, index)
 
 
+def _assert_codes(attention: FakeAttention, leaf: Any, tokens: list[int], positions: list[int]) -> None:
+    """A quantised layer holds the codes of these positions, bit by bit."""
+    snapshot = leaf.snapshot(0)
+    if snapshot is None:
+        assert not positions
+        return
+    given = mx.array([[tokens[p] for p in positions]]), mx.array([positions])
+    wanted = leaf.codec.encode(*(attention._spell(*given, attention.n_kv_heads, salt) for salt in (0, 1)))
+    for a, b in zip(snapshot.arrays, wanted, strict=True):
+        assert a.shape == b.shape and mx.array_equal(a, b).item(), "a layer holds the codes of other tokens"
+    snapshot.close()
+
+
 def _visible(count: int, window: tuple[int, int] | None) -> list[int]:
     if window is None or count <= window[0]:
         return list(range(count))
@@ -280,30 +295,44 @@ def _visible(count: int, window: tuple[int, int] | None) -> list[int]:
 # -- one request, with the stock run beside it -------------------------------------------------------
 
 
-class RoundedRing(RotatingKVCache):
-    """mlx-lm's ring of entries that were quantised and dequantised before they went in."""
+def rounded(kv: str | int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    """Keys and values as they are after they were stored in a format."""
+    codec = KvFormat.parse(kv).codec(*(ArraySpec(a.shape[1], a.shape[3], a.dtype) for a in (keys, values)))
+    return codec.as_made(list(codec.encode(keys, values)), keys.dtype)
 
-    def __init__(self, max_size: int, keep: int, bits: int) -> None:
-        super().__init__(max_size, keep)
-        self._bits = bits  # mlx-lm takes what has `bits` for packed
+
+class RoundedCache(KVCache):
+    """mlx-lm's cache of entries that were encoded and decoded before they went in."""
+
+    def __init__(self, kv: str | int) -> None:
+        super().__init__()
+        self.format = kv
         self.round = True
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        def rounded(a: mx.array) -> mx.array:
-            return mx.dequantize(*mx.quantize(a, group_size=GROUP, bits=self._bits), group_size=GROUP, bits=self._bits)
-
-        return super().update_and_fetch(*((rounded(keys), rounded(values)) if self.round else (keys, values)))
+        return super().update_and_fetch(*(rounded(self.format, keys, values) if self.round else (keys, values)))
 
 
-def stock_caches(model: FakeModel, bound: tuple[int, int] | None = None, bits: int = 16) -> list[Any]:
-    """mlx-lm's own caches for this model; bounded or quantised where they can be."""
+class RoundedRing(RotatingKVCache):
+    """mlx-lm's ring of such entries."""
+
+    def __init__(self, max_size: int, keep: int, kv: str | int) -> None:
+        super().__init__(max_size, keep)
+        self.format = kv
+        self.round = True
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        return super().update_and_fetch(*(rounded(self.format, keys, values) if self.round else (keys, values)))
+
+
+def stock_caches(model: FakeModel, bound: tuple[int, int] | None = None, kv: str | int = "16") -> list[Any]:
+    """mlx-lm's own caches for this model; bounded or rounded where they can be."""
     made = model.make_cache()
-    if bound is not None and bits < 16:
-        return [RoundedRing(*bound, bits) if type(c) is KVCache else c for c in made]
     if bound is not None:
-        made = [RotatingKVCache(*bound) if type(c) is KVCache else c for c in made]
-    if bits < 16:
-        made = [QuantizedKVCache(GROUP, bits) if type(c) is KVCache else c for c in made]
+        ring = RotatingKVCache if str(kv) == "16" else functools.partial(RoundedRing, kv=kv)
+        made = [ring(*bound) if type(c) is KVCache else c for c in made]
+    if str(kv) != "16":
+        made = [RoundedCache(kv) if type(c) is KVCache else c for c in made]
     return made
 
 
@@ -329,20 +358,20 @@ class Session:
         namespace: str = "",
         checkpoints: Sequence[int] = (),
         bound: tuple[int, int] | None = None,
-        bits: int = 16,
+        kv: str | int = "16",
     ) -> None:
         self.model = model
         self.cache = cache
         self.prompt = [int(t) for t in prompt]
         self.bound = bound
-        self.tolerance = 1e-4 if bits == 16 else 2e-3
+        self.tolerance = 1e-4 if str(kv) == "16" else 2e-3
         self.stops = sorted(checkpoints)
         self.lease: Lease = cache.lease(self.prompt, namespace=namespace, checkpoints=checkpoints)
         self.matched, self.cached = self.lease.matched, self.lease.cached
         assert self.cached <= self.matched <= len(self.prompt)
         assert self.cached < len(self.prompt)
         self.tokens = self.prompt[: self.cached]
-        self.stock = stock_caches(model, bound, bits)
+        self.stock = stock_caches(model, bound, kv)
         self.next = 0
         if self.tokens:
             self.next = int(logits_of(model, self.tokens, self.stock)[-1].argmax())

@@ -89,7 +89,7 @@ def test_what_else_is_handed_out_shows_itself() -> None:
             assert repr(lease) == "<Lease of 1 token, 0 cached, at 0>"
             assert repr(cache.batch([lease])) == "<Batch of 1 row of llama.Model>"
             assert repr(cache.batch([])) == "<Batch of 0 rows of llama.Model>"
-        assert (cache.kv_bits, cache.max_kv_size, cache.keep) == (16, None, 0)
+        assert (cache.kv, cache.max_kv_size, cache.keep) == ("16", None, 0)
     prompts = LRUPromptCache(max_size=4, max_bytes="8GB", model=model)
     assert repr(prompts) == "<LRUPromptCache, 0 of 4 entries, 0 tokens, at most 8.0 GB>"
     layers, rest = prompts.fetch_nearest_cache("key", [1, 2, 3])

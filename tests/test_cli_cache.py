@@ -39,9 +39,9 @@ SALT = "somebody's key"
 DAY = 86400.0
 
 
-def opened(model: FakeModel, folder: Path, label: str, bits: int = 16) -> PrefixCache:
+def opened(model: FakeModel, folder: Path, label: str, kv: str = "16") -> PrefixCache:
     options: dict[str, Any] = {"budget": 40_000_000, "min_checkpoint_tokens": 1, "disk_budget": "1GB"}
-    cache = PrefixCache(model, disk=folder, label=label, kv=str(bits), **options)
+    cache = PrefixCache(model, disk=folder, label=label, kv=kv, **options)
     assert cache.parts.tier is not None
     cache.parts.tier.spiller.jobs.record_tokens = 32  # so that a conversation is several records
     return cache
@@ -60,8 +60,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Session(hybrid, cache, [*said[:70], *text(50, 1)], checkpoints=[70]).prefill().commit()
         Session(hybrid, cache, text(60, 2), namespace=SALT).prefill().commit()
     plain = FakeModel(("full", "full"), dim=64, seed=1)
-    with opened(plain, folder, "", bits=8) as cache:
-        Session(plain, cache, text(100, 3), bits=8).prefill().commit()
+    with opened(plain, folder, "", kv="8") as cache:
+        Session(plain, cache, text(100, 3), kv="8").prefill().commit()
     return folder
 
 
@@ -140,7 +140,7 @@ def test_ls_lists_namespaces(run, told, folder) -> None:
     by_label = {(s["label"], s["salted"]): s for s in found["namespaces"] if s["records"]}
     hybrid, salted = by_label["tiny/hybrid", False], by_label["tiny/hybrid", True]
     (other,) = [s for s in by_label.values() if s["label"].startswith("model ")]
-    assert (hybrid["kv"], other["kv"]) == (16, 8) and hybrid["tokens"] == 96 + 50 and other["tokens"] == 100
+    assert (hybrid["kv"], other["kv"]) == ("16", "8") and hybrid["tokens"] == 96 + 50 and other["tokens"] == 100
     assert salted["tokens"] == 60 and SALT not in json.dumps(found)
     assert sum(s["records"] for s in found["namespaces"]) == len(records(folder))
     assert sum(s["bytes"] for s in found["namespaces"]) == sum(on_disk(p.stat().st_size) for p in records(folder))

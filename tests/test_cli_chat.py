@@ -316,7 +316,7 @@ def test_on_pipes_an_interrupt_stops_the_answer_that_a_server_gives(engine: Engi
         process.send_signal(signal.SIGINT)
         told = process.stderr.readline()
         assert " · stopped · KV " in told
-        wait_until(lambda: engine.stats().cancelled == before + 1, "the server was not told")
+        wait_until(lambda: engine.stats().cancelled > before, "the server was not told")
         _, err = process.communicate("/stats\n", timeout=60)
         assert process.returncode == 0 and "model: tiny" in err
 

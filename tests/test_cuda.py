@@ -12,7 +12,7 @@ import pytest
 
 from onefold.cache.memory import device
 from onefold.cache.model import attention
-from onefold.cache.model.kinds.plain import PlainCodec
+from onefold.cache.model.formats.plain import PlainCodec
 
 
 @pytest.mark.parametrize("given", [None, "1"])

@@ -28,10 +28,9 @@ from tiny import tiny
 from onefold import ConfigError, PrefixCache
 from onefold.cache.memory import arrays
 from onefold.cache.model import fingerprint
-from onefold.cache.tiers import registry
-from onefold.cache.tiers.disk import host
-from onefold.cache.tiers.disk.pace import Pace
+from onefold.cache.tiers import host, registry
 from onefold.cache.tiers.disk.tier import DiskSettings, DiskStats
+from onefold.cache.tiers.pace import Pace
 from onefold.cache.tiers.records import system
 from onefold.errors import FolderInUse
 
@@ -42,7 +41,7 @@ def model_of(case: Case) -> FakeModel:
 
 
 def kv(case: Case) -> dict[str, Any]:
-    return {"kv": str(case.bits)}
+    return {"kv": case.kv}
 
 
 WAYS = list(itertools.product(MODES, [True, False]))
@@ -64,12 +63,12 @@ def test_a_conversation_goes_on_after_a_restart(
     model = model_of(case)
     prompt = text(90)
     with opened(model, tmp_path, disk_mode=mode, **kv(case)) as cache:
-        first = Session(model, cache, prompt, bits=case.bits).prefill().decode(6).commit()
+        first = Session(model, cache, prompt, kv=case.kv).prefill().decode(6).commit()
         if mode == "through":
             assert cache.flush(30)
             assert cache.durable(first) == len(first)
     with opened(model, tmp_path, disk_mode=mode, **kv(case)) as cache:
-        again = Session(model, cache, [*first, *text(20, 1)], bits=case.bits)
+        again = Session(model, cache, [*first, *text(20, 1)], kv=case.kv)
         assert again.cached == len(first), again.lease.reason
         assert again.lease.restored == again.cached
         again.prefill().decode(4).commit()

@@ -30,7 +30,7 @@ from forking import forks
 
 from onefold import BudgetError, PrefixCache
 from onefold.cache.memory.reclaiming import Reclaiming
-from onefold.cache.tiers.disk import host
+from onefold.cache.tiers import host
 from onefold.cache.tiers.disk.reading_ranges import RangeReader
 from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.heads import read_content
@@ -84,19 +84,19 @@ def test_a_record_that_reaches_beyond_its_node_is_not_the_next_turns(
         settled(cache)
 
 
-@pytest.mark.parametrize("bits", [16, 8])
-def test_nothing_behind_a_restore_that_ended_early_is_read(bits: int, model: FakeModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv", ["16", "8", "4"])
+def test_nothing_behind_a_restore_that_ended_early_is_read(kv: str, model: FakeModel, tmp_path: Path) -> None:
     """The second record comes back as NaNs: they must not stay in the buffer's room, which some kernels multiply."""
-    with opened(model, tmp_path, kv=str(bits)) as cache:
+    with opened(model, tmp_path, kv=kv) as cache:
         small_records(cache)
-        tokens = turn(model, cache, text(300), bits=bits)
+        tokens = turn(model, cache, text(300), kv=kv)
     damaged = files(tmp_path)[1]
     data = bytearray(damaged.read_bytes())
     begin = 8 + int.from_bytes(data[:8], "little") + 4 * 50
     data[begin:] = b"\xff" * (len(data) - begin)
     damaged.write_bytes(data)
-    with opened(model, tmp_path, kv=str(bits)) as cache:
-        session = Session(model, cache, [*tokens, *text(20, 1)], bits=bits)
+    with opened(model, tmp_path, kv=kv) as cache:
+        session = Session(model, cache, [*tokens, *text(20, 1)], kv=kv)
         assert session.cached == 50
         for slab in cache.state.store.slabs:
             for layer in slab.layers:

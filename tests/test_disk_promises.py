@@ -28,7 +28,7 @@ from onefold import ConfigError, PrefixCache
 from onefold.cache.memory import arrays
 from onefold.cache.memory.lock import CacheLock
 from onefold.cache.model import fingerprint
-from onefold.cache.tiers.disk import host
+from onefold.cache.tiers import host
 from onefold.worker import Worker
 
 

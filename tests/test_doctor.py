@@ -396,7 +396,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def some_trial(heads: int) -> trial.Trial:
-    return trial.Trial(Shape(64, 64, mx.bfloat16, Format("plain", 1)), heads, 2)
+    return trial.Trial(Shape(64, 64, mx.bfloat16, Format("plain", 2)), heads, 2)
 
 
 def test_the_kernel_is_tried_for_a_usual_shape_where_none_was_used(tried: dict[str, Any]) -> None:

@@ -17,9 +17,9 @@ from disk_caches import Held, files, flip, small_records
 from listening import wait_until
 from test_engine import words
 
-from onefold.cache.tiers.disk.pace import Pace
 from onefold.cache.tiers.disk.restoring import Restore
 from onefold.cache.tiers.disk.tier import DiskSettings
+from onefold.cache.tiers.pace import Pace
 from onefold.cli.serve_ending import Ending
 from onefold.engine.engine import Engine
 from onefold.engine.job import READS

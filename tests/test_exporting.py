@@ -14,7 +14,7 @@ import mlx_lm.cache_prompt
 import mlx_lm.models.cache as mlx_cache
 import pytest
 from driving import forward, in_its_own_process
-from fake import RoundedRing
+from fake import RoundedCache, RoundedRing
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from tiny import tiny
 
@@ -41,14 +41,16 @@ class Case:
         if "max_kv_size" in self.options:
             return [mlx_cache.RotatingKVCache(self.options["max_kv_size"], 4) for _ in model.layers]
         if "kv" in self.options:
-            return [mlx_cache.QuantizedKVCache(64, int(self.options["kv"])) for _ in model.layers]
+            return [RoundedCache(self.options["kv"]) for _ in model.layers]
         return make_prompt_cache(model)
 
 
 CASES = {
     "full": Case("llama"),
-    "8 bits": Case("llama_q", {"kv": "8"}, ("QuantizedKVCache",)),
-    "4 bits": Case("llama_q", {"kv": "4"}, ("QuantizedKVCache",)),
+    "8": Case("llama_q", {"kv": "8"}),
+    "affine, 8 bits": Case("llama_q", {"kv": "affine8"}, ("QuantizedKVCache",)),
+    "affine, 4 bits": Case("llama_q", {"kv": "affine4"}, ("QuantizedKVCache",)),
+    "4": Case("llama_q", {"kv": "4"}),
     "bounded": Case("llama", {"max_kv_size": 32}, ("RotatingKVCache",)),
     "bounded, 8 bits": Case("llama_q", {"max_kv_size": 32, "kv": "8"}, ("RotatingKVCache",)),
     "windows": Case("gemma3", {}, ("KVCache", "RotatingKVCache")),
@@ -80,7 +82,7 @@ def test_a_copy_continues_as_mlx_lm_s_own_cache_would(name: str, tmp_path: Path)
     reference = case.stock(model)
     forward(model, reference, tokens, 0, grid=50)
     wanted = continued(model, reference, more)
-    tolerance = {"8": 2e-3, "4": 2e-2}.get(case.options.get("kv", ""), 1e-4)
+    tolerance = {"8": 2e-3, "affine8": 2e-3, "affine4": 2e-3, "4": 2e-2}.get(case.options.get("kv", ""), 1e-4)
     with onefold.PrefixCache(model, "64MB", min_checkpoint_tokens=1, **case.options) as cache:
         with cache.lease(tokens) as first:
             forward(model, first.layers, tokens[:30], 0, grid=50)
@@ -93,7 +95,7 @@ def test_a_copy_continues_as_mlx_lm_s_own_cache_would(name: str, tmp_path: Path)
                 save_prompt_cache(str(tmp_path / "saved.safetensors"), lease.layers, {"model": "tiny"})
             assert_same(continued(model, lease.layers, more), wanted, tolerance)  # copying changed nothing here
         cache.check()
-        if name == "bounded, 8 bits":  # what comes after the copy is not quantised any more
+        if name in ("bounded, 8 bits", "8", "4"):  # what comes after the copy is not quantised any more
             reference = case.stock(model)
             forward(model, reference, tokens, 0, grid=50)
             for ring in reference:

@@ -16,6 +16,7 @@ import onefold
 from onefold.cache.memory.device import weight_bytes
 from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.segment import STEP
+from onefold.cache.model.formats.names import NAMES
 
 
 def words(n: int, seed: int = 0) -> list[int]:
@@ -495,18 +496,18 @@ def test_namespaces_never_share():
 
 
 def test_fingerprints_tell_weights_adapters_and_formats_apart():
-    a, b = tiny("llama"), tiny("llama", seed=2)
+    a, b = tiny("llama_q"), tiny("llama_q", seed=2)
     formats = set()
     for model, options in (
         (a, {}),
         (b, {}),
         (a, {"adapter": "x"}),
-        (a, {"kv": "8"}),
         (a, {"max_kv_size": 64}),
+        *((a, {"kv": kv}) for kv in NAMES if kv != "16"),
     ):
         with onefold.PrefixCache(model, "8MB", **options) as cache:
             formats.add(cache.parts.form)
-    assert len(formats) == 5
+    assert len(formats) == 4 + len(NAMES) - 1
 
 
 def test_a_hundred_short_requests_on_a_hybrid_model_leave_memory_flat():

@@ -9,19 +9,28 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from cuda_emulation import emulated_kernel as emulated_cuda
 from driving import close, fresh, words
 from driving import forward as feed
 from kernel_reference import Reference, reference_kernel
-from metal_emulation import COMPILER, emulated_kernel
+from metal_emulation import COMPILER, emulated_coding, emulated_kernel
 from tiny import tiny
 
 import onefold
 from onefold.cache.memory import device
-from onefold.cache.model.kernels import comparison, current, trial
+from onefold.cache.model.formats.rotated import Rotated
+from onefold.cache.model.formats.turbo import Turbo
+from onefold.cache.model.formats.turned import TurnedSides
+from onefold.cache.model.kernels import coding_comparison, comparison, current, trial
+from onefold.cache.model.kernels.coding import Coding
 from onefold.cache.model.kernels.decode import DecodeKernel, Format, Shape
 from onefold.cache.model.kernels.work_table import MOST_QUERIES, PADDING, WorkTable
 
-PLAIN = Format("plain", 1)
+PLAIN = Format("plain", 2)
+AFFINE = [Format("affine", 6, *how) for how in ((8, 64), (4, 64), (4, 32))]
+STORED = [Format("rotated", 1, *how) for how in ((5, 0, 4), (8, 0, 4), (8, 0, 8))]
+STORED += [Format("turbo", 1, b, 0, b) for b in (4, 3)]
+CODED = [form._replace(turns=True) for form in STORED]
 
 
 FLOAT = Shape(32, 32, mx.float32, PLAIN)
@@ -55,22 +64,30 @@ def _range(rng: random.Random, slab: Any) -> tuple[Any, int, int]:
 
 
 def compare(
-    kernel: DecodeKernel, seed: int, dims: tuple[int, int], dtype: Any, most: float, *, small: bool = False
+    kernel: DecodeKernel,
+    seed: int,
+    dims: tuple[int, int],
+    dtype: Any,
+    most: float,
+    *,
+    small: bool = False,
+    form: Format = PLAIN,
 ) -> None:
     rng = random.Random(seed)
     mx.random.seed(seed)
     rows, heads = rng.choice([1, 2, 3] if small else [1, 2, 3, 8, 20]), rng.choice([1, 2] if small else [1, 2, 3, 8])
     repeats, length = rng.choice([1, 2, 4, 5, 8, 16]), rng.choice([1, 1, 1, 2, 3, MOST_QUERIES])
     capacities = [rng.choice([8, 20, 64] if small else [8, 64, 256, 1000, 2048]) for _ in range(rows + 3)]
-    shape = Shape(*dims, dtype, PLAIN)
+    shape = Shape(*dims, dtype, form)
     slabs = [comparison.Slab(c, heads, shape) for c in capacities]
     layout = random_layout(rng, slabs, rows, length)
     q = mx.random.normal((rows, length, heads * repeats, dims[0])).astype(dtype).transpose(0, 2, 1, 3)
     sinks = (3 * mx.random.normal((heads * repeats,))).astype(dtype) if rng.random() < 0.3 else None
     scale = dims[0] ** -0.5
     table = kernel.table(layout, length, heads, shape)
-    out = kernel.attend(q, [slab.arrays for slab in table.slabs], table, shape, heads, scale, sinks)
-    want = comparison.attention(q, layout, scale, sinks)
+    arrays, signs = [slab.arrays for slab in table.slabs], comparison.signs(shape)
+    out = kernel.attend(q, arrays, table, shape, heads, scale, sinks, signs)
+    want = comparison.attention(q, layout, scale, sinks, shape)
     error = mx.abs(out.astype(mx.float32) - want).max().item()
     assert error <= most * max(1.0, mx.abs(want).max().item()), f"seed {seed}: {error}"
 
@@ -93,10 +110,99 @@ def test_the_kernel_computes_what_plain_operations_do(dims, dtype):
 
 
 @pytest.mark.skipif(not device.on_gpu(), reason="needs a GPU")
-@pytest.mark.parametrize("form", [PLAIN, *(Format("affine", 3, *how) for how in ((8, 64), (4, 64), (4, 32)))])
+@pytest.mark.parametrize("form", [PLAIN, *AFFINE, *CODED])
 def test_a_trial_on_this_device_passes(form, tmp_path, monkeypatch):
     monkeypatch.setenv("ONEFOLD_CACHE_DIR", str(tmp_path))
     tried = trial.Trial(Shape(128, 128, mx.bfloat16, form), 32, 8)
+    assert trial.reason(tried) == ""
+    assert list(trial.kept().values()) == [tried]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("form", [*CODED, STORED[0]], ids=lambda form: form.tag)
+def test_the_source_for_metal_reads_every_format(form, tmp_path_factory):
+    kernel = emulated_kernel(tmp_path_factory.mktemp("metal"))
+    for seed in range(2):
+        with mx.stream(mx.cpu):
+            compare(kernel, seed, (64, 128) if form.turns else (64, 96), mx.float32, 1e-4, small=True, form=form)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "dims"),
+    [
+        (PLAIN, (64, 96)),
+        (AFFINE[0], (64, 64)),
+        (AFFINE[2], (64, 96)),
+        (CODED[0], (64, 64)),
+        (STORED[0], (32, 96)),
+        (CODED[0], (64, 256)),
+        (CODED[1], (64, 128)),
+        (CODED[2], (64, 64)),
+        (CODED[3], (64, 64)),
+        (STORED[2], (64, 96)),
+        (STORED[4], (32, 96)),
+    ],
+)
+def test_the_source_for_cuda_reads_every_format(form, dims, tmp_path):
+    kernel = emulated_cuda(tmp_path)
+    for seed in range(2):
+        with mx.stream(mx.cpu):
+            compare(kernel, seed, dims, mx.bfloat16, 2e-2, small=True, form=form)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("form", [CODED[0], *(pytest.param(form, marks=pytest.mark.slow) for form in CODED[1:])])
+def test_the_source_that_encodes_computes_what_plain_operations_do(form, tmp_path, monkeypatch):
+    monkeypatch.setattr(coding_comparison, "SHAPES", ((1, 1, 1), (2, 2, 1)))  # each of its threads is a thread here
+    how = Coding(form.name, 64, 32, form.bits, form.value_bits, mx.float32)
+    with mx.stream(mx.cpu):
+        assert coding_comparison.compare(how, *emulated_coding(tmp_path)) == ""
+
+
+@pytest.mark.parametrize("form", CODED, ids=lambda form: form.tag)
+def test_a_wrong_encoding_is_found(form):
+    how = Coding(form.name, 64, 64, form.bits, form.value_bits, mx.float32)
+    kind = Rotated if form.name == "rotated" else Turbo
+    sides = kind(64, form.bits, 1), kind(64, form.value_bits, 2)
+    codec = TurnedSides(*sides, how, form)
+
+    def encode(_how: Any, k: mx.array, v: mx.array, *_signs: mx.array, across: bool = False) -> mx.array:
+        return (codec.encode_step if across else codec.encode)(k, v)[0]
+
+    def turn(how: Any, x: mx.array, _signs: mx.array) -> mx.array:
+        return sides[1].turn_back(x) if how.back else sides[0].turn(x)
+
+    def decode(_how: Any, rows: mx.array) -> tuple[mx.array, mx.array]:
+        return codec.decode([rows], mx.float32)
+
+    def flipped(*given: Any, **options: Any) -> mx.array:
+        rows = encode(*given, **options)
+        rows[..., 0] ^= 4
+        return rows
+
+    def scaled(*given: Any, **options: Any) -> mx.array:
+        rows = encode(*given, **options)
+        rows[..., -1:] = (rows[..., -1:].view(mx.float16) * 1.1).view(mx.uint32)
+        return rows
+
+    assert coding_comparison.compare(how, encode, turn, decode) == ""
+    assert "differ, across" in coding_comparison.compare(how, lambda *given, across=False: encode(*given), turn, decode)
+    assert "codes differ" in coding_comparison.compare(how, flipped, turn, decode)
+    assert "scales differ" in coding_comparison.compare(how, scaled, turn, decode)
+    wrong = coding_comparison.compare(how, encode, lambda *given: (-1 if given[0].back else 1) * turn(*given), decode)
+    assert "turned back" in wrong
+    assert "keys, decoded" in coding_comparison.compare(how, encode, turn, lambda *given: (2 * decode(*given)[0],) * 2)
+    assert "values, decoded" in coding_comparison.compare(how, encode, turn, lambda *given: (decode(*given)[0],) * 2)
+
+
+@pytest.mark.skipif(not device.on_gpu(), reason="needs a GPU")
+@pytest.mark.parametrize("form", CODED, ids=lambda form: form.tag)
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (256, 256), (64, 128)])
+def test_a_trial_of_encoding_on_this_device_passes(form, dims, tmp_path, monkeypatch):
+    monkeypatch.setenv("ONEFOLD_CACHE_DIR", str(tmp_path))
+    tried = trial.CodingTrial(Coding(form.name, *dims, form.bits, form.value_bits, mx.bfloat16))
     assert trial.reason(tried) == ""
     assert list(trial.kept().values()) == [tried]
 

@@ -24,13 +24,14 @@ from onefold.cache.memory.ledger import Ledger
 from onefold.cache.memory.segment import Store
 from onefold.cache.memory.shapes import ArraySpec
 from onefold.cache.memory.track import Track
+from onefold.cache.model.formats.plain import PlainCodec
+from onefold.cache.model.formats.registry import KvFormat
 from onefold.cache.model.kinds.base import Snapshot
+from onefold.cache.model.kinds.bound import Bound
 from onefold.cache.model.kinds.chunked import ChunkedLayer
 from onefold.cache.model.kinds.composite import CompositeLayer
 from onefold.cache.model.kinds.full import SegmentedLayer
 from onefold.cache.model.kinds.own import OwnLayer
-from onefold.cache.model.kinds.plain import Bound, PlainCodec
-from onefold.cache.model.kinds.quantized import AffineCodec
 from onefold.cache.model.kinds.recurrent import RecurrentLayer
 from onefold.cache.model.kinds.rotating import RotatingLayer
 from onefold.errors import BudgetError
@@ -52,6 +53,10 @@ def kv(start: int, n: int) -> tuple[mx.array, mx.array]:
     head = mx.arange(HEADS, dtype=mx.float32)[None, :, None, None]
     keys = position + channel * (1 + head)
     return keys, -keys - 1
+
+
+def codec_of(kv: str) -> Any:
+    return KvFormat(kv).codec(SPEC, SPEC)
 
 
 def segmented(codec: Any = None, n_layers: int = 1, budget: int = 1 << 40, **options: Any) -> list[SegmentedLayer]:
@@ -97,8 +102,7 @@ class Case:
 
 CASES = [
     Case("full", lambda w: segmented()[0], splits=True),
-    Case("quantised_8", lambda w: segmented(AffineCodec(8, 64))[0], splits=True),
-    Case("quantised_4", lambda w: segmented(AffineCodec(4, 32))[0], splits=True),
+    *(Case(f"quantised_{kv}", lambda w, kv=kv: segmented(codec_of(kv))[0], splits=True) for kv in ("8", "4", "turbo3")),
     Case("rotating", RotatingLayer, window=True),
     Case("rotating_keep", lambda w: RotatingLayer(w, KEEP), window=True),
     Case("chunked", ChunkedLayer, chunked=True),
@@ -108,7 +112,7 @@ CASES = [
     Case("composite_arrays_kv", lambda w: CompositeLayer(RecurrentLayer(2), segmented()[0]), recurrent=True),
     Case("bounded_unrotated", lambda w: segmented(bound=Bound(1 << 20, KEEP))[0], splits=True),
     Case("bounded_rotated", lambda w: segmented(bound=Bound(w, KEEP))[0], window=True),
-    Case("bounded_rotated_8", lambda w: segmented(AffineCodec(8, 64), bound=Bound(w, KEEP))[0], window=True),
+    Case("bounded_rotated_8", lambda w: segmented(codec_of("8"), bound=Bound(w, KEEP))[0], window=True),
 ]
 RANGES = [c for c in CASES if c.splits]
 WINDOWS = [c for c in CASES if c.window]
@@ -159,7 +163,7 @@ def decoded(layer: Any, arrays: list[np.ndarray]) -> list[np.ndarray]:
     if codec.plain:
         return arrays
     parts = [mx.array(a) for a in arrays]
-    return [np.array(codec.decode(*parts[i : i + 3])) for i in (0, 3)]
+    return [np.array(a) for a in codec.as_made(parts, mx.float32)]
 
 
 def unpacked(ring: Any) -> list[mx.array]:
@@ -169,7 +173,7 @@ def unpacked(ring: Any) -> list[mx.array]:
         return [keys, values]
     ((view,),) = keys.rows
     arrays = [a[..., view.lo : view.hi, :] for a in view.arrays]
-    return [ring.codec.decode(*arrays[i : i + 3]) for i in (0, 3)]
+    return list(ring.codec.as_made(arrays, mx.float32))
 
 
 def held(layer: Any) -> list[np.ndarray]:

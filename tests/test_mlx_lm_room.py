@@ -19,7 +19,8 @@ from serving import CHAT, ServerError, serving, text_of
 from test_mlx_lm import words
 from tiny import tiny
 
-from onefold.errors import BudgetError, ConfigError
+from onefold import PrefixCache
+from onefold.errors import BudgetError, ConfigError, Unstorable
 from onefold.mlx_lm import LRUPromptCache
 
 WIDE = Shape(layers=8, heads=2, kv_heads=2)
@@ -204,3 +205,45 @@ def test_a_lone_row_is_bounded_from_its_first_turn(bounded):
 def test_a_bound_that_cannot_be_is_refused(size, keep):
     with pytest.raises(ConfigError, match="max_kv_size"):
         LRUPromptCache(max_kv_size=size, keep=keep)
+
+
+# -- a format ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv", ["8", "4", "turbo3"])
+def test_rows_of_a_batch_and_a_lone_row_are_held_in_a_format(kv):
+    model = tiny("llama_q")
+    prompts = [words(40, 1), words(80, 2), words(60, 3)]
+    wanted = []
+    for prompt in prompts:
+        with PrefixCache(model, "64MB", kv=kv) as alone, alone.lease(prompt, reserve_tokens=16) as lease:
+            found = generate_step(mx.array(prompt), model, max_tokens=12, prompt_cache=lease.layers)
+            wanted.append([int(t) for t, _ in found])
+    cache, plain = LRUPromptCache(kv=kv), LRUPromptCache()
+    loop = Loop(model, cache)
+    answers, _ = loop.serve(prompts, 12)
+    assert answers == wanted
+    turns = [p + a + [5] for p, a in zip(prompts, answers, strict=True)]
+    assert min(loop.serve(turns, 4)[1]) > 50
+    Loop(model, plain).serve(prompts, 12)
+    Loop(model, plain).serve(turns, 4)
+    assert 0 < cache.nbytes < 0.6 * plain.nbytes
+    cache.learn(KEY, model)
+    layers, rest = cache.fetch_nearest_cache(KEY, prompts[0])
+    assert [int(t) for t, _ in generate_step(mx.array(rest), model, max_tokens=12, prompt_cache=layers)] == wanted[0]
+    for each in (cache, plain):
+        for store in each._stores.all():
+            store.cache.check()
+        each.close()
+
+
+def test_a_format_that_cannot_be_is_refused(caplog):
+    with pytest.raises(ConfigError, match="kv must be one of 16, 8"):
+        LRUPromptCache(kv="5")
+    cache, model = LRUPromptCache(kv="4"), tiny("llama")
+    with pytest.raises(Unstorable, match="use kv='16'"):
+        cache.admit(KEY, words(20), model)
+    with pytest.raises(Unstorable, match="use kv='16'"):
+        cache.fetch_nearest_cache(KEY, words(20))
+    assert "every request for this model is refused: kv='4' cannot store" in caplog.text
+    cache.close()

@@ -149,11 +149,12 @@ def test_the_command_passes_its_arguments_on(model: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(mlx_lm_server, "_run_http_server", lambda host, port, *_: seen.update(at=(host, port)))
     before = (mlx_lm_server.run, mlx_lm_server.LRUPromptCache, list(sys.argv))
     flags = ["--model", str(model), "--port", "0", "--prompt-cache-bytes", "5MB", "--prompt-cache-size", "7"]
-    ours = ["--max-kv-size", "4096", "--keep", "8", "--device-limit", "1GB"]
+    ours = ["--max-kv-size", "4096", "--keep", "8", "--device-limit", "1GB", "--kv", "k8v4+1"]
     assert main(["mlx-lm-server", *flags, *ours]) == 0
     assert isinstance(seen["cache"], LRUPromptCache)
     assert (seen["cache"].max_size, seen["cache"].max_bytes) == (7, 5_000_000)
     assert (seen["cache"].max_kv_size, seen["cache"].keep, seen["cache"].device_limit) == (4096, 8, 10**9)
+    assert seen["cache"].kv == "k8v4+1"
     assert seen["at"] == ("127.0.0.1", 0)
     assert (mlx_lm_server.run, mlx_lm_server.LRUPromptCache, list(sys.argv)) == before
     seen["cache"].close()  # the class above is a cycle that holds it

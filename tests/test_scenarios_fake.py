@@ -42,7 +42,7 @@ RECURRENT = ("recurrent", "composite")
 @dataclass(frozen=True)
 class Case:
     kinds: tuple[str, ...]
-    bits: int = 16
+    kv: str = "16"
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -68,7 +68,11 @@ CASES = {
     "composite": Case(("composite", "composite")),
     "composite_kv": Case(("composite_kv",)),
     "outside": Case(("outside", "outside")),
-    "quantized": Case(("full", "full"), bits=8, options={"dim": 64}),
+    "8": Case(("full", "full"), kv="8", options={"dim": 64}),
+    "4": Case(("full", "full"), kv="4", options={"dim": 64}),
+    "k8v4+rotating": Case(("full", "rotating"), kv="k8v4", options={"dim": 64}),
+    "turbo4+recurrent": Case(("full", "recurrent"), kv="turbo4", options={"dim": 64}),
+    "turbo3": Case(("full",), kv="turbo3", options={"dim": 64}),
     "full+rotating": Case(("full", "rotating")),
     "rotating+full": Case(("rotating", "full")),
     "full+recurrent": Case(("full", "recurrent")),
@@ -86,11 +90,11 @@ class World:
     def __init__(self, case: Case, budget: str = "64MB") -> None:
         self.case = case
         self.model = FakeModel(case.kinds, **case.options)
-        self.cache = PrefixCache(self.model, budget, kv=case.bits, min_checkpoint_tokens=1)
+        self.cache = PrefixCache(self.model, budget, kv=case.kv, min_checkpoint_tokens=1)
         assert not self.cache.uncached_reason
 
     def open(self, prompt: Sequence[int], **options: Any) -> Session:
-        return Session(self.model, self.cache, prompt, bits=self.case.bits, **options)
+        return Session(self.model, self.cache, prompt, kv=self.case.kv, **options)
 
     def turn(self, prompt: Sequence[int], *, chunk: int = 7, new: int = 3, **options: Any) -> list[int]:
         """A whole request; returns the conversation as it was committed."""
@@ -219,7 +223,7 @@ def test_a_branch_off_a_rewound_window_can_be_continued(world: World) -> None:
     again.prefill().decode(2).commit()
 
 
-@on("full", "composite_kv", "quantized", "outside", "full+rotating")
+@on("full", "composite_kv", "8", "4", "outside", "full+rotating")
 def test_trimming_a_live_lease_leaves_what_was_committed(world: World) -> None:
     session = world.open(text(6)).prefill().decode(4)
     public = session.commit(close=False)
@@ -285,7 +289,7 @@ def test_generate_step_gives_the_tokens_of_a_stock_run(world: World) -> None:
     said: list[int] = []
     for turn in range(3):
         prompt = said + text(WINDOW, seed=turn)
-        wanted = generate(prompt, stock_caches(world.model, bits=world.case.bits), 4)
+        wanted = generate(prompt, stock_caches(world.model, kv=world.case.kv), 4)
         with world.cache.lease(prompt) as lease:
             assert lease.cached == len(said)
             found = generate(lease.rest, lease.layers, 4)
@@ -432,7 +436,7 @@ def test_two_readers_of_one_prefix_are_both_right(world: World) -> None:
         again.prefill().decode(1).commit()
 
 
-@on("full", "composite_kv", "quantized", "full+rotating", "composite")
+@on("full", "composite_kv", "8", "turbo4+recurrent", "full+rotating", "composite")
 def test_readers_hold_the_prefix_once(world: World) -> None:
     prefix = text(700)
     said = world.turn(prefix, chunk=350)
@@ -686,7 +690,7 @@ class Bounded(World):
         self.case = case
         self.model = FakeModel(case.kinds, **case.options)
         bound = {"max_kv_size": BOUND[0], "keep": BOUND[1]}
-        self.cache = PrefixCache(self.model, "64MB", kv=case.bits, min_checkpoint_tokens=1, **bound)
+        self.cache = PrefixCache(self.model, "64MB", kv=case.kv, min_checkpoint_tokens=1, **bound)
 
     def open(self, prompt: Sequence[int], **options: Any) -> Session:
         return super().open(prompt, bound=BOUND, **options)
@@ -697,7 +701,9 @@ BOUNDED = {
     "full+rotating": Case(("full", "rotating")),
     "full+recurrent": Case(("full", "recurrent")),
     "outside+outside": Case(("outside", "outside")),
-    "quantized": Case(("full", "full"), bits=8, options={"dim": 64}),
+    "8": Case(("full", "full"), kv="8", options={"dim": 64}),
+    "4": Case(("full", "full"), kv="4", options={"dim": 64}),
+    "turbo3": Case(("full", "full"), kv="turbo3", options={"dim": 64}),
 }
 
 

@@ -232,7 +232,7 @@ def test_a_server_that_is_open_to_all_is_warned_about(capsys, host, keys, warns)
     stats = SimpleNamespace(disk=DiskStats(mode="back", folder="/f", used_bytes=5 * 10**9, budget_bytes=10**11))
     inventory = SimpleNamespace(budget_bytes=8 * 10**9, token_bytes=131_072)
     budget = SimpleNamespace(follows=False)
-    cache = SimpleNamespace(inventory=inventory, budget=budget, kv_bits=16, max_kv_size=None)
+    cache = SimpleNamespace(inventory=inventory, budget=budget, kv="16", max_kv_size=None)
     cache.stats = lambda: stats
     engine: Any = SimpleNamespace(model_id="a/model", cache=cache, most_tokens=50_000, context_length=40960)
     settings = serve._settings(given("m", "--host", host, *(a for key in keys for a in ("--api-key", key))))
@@ -254,11 +254,11 @@ def greet(engine: Any, settings: Any) -> int:
 
 
 def test_the_banner_names_the_format_and_the_bound_and_has_no_trailing_spaces(capsys):
-    with onefold.PrefixCache(tiny("llama"), "16MB", kv="8", max_kv_size=4096, keep=8) as cache:
+    with onefold.PrefixCache(tiny("llama_q"), "16MB", kv="8", max_kv_size=4096, keep=8) as cache:
         engine = SimpleNamespace(model_id="m", cache=cache, most_tokens=sys.maxsize, context_length=None)
         greet(engine, serve._settings(given("m")))
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("one token") and line.endswith("of KV, in 8 bits") for line in lines)
+    assert any(line.startswith("one token") and line.endswith("of KV, in format 8") for line in lines)
     assert "bound      4,096 tokens a conversation, its first 8 kept" in lines
     assert lines == [line.rstrip() for line in lines]
 

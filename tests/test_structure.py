@@ -49,7 +49,7 @@ NO_MLX = (
     "cache/memory/lock.py",
     "cache/model/metal.py",
     "cache/tiers/disk/ondisk.py",
-    "cache/tiers/disk/pace.py",
+    "cache/tiers/pace.py",
     "cache/tiers/disk/syncing.py",
     "cache/memory/ranking.py",
     "cache/memory/reasons.py",
@@ -381,6 +381,18 @@ def test_no_broad_except(file: str) -> None:
         names = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
         broad = {"Exception", "BaseException"} & {n.id for n in names if isinstance(n, ast.Name)}
         assert not broad, f"{where}: except {broad}"
+
+
+def programs() -> list[Path]:
+    """Returns the files of benchmarks and examples that are run as programs and use MLX themselves."""
+    found = [*SOURCE.parents[1].glob("benchmarks/*.py"), *SOURCE.parents[1].glob("examples/*.py")]
+    return [path for path in found if re.search(r"^(import|from) mlx", path.read_text(), re.MULTILINE)]
+
+
+@pytest.mark.parametrize("path", [p for p in programs() if "__main__" in p.read_text()], ids=lambda p: p.name)
+def test_programs_import_onefold_before_mlx(path: Path) -> None:
+    first = re.search(r"^(?:import|from) (mlx|onefold)", path.read_text(), re.MULTILINE)
+    assert first and first[1] == "onefold", "a BLAS is preloaded before MLX, or not at all"
 
 
 def test_no_file_is_named_after_nothing() -> None:

@@ -170,7 +170,7 @@ def test_a_failure_does_not_keep_the_engine_from_starting(
 def test_a_twin_of_a_closed_cache_is_refused(loaded: tuple[Any, Any]) -> None:
     with PrefixCache(loaded[0], "64MB", kv="8", max_kv_size=512, keep=8) as cache:
         with empty_twin(cache) as twin:
-            assert (twin.kv_bits, twin.max_kv_size, twin.keep) == (8, 512, 8)
+            assert (twin.kv, twin.max_kv_size, twin.keep) == ("8", 512, 8)
             assert twin.inventory.budget_bytes == cache.inventory.budget_bytes
             assert twin.parts.form == cache.parts.form
         assert not cache.closed

@@ -3,7 +3,8 @@
     OnefoldError
     ├── ConfigError (ValueError)     a size, option or model that cannot be used as given
     │   ├── FolderInUse              ... a cache folder that another process writes to
-    │   └── Unbounded                ... max_kv_size for a model with a cache class that takes no bound
+    │   ├── Unbounded                ... max_kv_size for a model with a cache class that takes no bound
+    │   └── Unstorable               ... a format of stored KV for a model whose KV it cannot store
     ├── NoBackend (ImportError)      MLX is installed without a backend; names what to install
     ├── TokenError (ValueError)      tokens that are empty, not integers, or out of range
     ├── BudgetError                  the budget (or the device) does not have the bytes that were requested
@@ -46,6 +47,10 @@ class FolderInUse(ConfigError):
 
 
 class Unbounded(ConfigError):
+    pass
+
+
+class Unstorable(ConfigError):
     pass
 
 

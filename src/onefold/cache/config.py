@@ -9,8 +9,8 @@ from typing import Any, TypedDict
 
 import mlx.nn as nn
 
-from onefold.cache.model.anatomy import KvFormat
-from onefold.cache.model.kinds.plain import Bound
+from onefold.cache.model.formats.registry import KvFormat
+from onefold.cache.model.kinds.bound import Bound
 from onefold.cache.tiers.disk.tier import DiskSettings
 from onefold.cache.tiers.registry import is_known
 from onefold.errors import ConfigError
@@ -45,7 +45,8 @@ class CacheConfig:
     draft_model: nn.Module | None = None
     """Leased together with the target, for speculative decoding."""
     kv: str | int = "16"
-    """How KV is stored: "16" (as the model makes it), "8" or "4" bits."""
+    """How KV is stored: "16" (as the model makes it), or a format of docs/kv-formats.md: "8", "k8v4", "4", "affine4",
+    "turbo4", "turbo3"."""
     max_kv_size: int | None = None
     """The most tokens of a conversation that are kept, in every cache that grows; 0 or None is no bound."""
     keep: int = 4

@@ -56,8 +56,8 @@ AUTO = "auto"
 class PrefixCache:
     """Holds the KV of many conversations with one model, each token's once."""
 
-    kv_bits = 16
-    """The bits of stored KV: 16 (as the model makes it), 8 or 4."""
+    kv = "16"
+    """The format of stored KV, as `CacheConfig.kv` names it."""
     inventory: Inventory
     """Queries for servers: how many tokens are known, held, or would fit."""
     budget: Budget
@@ -87,6 +87,8 @@ class PrefixCache:
         `min_checkpoint_tokens`, `high_water`, `low_water`, `elastic`, `logit_tokens`, `disk`, `disk_budget`,
         `disk_mode`, `disk_daily_limit`, `tokenizer`, `label`.
 
+        On a GPU, a quantised format is tried and its kernels are compiled, which takes some seconds.
+
         Raises ConfigError for a value that cannot be used, and Unbounded, a ConfigError, if `max_kv_size` is given for
         a model with a cache class that grows and takes no bound."""
         config = CacheConfig.of(options)
@@ -98,11 +100,14 @@ class PrefixCache:
         anatomies = [survey(m, kv=form, bound=bound) for m in models]
         for anatomy in anatomies:
             anatomy.logit_tokens = config.logit_tokens
+            if not form.plain:
+                anatomy.compile_kernels()  # MLX's own operations take ten times as long to read such KV
         disk = config.disk_settings()
         lock = CacheLock()
         ledger = (ElasticLedger if config.elastic else Ledger)(budget_bytes, lock.inner)
         digest = model_digest(*models)
-        _assemble(self, Parts(models, anatomies, ledger, (digest, config.adapter, form.bits, bound), lock))
+        tag = form.tag(anatomies[0].made_type)
+        _assemble(self, Parts(models, anatomies, ledger, (digest, config.adapter, tag, bound), lock))
         self.parts.log_limits()
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
@@ -111,11 +116,11 @@ class PrefixCache:
                 _announce(self.budget, models)
             else:
                 _refuse_tiny(self.parts, budget_bytes)
-            self.kv_bits = form.bits
+            self.kv = str(form)
             self.state.min_checkpoint_tokens = config.min_checkpoint_tokens
             self.state.water = (config.low_water, config.high_water)
             if disk is not None and not self.state.uncached_reason:
-                about = {"adapter": config.adapter, "tokenizer": config.tokenizer, "kv": form.bits, "bound": bound}
+                about = {"adapter": config.adapter, "tokenizer": config.tokenizer, "kv": tag, "bound": bound}
                 about["model"] = lasting_digest(digest, *models)
                 _open_tier(self, disk, about, config.label)
             undo.pop_all()
@@ -318,7 +323,7 @@ def empty_twin(cache: PrefixCache) -> PrefixCache:
     made, lock, ledger = PrefixCache.__new__(PrefixCache), CacheLock(), cache.state.ledger
     own = type(ledger)(ledger.budget_bytes, lock.inner)
     _assemble(made, Parts(models, cache.parts.models.anatomies, own, cache.parts.form, lock))
-    made.kv_bits = cache.kv_bits
+    made.kv = cache.kv
     made.state.min_checkpoint_tokens = cache.state.min_checkpoint_tokens
     made.state.water = cache.state.water
     return made

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from onefold.cache.model.formats.names import name_of
 from onefold.cache.tiers.records import census, pruning
 from onefold.cache.tiers.records import verify as verifying
 from onefold.cache.tiers.records.census import Entry, Space
@@ -127,7 +128,7 @@ def _space(space: Space, short: dict[str, str]) -> dict[str, Any]:
         "short": short.get(space.id, space.id),
         "label": _label(about),
         "model": about.get("model"),
-        "kv": about.get("kv"),
+        "kv": None if about.get("kv") is None else name_of(about["kv"]),
         "salted": about.get("salted"),
         "format": about.get("format"),
         "records": len(space.entries),

@@ -28,6 +28,8 @@ HELP = "check the installation and this machine, and suggest remedies"
 NAME = "onefold doctor"
 SECONDS = 240.0
 """That the checks which need MLX may take together."""
+TOKENS = 1024
+"""Of the text with which formats are tried."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,6 +42,9 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     DISK.add_to(made)
+    made.add_argument("--kv", metavar="MODEL", help="instead, try every format of stored KV on this model")
+    made.add_argument("--text", metavar="FILE", help="with --kv: try them on this text (default: Python's reference)")
+    made.add_argument("--tokens", type=int, help=f"with --kv: so many tokens of it (default: {TOKENS})")
     made.add_argument("--json", action="store_true", help="print one JSON object")
     return made
 
@@ -48,7 +53,14 @@ def run(arguments: list[str]) -> int:
     given = parser().parse_args(arguments)
     if given.disk is not None and not given.disk.strip():
         parser().error("--disk is empty: give a folder, or leave the option out")
+    if given.kv is None and (given.text is not None or given.tokens is not None):
+        parser().error("--text and --tokens are for --kv: name a model with it")
     try:
+        if given.kv is not None:
+            from onefold.cli import doctor_kv
+
+            tokens = TOKENS if given.tokens is None else given.tokens
+            return doctor_kv.run(NAME, given.kv, given.text, tokens, as_json=given.json)
         report = examine(given.disk)
     except KeyboardInterrupt:
         return INTERRUPTED

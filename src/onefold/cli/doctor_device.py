@@ -153,7 +153,7 @@ def kernels() -> Finding:
 
     if current.device_kernel() is None:
         return Finding("kernels", "ok", "none for a CPU: MLX's own operations are used")
-    usual = trial.Trial(Shape(128, 128, mx.float16, Format("plain", 1)), 32, 8)
+    usual = trial.Trial(Shape(128, 128, mx.float16, Format("plain", 2)), 32, 8)
     tried = list(trial.kept().values())[-TRIALS:] or [usual]
     found = {str(one): trial.repeat(one, TRIAL_SECONDS) for one in tried}
     facts: dict[str, Any] = {"trials": found, "switched_off": current.is_switched_off()}

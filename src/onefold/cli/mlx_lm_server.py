@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from onefold.cache.model.formats.names import NAMES
 from onefold.cli.command_line import Parser, complain
 from onefold.errors import ConfigError
 from onefold.sizes import parse_size
@@ -17,18 +18,22 @@ from onefold.sizes import parse_size
 HELP = "run mlx_lm.server, with its own arguments, on Onefold's prompt cache"
 COMMAND = "onefold mlx-lm-server"
 KEEP = 4
+PLAIN = "16"
 
 
 def run(arguments: list[str]) -> int:
     ours, theirs = _parser().parse_known_args(arguments)
     if "--help" in theirs or "-h" in theirs:
         print(_parser().format_help())  # mlx-lm's follows
-    if ours.max_kv_size and any(a.split("=")[0] == "--kv-bits" for a in theirs):
+    quantises = any(a.startswith("--kv-b") for a in theirs)  # mlx-lm's parser takes shorter names, too
+    if ours.max_kv_size and quantises:
         return complain(COMMAND, "--max-kv-size cannot be used with --kv-bits: mlx-lm has no quantised rotating cache")
+    if ours.kv != PLAIN and quantises:
+        return complain(COMMAND, "--kv cannot be used with --kv-bits, mlx-lm's own quantisation: leave one out")
     from onefold.mlx_lm import DEVICE_LIMIT, LRUPromptCache, serve  # takes seconds to import: not for --help
 
     limit = {"off": None}.get(ours.device_limit, ours.device_limit or DEVICE_LIMIT)
-    options = {"max_kv_size": ours.max_kv_size, "keep": ours.keep, "device_limit": limit}
+    options = {"max_kv_size": ours.max_kv_size, "keep": ours.keep, "kv": ours.kv, "device_limit": limit}
     try:
         LRUPromptCache(**options).close()  # checks the options before the model is loaded
         if ours.model is not None:
@@ -65,6 +70,8 @@ def _parser() -> argparse.ArgumentParser:
         help="device memory for weights and KV, such as 24GB or 80%%; requests that do not fit are "
         "refused (default: 95%%; off: no limit)",
     )
+    formats = f"format of stored KV: {', '.join(NAMES)} (default: 16)"
+    parser.add_argument("--kv", default=PLAIN, metavar="NAME", help=formats)
     parser.add_argument("--prompt-cache-bytes", type=_bytes, help=argparse.SUPPRESS)  # mlx-lm's help lists them
     parser.add_argument("--model", help=argparse.SUPPRESS)
     return parser

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from onefold.cache.model.formats.names import NAMES
 from onefold.cli.command_line import Parser, complain
 from onefold.cli.key_file import read_keys
 from onefold.cli.serve_ending import Ending
@@ -196,7 +197,8 @@ FLAGS = (
          _mode, "back", "MODE"),
     Flag("disk-daily-limit", "the most bytes written in a day: 20GB; by default no limit",
          partial(size, total_bytes=None), None, "SIZE"),
-    Flag("kv", "bits of stored KV: 16, 8 or 4", str, "16", "BITS"),
+    Flag("kv", f"format of stored KV: {', '.join(NAMES)}; 4+2 is 4, with the first two and the last two layers as the "
+         "model makes them", str, "16", "FORMAT"),
     Flag("max-kv-size", "the most tokens of a conversation; beyond that its middle is dropped; 0 is no bound; "
          f"by default {MAX_KV_SIZE}", count, None, "TOKENS"),
     Flag("keep", f"the first tokens of such a conversation, which always stay; by default {KEEP}, or half of "
@@ -413,7 +415,7 @@ def _disk_line(engine: Engine) -> str:
 
 
 def _format(engine: Engine) -> str:
-    return "" if engine.cache.kv_bits == 16 else f", in {engine.cache.kv_bits} bits"
+    return "" if engine.cache.kv == "16" else f", in format {engine.cache.kv}"
 
 
 def _room(engine: Engine) -> str:

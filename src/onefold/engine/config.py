@@ -41,7 +41,8 @@ class EngineConfig:
     """Memory for KV and forwards, as a size or a share of the device's memory. None or "auto": what the weights leave
     of four fifths of it, and less while the machine's memory is short."""
     kv: str | int = "16"
-    """How KV is stored: "16" (as the model makes it), "8" or "4" bits."""
+    """How KV is stored: "16" (as the model makes it), or a format of docs/kv-formats.md: "8", "k8v4", "4", "affine4",
+    "turbo4", "turbo3"."""
     max_kv_size: int | None = None
     """The most tokens of a conversation that stay, in every cache that grows; 0 or None is no bound."""
     keep: int = 4

@@ -59,6 +59,9 @@ class Inserter:
         store = self._stores.for_layers(key, layers)
         if store is None or self._outgrows(store.cache, len(tokens)):
             return 0
+        if store.cache.kv != self._limits.kv:
+            self._reasons.note("another format", f"KV in 16 bits was put in, and is not kept: kv={self._limits.kv}")
+            return 0
         self._stores.touch(store)
         kept, reason = store.cache.inventory.adopt(tokens, layers)
         if reason:

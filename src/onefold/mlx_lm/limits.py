@@ -1,10 +1,12 @@
-"""The limits of a prompt cache: how they are written, and what they are in numbers. Knows nothing of models."""
+"""The limits of a prompt cache, and the format of its KV: how they are written, and what they are in numbers. Knows
+nothing of models."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from onefold.cache.memory import device
+from onefold.cache.model.formats.registry import KvFormat
 from onefold.errors import ConfigError
 from onefold.sizes import parse_size
 
@@ -25,15 +27,24 @@ class Limits:
     """Tokens that a conversation's layers hold at most; None is no bound."""
     keep: int
     """How many of the first tokens always stay, as a part of that bound."""
+    kv: str = "16"
+    """The format of stored KV."""
 
     @classmethod
-    def of(cls, max_size: int, max_bytes: int | float | str | None, max_kv_size: int | None, keep: int) -> Limits:
+    def of(
+        cls,
+        max_size: int,
+        max_bytes: int | float | str | None,
+        max_kv_size: int | None,
+        keep: int,
+        kv: str | int = "16",
+    ) -> Limits:
         """Parses what `LRUPromptCache` was given. Raises ConfigError for a value that it cannot use."""
         if not isinstance(max_size, int):
             raise ConfigError(f"max_size is a number of entries, got {max_size!r}")
         bound = max_kv_size or None
         _check_bound(bound, keep)
-        return cls(max(0, max_size), _byte_limit(max_bytes), bound, keep)
+        return cls(max(0, max_size), _byte_limit(max_bytes), bound, keep, str(KvFormat.parse(kv)))
 
 
 def device_bytes(limit: int | float | str | None) -> int | None:

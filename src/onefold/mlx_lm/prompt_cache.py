@@ -19,6 +19,7 @@ This file is the public class. Its parts are in the other files of this package.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import Counter
@@ -30,7 +31,7 @@ import mlx.nn as nn
 from onefold.cache.model import stock
 from onefold.cache.model.kinds.registry import opaque
 from onefold.cache.request.lease import Lease
-from onefold.errors import ConfigError
+from onefold.errors import ConfigError, Unstorable
 from onefold.mlx_lm.admission import Admission
 from onefold.mlx_lm.batches import BatchRows
 from onefold.mlx_lm.entries import TYPES, Entries
@@ -56,6 +57,7 @@ class LRUPromptCache:
         draft_model: nn.Module | None = None,
         max_kv_size: int | None = None,
         keep: int = 4,
+        kv: str | int = "16",
         device_limit: int | float | str | None = DEVICE_LIMIT,
     ) -> None:
         """Raises ConfigError for a value that cannot be used.
@@ -67,10 +69,12 @@ class LRUPromptCache:
         is kept alive.
 
         `max_kv_size` bounds each conversation whose model is known: the layers of full attention become rings of so
-        many tokens, the first `keep` of which stay. `device_limit` is the share or size of the device's memory that
-        weights and KV may take together; None is no limit. Stored KV is evicted before a request is refused. A request
-        that still does not fit is refused with BudgetError, and a row that cannot grow is ended."""
-        self._limits = Limits.of(max_size, max_bytes, max_kv_size, keep)
+        many tokens, the first `keep` of which stay. `kv` is the format in which their KV is held (`CacheConfig.kv`);
+        requests for a model that it cannot store raise Unstorable, a ConfigError. `device_limit` is the share or size
+        of the device's memory that weights and KV may take together; None is no limit. Stored KV is evicted before a
+        request is refused. A request that still does not fit is refused with BudgetError, and a row that cannot grow is
+        ended."""
+        self._limits = Limits.of(max_size, max_bytes, max_kv_size, keep, kv)
         if draft_model is not None and model is None:
             raise ConfigError("draft_model requires model=: a draft's layers follow the target's")
         self._closed = False
@@ -120,6 +124,11 @@ class LRUPromptCache:
     @max_kv_size.setter
     def max_kv_size(self, n: int | None) -> None:
         self._limits.max_kv_size = n
+
+    @property
+    def kv(self) -> str:
+        """The format in which KV is held."""
+        return self._limits.kv
 
     @property
     def keep(self) -> int:
@@ -196,29 +205,31 @@ class LRUPromptCache:
 
     def admit(self, key: Hashable, tokens: list[int], model: nn.Module, draft_model: nn.Module | None = None) -> None:
         """Learns the key's model, and makes room on the device for a request for these tokens. Raises BudgetError if
-        there is none. Call it for every request, before its fetch, where an exception reaches the client; a batch does
-        not refuse the request any more then."""
+        there is none, and Unstorable for a model whose KV cannot be held in the format `kv`. Call it for every request,
+        before its fetch, where an exception reaches the client; a batch does not refuse the request any more then."""
         with self._lock:
             self._admission.in_advance = True
             self.learn(key, model, draft_model)
             found = self._tokens.read(tokens)
             if self._closed or found is None or not len(found):
                 return
-            store = self._reasons.attempt(lambda: self._stores.served(key, self.models.of(key)), None)
+            served = functools.partial(self._stores.served, key, self.models.of(key))
+            store = self._reasons.attempt(served, None, but=(Unstorable,))
             if store is not None:
                 self._admission.admit(store.cache, found)
 
     def fetch_nearest_cache(self, model: Hashable | nn.Module, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
         """Returns the layers that hold the longest known part of `tokens`, and the rest; at least one token is left for
         the model to run on. If nothing is known of them: empty layers and all tokens where the key's model is known,
-        else None and all tokens."""
+        else None and all tokens. Raises Unstorable for a model whose KV cannot be held in the format `kv`."""
         with self._lock:
             self._eviction.catch_up()
             found = self._tokens.read(tokens)
             key = self.models.key_of(model)
             fetched = None
             if found is not None:
-                fetched = self._reasons.attempt(lambda: self._fetcher.fetch(key, tokens, found), None)
+                fetch = functools.partial(self._fetcher.fetch, key, tokens, found)
+                fetched = self._reasons.attempt(fetch, None, but=(Unstorable,))
             if fetched is None:
                 if found is not None:
                     self.models.missed(key, found)

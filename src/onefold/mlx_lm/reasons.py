@@ -31,11 +31,12 @@ class Reasons:
         elif error is not None:
             log.debug("prompt cache: %s (%s)", reason, details, exc_info=error)
 
-    def attempt(self, work: Callable[[], T], otherwise: T) -> T:
-        """Returns what `work` returns, or `otherwise` if it raises any fault, which is counted and logged."""
+    def attempt(self, work: Callable[[], T], otherwise: T, *, but: tuple[type[Exception], ...] = ()) -> T:
+        """Returns what `work` returns, or `otherwise` if it raises any fault, which is counted and logged. Raises the
+        faults `but`."""
         try:
             return work()
-        except faults.NOT_CAUGHT:
+        except (*faults.NOT_CAUGHT, *but):
             raise
         except faults.EVERY_FAULT as error:  # broad on purpose: see there
             self.note(f"failed: {type(error).__name__}", str(error), error)

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -19,11 +20,14 @@ from onefold.cache.memory import device
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.request.lease import Lease
+from onefold.errors import Unstorable
 from onefold.mlx_lm.entries import Entries
 from onefold.mlx_lm.limits import Limits
 from onefold.mlx_lm.models import Models
 from onefold.mlx_lm.reasons import Reasons
 from onefold.mlx_lm.stand_ins import Table
+
+log = logging.getLogger("onefold")
 
 BeforeAlone = Callable[[Lease, int], None]
 """Called before each forward of a row that is in no batch, with the number of its tokens. May raise BudgetError."""
@@ -173,16 +177,21 @@ class Stores:
 
     def _cache_for(self, models: list[nn.Module]) -> PrefixCache:
         budget = min(self._limits.max_bytes, device.default_budget(*models))
-        return PrefixCache(
-            models[0],
-            max(1, budget),
-            draft_model=models[1] if len(models) > 1 else None,
-            elastic=True,
-            low_water=1.0,
-            high_water=1.0,
-            max_kv_size=self._limits.max_kv_size,
-            keep=self._limits.keep,
-        )
+        try:
+            return PrefixCache(
+                models[0],
+                max(1, budget),
+                draft_model=models[1] if len(models) > 1 else None,
+                elastic=True,
+                low_water=1.0,
+                high_water=1.0,
+                max_kv_size=self._limits.max_kv_size,
+                keep=self._limits.keep,
+                kv=self._limits.kv,
+            )
+        except Unstorable as error:
+            log.error("every request for this model is refused: %s", error)
+            raise
 
     def _drop(self, key: Hashable, store: Store) -> None:
         """Closes a store whose key belongs to another model now, and removes its entries."""

@@ -17,44 +17,22 @@ import mlx.core as mx
 
 from onefold.cache.memory import device
 from onefold.cache.memory.segment import round_up
-from onefold.cache.memory.shapes import ArraySpec, LayerSpec
+from onefold.cache.memory.shapes import LayerSpec
 from onefold.cache.memory.track import Track
 from onefold.cache.model.fused import FEW_QUERIES, is_fused
 from onefold.cache.model.kernels import current
-from onefold.cache.model.kernels.decode import BLANK, Shape, scratch_bytes
+from onefold.cache.model.kernels.decode import BLANK, MOST_SCHEDULED, Shape, scratch_bytes
+from onefold.cache.model.kernels.work_table import MOST_QUERIES
 from onefold.cache.model.kinds.base import ForwardListener
+from onefold.cache.model.kinds.bound import Bound
 from onefold.cache.model.kinds.composite import CompositeLayer
 from onefold.cache.model.kinds.leaf import Leaf, Making
-from onefold.cache.model.kinds.plain import Bound, PlainCodec
-from onefold.cache.model.kinds.quantized import AffineCodec
 from onefold.cache.model.kinds.rotating import ring_entries
 from onefold.cache.model.region_plan import padding
 from onefold.cache.model.step_plan import StepPlan
-from onefold.errors import ConfigError
 
 SCRATCH_TOKENS = 64
 """Scratch is estimated for a multiple of so many tokens."""
-
-
-@dataclass(frozen=True)
-class KvFormat:
-    """How KV is stored: 16 (as the model makes it), 8 or 4 bits (affine, mlx-lm's own)."""
-
-    bits: int = 16
-
-    @classmethod
-    def parse(cls, kv: str | int) -> KvFormat:
-        text = str(kv).strip()
-        if text not in ("16", "8", "4"):
-            raise ConfigError(f"kv must be '16', '8' or '4', got {kv!r}")
-        return cls(int(text))
-
-    def codec(self, k: ArraySpec, v: ArraySpec) -> PlainCodec | AffineCodec:
-        if self.bits < 16:
-            for group in (64, 32):
-                if k.dim % group == 0 and v.dim % group == 0:
-                    return AffineCodec(self.bits, group)
-        return PlainCodec()
 
 
 class StepBytes(NamedTuple):
@@ -106,6 +84,11 @@ class Anatomy:
         return [leaf.spec for leaf in self.sliceable if leaf.spec is not None]
 
     @property
+    def made_type(self) -> mx.Dtype | None:
+        """The type of the keys of its sliceable layers, as the model makes them."""
+        return next((leaf.plain[0].dtype for leaf in self.sliceable if leaf.plain is not None), None)
+
+    @property
     def recurrent(self) -> bool:
         """Whether some layer's state can be restored only at the position where it was taken."""
         return any(leaf.one_point and leaf.used for leaf in self.leaves)
@@ -151,6 +134,8 @@ class Anatomy:
         for leaf, shape in self._kernel_shapes():
             blank = [mx.zeros((1, a.heads, BLANK, a.dim), a.dtype) for a in leaf.spec.arrays]
             kernel.compile_all(shape, self.heads, leaf.plain[0].heads, blank)
+            if leaf.codec.coding is not None:
+                current.compile_coding(leaf.codec.coding)
 
     @property
     def is_in_kernel(self) -> bool:
@@ -178,7 +163,7 @@ class Anatomy:
         if self._is_fused(n_tokens):
             few = min(n_tokens, FEW_QUERIES)
             scores = (3 * self.heads * few * 4 + 2 * n_tokens) * total_tokens
-        joined = max((leaf.token_bytes for leaf in self.leaves), default=0) * total_tokens if joins else 0
+        joined = max((leaf.joined_bytes for leaf in self.leaves), default=0) * total_tokens if joins else 0
         evaluated = n_tokens if self.logit_tokens is None else min(n_tokens, self.logit_tokens)
         logits = 3 * evaluated * self.vocab * max(4, self.itemsize)
         partials = self._kernel_bytes(1, n_tokens)
@@ -192,12 +177,13 @@ class Anatomy:
 
     def _kernel_bytes(self, rows: int, queries: int) -> int:
         """Returns the most bytes of the decode kernel's partial results. The device may hold those of all layers at
-        once, because a step is scheduled whole."""
+        once, because a step is scheduled whole, and those of a prompt's chunk up to `MOST_SCHEDULED`."""
         kernel = current.kernel()
         if self.contiguous or kernel is None or queries > kernel.most_queries:
             return 0
         found = [leaf.plain for leaf in self.sliceable if leaf.plain is not None]
-        return sum(scratch_bytes(rows, queries, self.heads, k.heads, v.dim) for k, v in found)
+        each = [scratch_bytes(rows, queries, self.heads, k.heads, v.dim) for k, v in found]
+        return sum(each) if queries <= MOST_QUERIES else min(sum(each), MOST_SCHEDULED + max(each, default=0))
 
     @property
     def _joins(self) -> bool:

@@ -18,9 +18,9 @@ import mlx.core as mx
 
 from onefold.cache.memory.shapes import ArraySpec, View
 from onefold.cache.model import stock
-from onefold.cache.model.codec import Codec
 from onefold.cache.model.composed_row import attend_row
 from onefold.cache.model.composed_rows import attend_rows
+from onefold.cache.model.formats.codec import Codec
 from onefold.cache.model.kernels import current
 from onefold.cache.model.kernels.decode import Shape
 from onefold.cache.model.step_plan import NotTraceable, Rows, StepPlan
@@ -66,9 +66,8 @@ class Forms:
     def of(cls, codec: Codec, specs: Sequence[ArraySpec]) -> Forms:
         """`specs` are those of the layer's arrays."""
         n = codec.n_keys()
-        k, v = specs[0], specs[n]
-        shape = Shape(codec.dim(k), codec.dim(v), specs[n - 1].dtype, codec.kernel_format)
-        return cls(codec, k.heads, v.heads, shape)
+        shape = Shape(*codec.made(specs), codec.kernel_format)
+        return cls(codec, specs[0].heads, specs[n].heads, shape)
 
     def handles(
         self, rows: Rows | list[list[View]], longest: int, plan: StepPlan | None, consumed: list[int]
@@ -105,6 +104,11 @@ def attention(
         return attended
     if keys.plan is not None and keys.plan.is_traced:
         raise NotTraceable("a layer's attention is not computed by the decode kernel")
+    codec = keys.codec
+    return codec.turn_back(_attend_composed(codec.turn(queries), keys, scale, mask, sinks))
+
+
+def _attend_composed(queries: mx.array, keys: Handle, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
     rows, codec = keys.rows, keys.codec
     if len(rows) == 1:
         return attend_row(queries, rows[0], codec, scale, mask, sinks)
@@ -133,7 +137,11 @@ def _attend_in_kernel(
     kernel.counts[reason] += 1
     if reason:
         return None
-    n_kv = keys.dims[1]
+    n_kv, codec = keys.dims[1], keys.codec
+    turns = shape.format is not None and shape.format.turns
+    q = q if turns else codec.turn(q)
     table, index = plan.table(kernel, rows.layout, q, n_kv, shape), rows.index
     arrays = [plan.arrays(slab, index) for slab in table.slabs]
-    return kernel.attend(q, arrays, table, shape, n_kv, scale, sinks)
+    if turns:
+        return kernel.attend(q, arrays, table, shape, n_kv, scale, sinks, codec.signs)
+    return codec.turn_back(kernel.attend(q, arrays, table, shape, n_kv, scale, sinks))

@@ -3,7 +3,7 @@
 - In a decode step on a GPU each piece is attended separately, and the results are weighted by their log-sum-exps. K and
   V are read in place, and nothing as long as a piece is concatenated or cut. On a CPU, where each operation costs some
   10 µs, the scores of all pieces are concatenated for one softmax.
-- For a prefill chunk one layer's pieces are concatenated temporarily, for the stock fused kernel.
+- For a prefill chunk one layer's pieces are concatenated temporarily, and decoded, for the stock fused kernel.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ import mlx.core as mx
 
 from onefold.cache.memory import device
 from onefold.cache.memory.shapes import View
-from onefold.cache.model.blocks import Block, cat, weigh
-from onefold.cache.model.codec import Codec
+from onefold.cache.model.blocks import Block, cat, for_products, weigh
+from onefold.cache.model.formats.codec import Codec
+
+FEW_DECODED = 8
+"""Queries up to which stored codes are read by MLX's quantised product. For more, and on CUDA, a layer is decoded."""
 
 
 def attend_row(
@@ -26,11 +29,10 @@ def attend_row(
 ) -> mx.array:
     n_q, length = q.shape[1], q.shape[2]
     n_kv = row[0].arrays[0].shape[1]
-    if codec.plain:
-        widths = sum(a.shape[1] * a.shape[3] * a.dtype.size for a in row[0].arrays)
-        if length * n_q * 8 > widths:
-            return _attend_joined(q, row, scale, mask, sinks)
-    folded = (q * scale).reshape(1, n_kv, n_q // n_kv * length, q.shape[3])
+    widths = sum(a.shape[1] * a.shape[3] * a.dtype.size for a in row[0].arrays)
+    if length * n_q * 8 > widths if codec.plain else length > FEW_DECODED or device.on_cuda():
+        return _attend_joined(for_products(q, codec.plain), row, codec, scale, mask, sinks).astype(q.dtype)
+    folded = (for_products(q, codec.plain) * scale).reshape(1, n_kv, n_q // n_kv * length, q.shape[3])
     if mask is None and device.on_gpu():
         blocks = []
         for v in row:
@@ -66,11 +68,17 @@ def _attend_at_once(
     return out.reshape(1, n_q, length, out.shape[-1]).astype(q.dtype)
 
 
-def _attend_joined(q: mx.array, row: list[View], scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
-    """Attends a prefill chunk: concatenates this layer's pieces, for the stock fused kernel."""
-    k, v = (_side_by_side(row, j) for j in (0, 1))
+def _attend_joined(
+    q: mx.array, row: list[View], codec: Codec, scale: float, mask: Any, sinks: mx.array | None
+) -> mx.array:
+    """Attends a prefill chunk: concatenates this layer's pieces, decoded, for the stock fused kernel."""
+    if codec.plain:
+        k, v = (_side_by_side(row, j) for j in (0, 1))
+    else:
+        pieces = [codec.decode([a[..., p.lo : p.hi, :] for a in p.arrays], q.dtype) for p in row]
+        k, v = (cat([piece[j] for piece in pieces], 2) for j in (0, 1))
     out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
-    if not _starts_a_buffer(row):
+    if not codec.plain or not _starts_a_buffer(row):
         device.evaluate(out)  # else the device would run ahead and hold several layers' copies
     return out
 

@@ -12,10 +12,10 @@ import mlx.core as mx
 
 from onefold.cache.memory import device
 from onefold.cache.memory.shapes import View
-from onefold.cache.model.blocks import Block, cat, lowest, weigh
-from onefold.cache.model.codec import Codec
+from onefold.cache.model.blocks import Block, cat, for_products, lowest, weigh
 from onefold.cache.model.composed_shared import attend_shared
 from onefold.cache.model.composed_step import attend_step
+from onefold.cache.model.formats.codec import Codec
 from onefold.cache.model.reading_plan import Core, Ranges, ReadingPlan
 from onefold.cache.model.step_plan import Rows, StepPlan
 
@@ -31,7 +31,9 @@ def attend_rows(
     """Returns the attention of one query of each row over its pieces."""
     if not device.on_gpu():
         index = rows.index if isinstance(rows, Rows) else 0
-        return attend_step(q, step.regions(rows, q.dtype, codec.plain), index, codec, scale, sinks)
+        queries = for_products(q, codec.plain)
+        regions = step.regions(rows, queries.dtype, codec.plain)
+        return attend_step(queries, regions, index, codec, scale, sinks).astype(q.dtype)
     n_rows, n_q, _, dim = q.shape
     n_kv = rows[0][0].arrays[0].shape[1]
     repeats = n_q // n_kv

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache.model.blocks import Block
-from onefold.cache.model.codec import Codec
+from onefold.cache.model.formats.codec import Codec
 from onefold.cache.model.reading_plan import Ranges
 
 

@@ -14,8 +14,8 @@ import mlx.core as mx
 
 from onefold.cache.memory.segment import STEP
 from onefold.cache.model.blocks import cat, log_sum, merged
-from onefold.cache.model.codec import Codec
 from onefold.cache.model.composed_shared import attend_shared
+from onefold.cache.model.formats.codec import Codec
 from onefold.cache.model.region_plan import Group, Own, RegionPlan, Regions
 
 

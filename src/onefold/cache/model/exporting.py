@@ -3,8 +3,8 @@
 - An export is a copy in its own arrays. Its bytes are reserved before it is made, or BudgetError is raised. They leave
   the ledger when the exported cache is freed. Its growth is not counted.
 - The copy is of the class that mlx-lm itself would use: a plain layer becomes a KVCache, a quantised one a
-  QuantizedKVCache, a ring a RotatingKVCache. A quantised ring has no class in mlx-lm and becomes a RotatingKVCache of
-  dequantised entries. A cache class of the model's own stays that class.
+  QuantizedKVCache, a ring a RotatingKVCache. A quantised ring, and KV in a format that mlx-lm does not have, become
+  a RotatingKVCache and a KVCache of decoded entries. A cache class of the model's own stays that class.
 
 Each kind of layer chooses its class (`as_stock`). Knows nothing of leases or trees.
 """
@@ -12,13 +12,16 @@ Each kind of layer chooses its class (`as_stock`). Knows nothing of leases or tr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
+from onefold.cache.memory import device
 from onefold.cache.memory.ledger import Account
+from onefold.cache.memory.shapes import ArraySpec
 from onefold.cache.model import stock
+from onefold.cache.model.formats.codec import Codec
 
 
 class Exportable:
@@ -69,11 +72,19 @@ def plain(held: Any) -> Any:
     return cache
 
 
-def packed(held: Any, codec: Any) -> Any:
-    """Returns a QuantizedKVCache of a snapshot from 0; an empty one for None."""
-    cache: Any = stock.QuantizedKVCache(group_size=codec.group_size, bits=codec.bits)
+def of_codec(held: Any, codec: Codec, specs: Sequence[ArraySpec]) -> Any:
+    """Returns a cache of a snapshot from 0, an empty one for None: a QuantizedKVCache if it can hold what the codec
+    stores, else a KVCache."""
+    if codec.stock_form is None:
+        if held is not None and not codec.plain:
+            held.arrays = list(codec.as_made(held.arrays, codec.made(specs)[2]))
+            device.evaluate(held.arrays)
+        return plain(held)
+    bits, group_size = codec.stock_form
+    cache: Any = stock.QuantizedKVCache(group_size=group_size, bits=bits)
     if held is not None:
-        cache.keys, cache.values, cache.offset = tuple(held.arrays[:3]), tuple(held.arrays[3:]), held.end
+        n = codec.n_keys()
+        cache.keys, cache.values, cache.offset = tuple(held.arrays[:n]), tuple(held.arrays[n:]), held.end
     return cache
 
 

@@ -16,8 +16,8 @@ import mlx.core as mx
 
 from onefold.cache.memory.shapes import ArraySpec, View
 from onefold.cache.model.attention import Forms, Handle
-from onefold.cache.model.codec import Codec
-from onefold.cache.model.kinds.plain import PlainCodec
+from onefold.cache.model.formats.codec import Codec
+from onefold.cache.model.formats.plain import PlainCodec
 from onefold.cache.model.step_plan import Layout, OneSlab, Rows, StepPlan
 
 
@@ -89,8 +89,7 @@ class AttentionRows(RowsOf):
     def _write(self, found: OneSlab, keys: mx.array, values: mx.array) -> None:
         first, where = self.layers[0], found.where
         arrays = self.plan.arrays(found.slab, first.index)
-        for j, part in enumerate(first.codec.encode(keys, values)):
-            new = part.transpose(2, 1, 0, 3)
+        for j, new in enumerate(first.codec.encode_step(keys, values)):
             if new.shape not in where:
                 where[new.shape] = mx.broadcast_to(found.spots[:, None], new.shape)
             arrays[j] = mx.put_along_axis(arrays[j], where[new.shape], new, axis=2)

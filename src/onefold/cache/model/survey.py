@@ -21,13 +21,14 @@ from onefold.cache.memory.ledger import Ledger
 from onefold.cache.memory.segment import Store
 from onefold.cache.memory.track import Track
 from onefold.cache.model import seam, stock
-from onefold.cache.model.anatomy import Anatomy, KvFormat
+from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.attention import attention
+from onefold.cache.model.formats.registry import FORMATS, KvFormat
+from onefold.cache.model.kinds.bound import Bound
 from onefold.cache.model.kinds.leaf import Leaf
-from onefold.cache.model.kinds.plain import Bound
 from onefold.cache.model.kinds.registry import bounded_caches, leaves_of
 from onefold.cache.model.step_plan import StepPlan
-from onefold.errors import Unbounded
+from onefold.errors import Unbounded, Unstorable
 
 _BUILD_ERRORS = (
     TypeError,
@@ -42,6 +43,8 @@ _BUILD_ERRORS = (
 """The exceptions that a model's code raises for an input that it does not support."""
 
 _TRIAL = (3, 1, 2)
+_BOUND_LEAST = sum(_TRIAL)
+"""Of a bounded conversation in another format than 16: the trial must fit into it."""
 _FAR = 1024
 
 
@@ -64,12 +67,16 @@ def look_uncached(anatomy: Anatomy, model: nn.Module) -> None:
 
 
 def _surveyed(model: nn.Module, kv: KvFormat, bound: Bound | None) -> Anatomy:
+    if bound is not None and not kv.plain and bound.max_size < _BOUND_LEAST:
+        raise Unstorable(
+            f"max_kv_size={bound.max_size} is too small with kv='{kv}': give at least {_BOUND_LEAST}, or leave one out"
+        )
     caches = _made(model)
     anatomy = Anatomy(leaves_of(caches), len(caches), bound=bound)
     _measure_weights(model, anatomy)
     anatomy.reason = _unusable([leaf for leaf in anatomy.leaves if not leaf.known])
     if anatomy.reason:
-        return anatomy
+        return _uncached(anatomy, kv)
     try:
         for n in _TRIAL:
             model(mx.zeros((1, n), mx.int32), cache=caches)
@@ -77,22 +84,26 @@ def _surveyed(model: nn.Module, kv: KvFormat, bound: Bound | None) -> Anatomy:
         _read_shapes(anatomy, caches, kv)
         if anatomy.own and not anatomy.reason:
             _read_growth(model, anatomy, caches)
+    except Unstorable:
+        raise
     except _BUILD_ERRORS as error:
         anatomy.reason = f"the model does not run on its own caches: {type(error).__name__}: {error}"
     if anatomy.reason:
-        return anatomy
-    if kv.bits < 16 and any(not leaf.codec.plain for leaf in anatomy.sliceable) != bool(anatomy.sliceable):
-        anatomy.notes.append(f"kv stays 16 bits: head dimensions are not multiples of 32, as kv='{kv.bits}' needs")
+        return _uncached(anatomy, kv)
+    if not kv.plain and not anatomy.sliceable:
+        raise Unstorable(
+            f"kv='{kv}' has nothing to store: no layer of this model keeps the KV of all tokens. Leave kv out"
+        )
+    _keep_edges(anatomy, kv)
     anatomy.contiguous = not _takes_handles(model, anatomy)
     if anatomy.contiguous and any(leaf.native for leaf in anatomy.leaves):
         anatomy.reason = "it quantises its KV by itself and bypasses the attention seam"
-        return anatomy
-    if anatomy.contiguous and kv.bits < 16:
-        anatomy.notes.append(
-            "kv stays 16 bits: quantised KV is read through the attention seam, which this model bypasses"
+        return _uncached(anatomy, kv)
+    if anatomy.contiguous and not kv.plain:
+        raise Unstorable(
+            f"kv='{kv}' cannot be used: quantised KV is read through the attention seam, which this model "
+            "bypasses. Leave kv out"
         )
-        for leaf in anatomy.sliceable:
-            _set_format(leaf, KvFormat())
     try:
         causal = not anatomy.contiguous or _is_causal(model, anatomy)
     except _BUILD_ERRORS as error:
@@ -219,8 +230,39 @@ def _require_bound(anatomy: Anatomy, bound: Bound) -> None:
         )
 
 
+def _uncached(anatomy: Anatomy, kv: KvFormat) -> Anatomy:
+    """Returns the anatomy of a model that runs uncached. Raises Unstorable if its KV should be in another format."""
+    if not kv.plain:
+        raise Unstorable(f"kv='{kv}' cannot be used: this model runs uncached ({anatomy.reason}). Leave kv out")
+    return anatomy
+
+
+def _keep_edges(anatomy: Anatomy, kv: KvFormat) -> None:
+    """Give the first and the last layers their own format again. Raises Unstorable if no layer is left."""
+    layers = anatomy.sliceable
+    if kv.edges and 2 * kv.edges >= len(layers):
+        most = (len(layers) - 1) // 2
+        able = f"at most {kv.name}+{most} is possible" if most else f"only {kv.name} without + is possible"
+        raise Unstorable(
+            f"kv='{kv}' leaves no layer in format {kv.name}: this model has {len(layers)} that keep the KV of all "
+            f"tokens, so {able}"
+        )
+    for leaf in [*layers[: kv.edges], *layers[len(layers) - kv.edges :]]:
+        _set_format(leaf, KvFormat())
+
+
 def _set_format(leaf: Leaf, kv: KvFormat) -> None:
+    """Raises Unstorable if the format cannot store the layer's heads."""
     assert leaf.plain is not None
+    if leaf.native is not None and not kv.plain:
+        raise Unstorable(f"kv='{kv}' cannot be used: this model quantises its KV by itself. Leave kv out")
+    if leaf.native is None and not kv.takes(*leaf.plain):
+        k, v = leaf.plain
+        able = [name for name in FORMATS if KvFormat(name).takes(k, v)]
+        raise Unstorable(
+            f"kv='{kv}' cannot store this model's heads of {k.dim} (keys) and {v.dim} (values): "
+            f"use kv={' or '.join(repr(name) for name in able)}"
+        )
     leaf.set_codec(kv.codec(*leaf.plain))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 
-from onefold.cache.model.kernels import comparison, current
-from onefold.cache.model.kernels.trial import Trial, parsed
+from onefold.cache.model.kernels import coding_comparison, comparison, current
+from onefold.cache.model.kernels.trial import CodingTrial, ProductTrial, parsed
 
 
 def main(arguments: list[str]) -> int:
@@ -15,8 +15,10 @@ def main(arguments: list[str]) -> int:
     kernel = current.device_kernel()
     if kernel is None:
         found = "this device has no kernel"
-    elif not isinstance(trial, Trial):
+    elif isinstance(trial, ProductTrial):
         found = comparison.compare_products(trial.dtype)
+    elif isinstance(trial, CodingTrial):
+        found = coding_comparison.compare(trial.coding)
     else:
         found = kernel.takes(trial.shape) or comparison.compare(kernel, *trial)
     print(json.dumps({"found": found}), flush=True)

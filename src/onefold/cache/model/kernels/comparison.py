@@ -12,8 +12,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from onefold.cache.model.formats.rotated import Rotated
+from onefold.cache.model.formats.turbo import Turbo
+from onefold.cache.model.formats.turned import TurnedSides
 from onefold.cache.model.kernels import product
-from onefold.cache.model.kernels.decode import DecodeKernel, Shape
+from onefold.cache.model.kernels.coding import Coding
+from onefold.cache.model.kernels.decode import DecodeKernel, Shape, Signs
 from onefold.cache.model.kernels.work_table import CHUNK, MOST_QUERIES, Layout
 
 TOLERANCE = {mx.float32: 2e-2, mx.float16: 1e-2, mx.bfloat16: 3e-2}
@@ -29,12 +33,28 @@ class Slab:
         self.plain = [
             mx.random.normal((1, heads, capacity, dim)).astype(shape.dtype) for dim in (shape.key_dim, shape.value_dim)
         ]
+        self.plain[1][:, 0, 0] = 0  # a value of zeros, and a large one
+        self.plain[1][:, -1, -1] *= 20
         form = shape.format
         self.arrays = list(self.plain)
         if form is not None and form.name == "affine":
             packed = [mx.quantize(a, group_size=form.group, bits=form.bits) for a in self.plain]
             self.arrays = [part for parts in packed for part in parts]
             self.plain = [mx.dequantize(*parts, group_size=form.group, bits=form.bits) for parts in packed]
+        elif form is not None and form.value_bits:
+            codec = codec_of(shape)
+            self.arrays = list(codec.encode(*self.plain))
+            self.plain = list(codec.decode(self.arrays, mx.float32))
+
+
+def codec_of(shape: Shape) -> TurnedSides:
+    """Returns the codec of a rotated format."""
+    form = shape.format
+    assert form is not None
+    kind = Rotated if form.name == "rotated" else Turbo
+    sides = kind(shape.key_dim, form.bits, seed=0), kind(shape.value_dim, form.value_bits, seed=1)
+    how = Coding(form.name, shape.key_dim, shape.value_dim, form.bits, form.value_bits, shape.dtype)
+    return TurnedSides(*sides, how, form)
 
 
 class Case(NamedTuple):
@@ -72,8 +92,9 @@ def compare(kernel: DecodeKernel, shape: Shape, heads: int, n_kv: int, seed: int
         sinks = (2 * mx.random.normal((heads,))).astype(shape.dtype) if case.has_sinks else None
         scale = shape.key_dim**-0.5
         table = kernel.table(layout, case.queries, n_kv, shape)
-        out = kernel.attend(q, [slab.arrays for slab in table.slabs], table, shape, n_kv, scale, sinks)
-        wanted = attention(q, layout, scale, sinks)
+        arrays = [slab.arrays for slab in table.slabs]
+        out = kernel.attend(q, arrays, table, shape, n_kv, scale, sinks, signs(shape))
+        wanted = attention(q, layout, scale, sinks, shape)
         largest = max(1.0, _largest(wanted))
         difference = _largest(out.astype(mx.float32) - wanted) / largest
         if not difference <= TOLERANCE[shape.dtype]:  # also NaN
@@ -116,8 +137,19 @@ def _row(rng: random.Random, slabs: list[Slab], prefix: Slab | None, case: Case)
     return row
 
 
-def attention(q: mx.array, layout: Layout, scale: float, sinks: mx.array | None) -> mx.array:
+def signs(shape: Shape) -> Signs | None:
+    """Returns those of the rotations, for a format that turns."""
+    if shape.format is None or not shape.format.turns:
+        return None
+    return codec_of(shape).signs
+
+
+def attention(q: mx.array, layout: Layout, scale: float, sinks: mx.array | None, shape: Shape) -> mx.array:
     """Returns the same attention, row by row, in 32 bits."""
+    if shape.format is not None and shape.format.turns:
+        codec = codec_of(shape)
+        turned = codec.keys.turn(q.astype(mx.float32))
+        return codec.values.turn_back(attention(turned, layout, scale, sinks, shape._replace(format=None)))
     outs = []
     for i, row in enumerate(layout):
         k, v = (mx.concatenate([s.plain[j][..., lo:hi, :] for s, lo, hi in row], axis=2) for j in (0, 1))

@@ -9,7 +9,7 @@ import os
 import mlx.core as mx
 
 from onefold.cache.memory import device
-from onefold.cache.model.kernels import cuda, metal, product, trial
+from onefold.cache.model.kernels import coding, cuda, metal, product, trial
 from onefold.cache.model.kernels.decode import DecodeKernel, Shape
 
 log = logging.getLogger("onefold")
@@ -22,6 +22,8 @@ _known: dict[bool, DecodeKernel] = {}
 """By whether the device is one of Metal."""
 _products: dict[tuple[mx.Dtype, bool], bool] = {}
 """By the type of the weights, and whether there is a bias: whether the kernel for products may be used."""
+_codings: dict[coding.Coding, bool] = {}
+"""By format: whether the kernels that rotate and encode may be used."""
 
 
 def is_switched_off() -> bool:
@@ -73,6 +75,32 @@ def _is_compiled(dtype: mx.Dtype, biased: bool) -> bool:
             device.evaluate(product.multiply(mx.zeros((rows, 1, 32), dtype), weight, bias))
     except RuntimeError as error:
         log.warning("the kernel for products cannot be compiled, and MLX's own operations are used: %s", error)
+        return False
+    return True
+
+
+def codes(how: coding.Coding) -> bool:
+    """Whether there are kernels now that rotate and encode so."""
+    return _codings.get(how, False) and kernel() is not None
+
+
+def compile_coding(how: coding.Coding) -> None:
+    """Try the kernels that rotate and encode so, and compile them, unless that is done. If they fail the trial, or
+    cannot be compiled, they are not used; this is logged."""
+    if how not in _codings and coding.takes(how) and kernel() is not None:
+        _codings[how] = not trial.reason(trial.CodingTrial(how)) and _is_coding_compiled(how)
+
+
+def _is_coding_compiled(how: coding.Coding) -> bool:
+    k, v = (mx.zeros((1, 1, 1, dim), how.dtype) for dim in (how.key_dim, how.value_dim))
+    signs = [mx.ones((dim,)) for dim in (how.key_dim, how.value_dim)]
+    try:
+        device.evaluate(list(coding.decode(how, coding.encode(how, k, v, *signs))))
+        device.evaluate(coding.encode(how, k, v, *signs, across=True))
+        device.evaluate(coding.turn(coding.Turning(how.key_dim, how.dtype, back=False), k, signs[0]))
+        device.evaluate(coding.turn(coding.Turning(how.value_dim, how.dtype, back=True), v, signs[1]))
+    except RuntimeError as error:
+        log.warning("the kernels that encode KV cannot be compiled, and MLX's own operations are used: %s", error)
         return False
     return True
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 
 from onefold.cache.memory import device
+from onefold.cache.model.kernels.coding import row_words
 from onefold.cache.model.kernels.work_table import MOST_QUERIES, WorkTable, most_partials
 
 log = logging.getLogger("onefold")
@@ -39,9 +40,39 @@ class Format(NamedTuple):
 
     name: str
     arrays: int
-    """Arrays of the keys, and as many of the values."""
+    """Of a layer."""
     bits: int = 16
     group: int = 0
+    value_bits: int = 0
+    """Of the values, where keys and values are rows of one array (`formats.turned`); 0: they have arrays of their
+    own."""
+    turns: bool = False
+    """Keys and values are stored rotated, and the kernel rotates queries, and outputs back."""
+
+    @property
+    def tag(self) -> str:
+        """Tells formats apart in the names of kernels."""
+        return f"{self.name}{self.bits}_{self.group}_{self.value_bits}{'t' if self.turns else ''}"
+
+    @property
+    def slots(self) -> list[str]:
+        """The names of a layer's arrays in a kernel."""
+        if self.value_bits:
+            return ["x0"]
+        return [f"{side}{j}" for side in "kv" for j in range(self.arrays // 2)]
+
+    def arguments(self, side: str, key_dim: int) -> str:
+        """Returns the first arguments of the functions that load keys ("k") or values ("v"): the arrays, or the one
+        array with the bits, the first word of a row, and the half of its last word that is the scale."""
+        if not self.value_bits:
+            return ", ".join(slot for slot in self.slots if slot.startswith(side))
+        if side == "k":
+            return f"x0, of_side<{self.bits}, 0, 0>()"
+        return f"x0, of_side<{self.value_bits}, {key_dim * self.bits // 32}, 1>()"
+
+    def row(self, key_dim: int, value_dim: int) -> int:
+        """Returns the words of a row of the one array."""
+        return row_words(key_dim, self.bits, value_dim, self.value_bits)
 
 
 class Shape(NamedTuple):
@@ -66,6 +97,8 @@ class Partial(NamedTuple):
     blocks: tuple[int, int]
     """Entries, each as often as it has tiles of queries; and heads of the keys."""
     partials: int
+    signs: mx.array | None
+    """Of the rotation of the queries, if the kernel rotates them."""
 
 
 class Reduction(NamedTuple):
@@ -78,6 +111,8 @@ class Reduction(NamedTuple):
     sinks: mx.array | None
     shape: tuple[int, int, int, int]
     dtype: mx.Dtype
+    signs: mx.array | None
+    """Of the rotation of the values, if outputs are rotated back."""
 
 
 class Launcher(Protocol):
@@ -95,10 +130,14 @@ class Launcher(Protocol):
 
 
 Maker = Callable[[Shape, int], Launcher]
+Signs = tuple[mx.array, mx.array]
 Judge = Callable[[Shape, int, int], str]
 """Returns why a shape may not serve, with heads of the queries and of the keys; empty if it may."""
 
 
+MOST_SCHEDULED = 16 << 20
+"""Bytes of partial results of a prompt's chunks that may be scheduled. Then the device is waited for: it would hold
+those of all layers at once."""
 BLANK = 8
 """Tokens of the slabs on which variants are compiled."""
 
@@ -136,6 +175,7 @@ class DecodeKernel:
         self._buckets: dict[Shape, tuple[int, ...]] = {}
         self._scales: dict[float, mx.array] = {}
         self._compiled: set[Shape] = set()
+        self._scheduled = 0
         self.counts: Counter[str] = Counter()
         """Calls that were taken (""), and those that were not, by reason."""
 
@@ -143,7 +183,7 @@ class DecodeKernel:
         """Returns for how many slabs each a shape has variants."""
         if shape not in self._buckets:
             assert shape.format is not None
-            most = self._most_arrays // (2 * shape.format.arrays)
+            most = self._most_arrays // shape.format.arrays
             self._buckets[shape] = tuple(sorted({min(n, most) for n in BUCKETS}))
         return self._buckets[shape]
 
@@ -185,9 +225,11 @@ class DecodeKernel:
         n_kv: int,
         scale: float,
         sinks: mx.array | None,
+        signs: Signs | None = None,
     ) -> mx.array:
         """Returns the attention of `q`, [rows, heads, queries, dim], whose last query sees every key of its row, and
-        the others one key less each. `arrays` are those of this layer, of each of the table's slabs."""
+        the others one key less each. `arrays` are those of this layer, of each of the table's slabs. A format that
+        turns needs `signs`, those of the rotations of keys and of values."""
         rows, heads, length, _ = q.shape
         if scale not in self._scales:
             self._scales[scale] = mx.array([scale], mx.float32)
@@ -198,14 +240,21 @@ class DecodeKernel:
             numbers = table.numbers(repeats, sinks is not None, launcher.tile)
             blocks = (launch.entries * table.tiles(repeats, launcher.tile), n_kv)
             own = arrays[launch.first : launch.stop]
-            given = Partial(q, numbers, launch.work, table.lists, self._scales[scale], own, blocks, launch.partials)
-            a, b = launcher.partial(given)
+            given = (q, numbers, launch.work, table.lists, self._scales[scale], own, blocks, launch.partials)
+            a, b = launcher.partial(Partial(*given, None if signs is None else signs[0]))
             mixed.append(a)
             sums.append(b)
         all_mixed = mixed[0] if len(mixed) == 1 else mx.concatenate(mixed)
         all_sums = sums[0] if len(sums) == 1 else mx.concatenate(sums)
         out = (rows, heads, length, shape.value_dim)
-        return launcher.reduce(Reduction(numbers, table.lists, all_mixed, all_sums, sinks, out, q.dtype))
+        turned = None if signs is None else signs[1]
+        attended = launcher.reduce(Reduction(numbers, table.lists, all_mixed, all_sums, sinks, out, q.dtype, turned))
+        if length > MOST_QUERIES:
+            self._scheduled += all_mixed.nbytes + all_sums.nbytes
+            if self._scheduled >= MOST_SCHEDULED:
+                self._scheduled = 0
+                device.evaluate(attended)
+        return attended
 
     def compile_all(self, shape: Shape, heads: int, n_kv: int, blank: list[mx.array]) -> None:
         """Try a shape, and compile every variant for it, unless that is done. `blank` are the arrays of a slab of
@@ -222,7 +271,7 @@ class DecodeKernel:
         try:
             for n in self.buckets(shape):
                 table = self.table([[(_Blank(), 0, 1) for _ in range(n)]], 1, n_kv, shape)
-                device.evaluate(self.attend(q, [blank] * n, table, shape, n_kv, 1.0, None))
+                device.evaluate(self.attend(q, [blank] * n, table, shape, n_kv, 1.0, None, _no_signs(shape)))
         except RuntimeError as error:
             log.warning("the decode kernel cannot be compiled, and MLX's own operations are used: %s", error)
             self._reasons[shape] = "the kernel cannot be compiled"
@@ -233,6 +282,12 @@ class DecodeKernel:
         if key not in self._launchers:
             self._launchers[key] = self._maker(shape, bucket)
         return self._launchers[key]
+
+
+def _no_signs(shape: Shape) -> Signs | None:
+    """Returns signs that change nothing, for a format that turns."""
+    assert shape.format is not None
+    return (mx.ones((shape.key_dim,)), mx.ones((shape.value_dim,))) if shape.format.turns else None
 
 
 def scratch_bytes(rows: int, queries: int, heads: int, n_kv: int, value_dim: int) -> int:

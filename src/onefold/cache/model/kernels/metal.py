@@ -30,9 +30,13 @@ def takes(shape: Shape) -> str:
 
 
 @functools.cache
-def _reduction(name: str, value_dim: int, sinks: str) -> Any:
+def _reduction(name: str, value_dim: int, sinks: str, turns: bool) -> Any:
     """Returns the kernel that weights the chunks, for attention sinks of the type `sinks`, or none."""
-    return mx.fast.metal_kernel(**reduce_source(name, value_dim, sinks), ensure_row_contiguous=False)
+    return mx.fast.metal_kernel(**reduce_source(name, value_dim, sinks, turns), ensure_row_contiguous=False)
+
+
+def _maybe(signs: mx.array | None) -> list[mx.array]:
+    return [] if signs is None else [signs]
 
 
 class MetalLauncher:
@@ -44,7 +48,7 @@ class MetalLauncher:
         arrays = [a for slab in given.arrays for a in slab] + given.arrays[0] * (self._slabs - len(given.arrays))
         _, heads, length, _ = given.q.shape
         mixed, sums = self._partial(
-            inputs=[given.q, given.numbers, given.work, given.lists, given.scale, *arrays],
+            inputs=[given.q, given.numbers, given.work, given.lists, given.scale, *arrays, *_maybe(given.signs)],
             grid=(given.blocks[0] * source.THREADS, given.blocks[1], 1),
             threadgroup=(source.THREADS, 1, 1),
             output_shapes=[(given.partials, heads, length, self._shape.value_dim), (given.partials, heads, length, 2)],
@@ -55,9 +59,10 @@ class MetalLauncher:
     def reduce(self, given: Reduction) -> mx.array:
         rows, heads, length, value_dim = given.shape
         sinks = given.mixed if given.sinks is None else given.sinks
-        kernel = _reduction(_NAMES[given.dtype], value_dim, "" if given.sinks is None else str(given.sinks.dtype))
+        of_sinks = "" if given.sinks is None else str(given.sinks.dtype)
+        kernel = _reduction(_NAMES[given.dtype], value_dim, of_sinks, given.signs is not None)
         found = kernel(
-            inputs=[given.numbers, given.lists, given.mixed, given.sums, sinks],
+            inputs=[given.numbers, given.lists, given.mixed, given.sums, sinks, *_maybe(given.signs)],
             grid=(rows * source.THREADS, heads * length, 1),
             threadgroup=(source.THREADS, 1, 1),
             output_shapes=[given.shape],
@@ -71,32 +76,36 @@ def partial_source(shape: Shape, slabs: int) -> dict[str, Any]:
     """Returns the name, the arguments, the header and the source of a variant."""
     name, form = _NAMES[shape.dtype], shape.format
     assert form is not None
-    sides = [[f"{x}{j}" for j in range(form.arrays)] for x in "kv"]
-    both = [*sides[0], *sides[1]]
-    types = [t.format(t=name) for t in source.TYPES[form.name]] * 2
+    both = form.slots
+    types = [t.format(t=name) for t in source.TYPES[form.name]]
     declared = [f"const device {t}* {a} = {a}_0;" for t, a in zip(types, both, strict=True)]
     cases = [f"case {i}: {' '.join(f'{a} = {a}_{i};' for a in both)} break;" for i in range(1, slabs)]
-    load = source.LOADS[form.name].format(t=name, bits=form.bits, group=form.group)
+    row = form.row(shape.key_dim, shape.value_dim)
+    scale = source.SCALES.get(name, source.SCALE)
+    load = source.LOADS[form.name].format(t=name, bits=form.bits, group=form.group, row=row, scale=scale)
     sizes = {"dk": shape.key_dim, "dv": shape.value_dim, "tile": tile(shape)}
-    reading = {"k_args": ", ".join(sides[0]), "v_args": ", ".join(sides[1])}
+    reading = {f"{side}_args": form.arguments(side, shape.key_dim) for side in "kv"}
+    reading["turn"] = source.TURN_QUERY.format() if form.turns else ""
     body = source.PARTIAL.format(pointers="\n".join(declared), cases="\n".join(cases), **sizes, **reading)
+    slots = [f"{a}_{i}" for i in range(slabs) for a in both]
     return {
-        "name": f"onefold_partial_{name}_{shape.key_dim}_{shape.value_dim}_{form.name}{form.bits}_{form.group}_{slabs}",
-        "input_names": ["q", "numbers", "work", "lists", "scale", *(f"{a}_{i}" for i in range(slabs) for a in both)],
+        "name": f"onefold_partial_{name}_{shape.key_dim}_{shape.value_dim}_{form.tag}_{slabs}",
+        "input_names": ["q", "numbers", "work", "lists", "scale", *slots, *(["signs"] if form.turns else [])],
         "output_names": ["mixed", "sums"],
         "header": source.HEADER.format(load=load),
         "source": body,
     }
 
 
-def reduce_source(name: str, value_dim: int, sinks: str) -> dict[str, Any]:
+def reduce_source(name: str, value_dim: int, sinks: str, turns: bool) -> dict[str, Any]:
     """Returns the name, the arguments, the header and the source of the reduction to the type `name`."""
+    write = source.WRITE_TURNED if turns else source.WRITE
     return {
-        "name": f"onefold_reduce_{name}_{value_dim}_{sinks.rpartition('.')[2]}",
-        "input_names": ["numbers", "lists", "mixed", "sums", "sinks"],
+        "name": f"onefold_reduce_{name}_{value_dim}_{sinks.rpartition('.')[2]}{'_t' if turns else ''}",
+        "input_names": ["numbers", "lists", "mixed", "sums", "sinks", *(["signs"] if turns else [])],
         "output_names": ["attended"],
         "header": source.HEADER.format(load=""),
-        "source": source.REDUCE.format(dv=value_dim, t=name),
+        "source": (source.REDUCE + write).format(dv=value_dim, t=name),
     }
 
 

@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+from onefold.cache.model.levels import levels_source
+
 THREADS = 128
 
 HEADER = """
@@ -43,6 +45,7 @@ for (int j = 0; j < TILE; j++) {{
   const int64_t row = lists[member + m / GL];
   const int64_t at = row * q_strides[0] + int64_t(head * G + gq) * q_strides[1] + int64_t(l) * q_strides[2];
   for (int e = 0; e < EK; e++) q_own[j][e] = float(q[at + lane * EK + e]) * to_log2;
+  {turn}
   for (int e = 0; e < EV; e++) mix[j][e] = 0.0f;
   top[j] = -1e30f;
   total[j] = 0.0f;
@@ -119,10 +122,45 @@ for (int e = 0; e < DV / 32; e++) outs[part][e * 32 + lane] = out[e];
 threadgroup_barrier(mem_flags::mem_threadgroup);
 total = totals[0] + totals[1] + totals[2] + totals[3];
 if (numbers[3] != 0) total += exp2(sink - top);
+"""
+
+WRITE = """
 for (int d = int(thread_position_in_threadgroup.x); d < DV; d += 128) {{
   const float x = (outs[0][d] + outs[1][d] + outs[2][d] + outs[3][d]) / total;
   attended[(int64_t(row) * HL + hl) * DV + d] = {t}(x);
 }}
+"""
+
+WRITE_TURNED = """
+const int first_d = int(thread_position_in_threadgroup.x);
+for (int d = first_d; d < DV; d += 128) outs[0][d] = (outs[0][d] + outs[1][d] + outs[2][d] + outs[3][d]) / total;
+threadgroup_barrier(mem_flags::mem_threadgroup);
+for (int h = 1; h < DV; h *= 2) {{
+  for (int i = first_d; i < DV / 2; i += 128) {{
+    const int at = i / h * 2 * h + i % h;
+    const float a = outs[0][at], b = outs[0][at + h];
+    outs[0][at] = a + b;
+    outs[0][at + h] = a - b;
+  }}
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}}
+for (int d = first_d; d < DV; d += 128)
+  attended[(int64_t(row) * HL + hl) * DV + d] = {t}(outs[0][d] * signs[d] * rsqrt(float(DV)));
+"""
+
+TURN_QUERY = """
+for (int e = 0; e < EK; e++) q_own[j][e] *= signs[lane * EK + e] * rsqrt(float(DK));
+for (int h = 1; h < EK; h *= 2)
+  for (int e = 0; e < EK; e++) if (!(e & h)) {{
+    const float a = q_own[j][e], b = q_own[j][e + h];
+    q_own[j][e] = a + b;
+    q_own[j][e + h] = a - b;
+  }}
+for (int o = 1; o < 32; o *= 2)
+  for (int e = 0; e < EK; e++) {{
+    const float other = simd_shuffle_xor(q_own[j][e], ushort(o));
+    q_own[j][e] = lane & o ? other - q_own[j][e] : q_own[j][e] + other;
+  }}
 """
 
 _PLAIN = """
@@ -140,7 +178,44 @@ inline float of_load(const device uint* w, const device {t}* s, const device {t}
 }}
 """
 
-LOADS = {"plain": _PLAIN, "affine": _AFFINE}
+_CODES = """
+template <int B, int FIRST, int HALF> struct of_side {{}};
+template <int B> inline uint of_code(const device uint* x, int64_t row, int dim) {{
+  const int bit = dim * B, at = bit / 32, off = bit % 32;
+  uint code = x[row + at] >> off;
+  if (off + B > 32) code |= x[row + at + 1] << (32 - off);
+  return code & ((1u << B) - 1u);
+}}
+inline float of_scale(uint bits) {{ return {scale}; }}
+"""
+
+_ROTATED = (
+    _CODES
+    + """
+template <int B, int FIRST, int HALF>
+inline float of_load(const device uint* x, of_side<B, FIRST, HALF>, int64_t key, int dims, int dim) {{
+  const float scale = of_scale((x[key * {row} + ({row} - 1)] >> (16 * HALF)) & 0xffffu);
+  return scale * (float(of_code<B>(x, key * {row} + FIRST, dim)) + (0.5f - float(1 << (B - 1))));
+}}
+"""
+)
+
+_TURBO = (
+    _CODES
+    + levels_source("constant constexpr float")
+    + """
+template <int B, int FIRST, int HALF>
+inline float of_load(const device uint* x, of_side<B, FIRST, HALF>, int64_t key, int dims, int dim) {{
+  const float scale = of_scale((x[key * {row} + ({row} - 1)] >> (16 * HALF)) & 0xffffu);
+  return scale * of_levels[(1 << B) - 2 + int(of_code<B>(x, key * {row} + FIRST, dim))];
+}}
+"""
+)
+
+LOADS = {"plain": _PLAIN, "affine": _AFFINE, "rotated": _ROTATED, "turbo": _TURBO}
 """By the name of a format: `of_load` returns one dimension of one key or value."""
-TYPES = {"plain": ("{t}",), "affine": ("uint", "{t}", "{t}")}
+TYPES = {"plain": ("{t}",) * 2, "affine": ("uint", "{t}", "{t}") * 2, "rotated": ("uint",), "turbo": ("uint",)}
 """The types of a format's arrays."""
+SCALE = "float(as_type<half>(ushort(bits)))"
+SCALES = {"bfloat16_t": "as_type<float>(bits << 16)"}
+"""What a scale's 16 bits mean: numbers of the model's type if that has 16 bits, else halves."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from onefold.cache.model.kernels.cuda_source import HEADER, NAMES, shortened
+from onefold.cache.model.kernels.cuda_header import NAMES, header, shortened
 
 TYPES = tuple(NAMES)
 _DIMS = 32
@@ -161,7 +161,7 @@ def _kernel(dtype: mx.Dtype, tiles: int, biased: bool) -> Any:
         name=f"onefold_product_{name}_{m}{'_biased' if biased else ''}",
         input_names=["x", "w", "bias"] if biased else ["x", "w"],
         output_names=["y"],
-        header=shortened(HEADER.format(t=name, load=_LOAD)),
+        header=header(name) + shortened(_LOAD),
         source=shortened(source.replace("TILES_M", str(m)).replace("TILES_N", str(n)).replace("STEPS", str(steps))),
         ensure_row_contiguous=False,
     )

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from onefold.backend import version_of
+from onefold.cache.model.kernels.coding import Coding
 from onefold.cache.model.kernels.decode import Format, Shape
 from onefold.cache_folder import cache_folder
 from onefold.errors import ConfigError
@@ -51,15 +52,17 @@ class Trial(NamedTuple):
     @classmethod
     def parsed(cls, described: dict[str, Any]) -> Trial:
         """Raises KeyError, TypeError or ValueError if the description is invalid."""
-        name, arrays, bits, group = described["format"]
-        form = Format(str(name), int(arrays), int(bits), int(group))
+        name, arrays, bits, group, value_bits, turns = described["format"]
+        form = Format(str(name), int(arrays), int(bits), int(group), int(value_bits), bool(turns))
         dims = int(described["key_dim"]), int(described["value_dim"])
         return cls(Shape(*dims, _TYPES[described["type"]], form), int(described["heads"]), int(described["kv_heads"]))
 
     def __str__(self) -> str:
         given = self.described()
-        name, _, bits, _ = given["format"]
-        stored = given["type"] if name == "plain" else f"{bits} bits"
+        form = self.shape.format
+        assert form is not None
+        bits = f"{form.bits} and {form.value_bits}" if form.value_bits else form.bits
+        stored = given["type"] if form.name == "plain" else f"{bits} bits, {form.name}"
         k, v = self.shape.key_dim, self.shape.value_dim
         return f"heads of {k if k == v else f'{k} and {v}'} in {stored}, {self.heads} on {self.n_kv}"
 
@@ -76,12 +79,34 @@ class ProductTrial(NamedTuple):
         return f"products of a few rows in {self.described()['product']}"
 
 
-AnyTrial = Trial | ProductTrial
+class CodingTrial(NamedTuple):
+    """What is tried of the kernels that rotate and encode: a format of stored KV."""
+
+    coding: Coding
+
+    def described(self) -> dict[str, Any]:
+        *sizes, dtype = self.coding
+        return {"coding": sizes, "type": str(dtype).rpartition(".")[2]}
+
+    @classmethod
+    def parsed(cls, described: dict[str, Any]) -> CodingTrial:
+        name, k, v, key_bits, value_bits = described["coding"]
+        dtype = _TYPES[described["type"]]
+        return cls(Coding(str(name), int(k), int(v), int(key_bits), int(value_bits), dtype))
+
+    def __str__(self) -> str:
+        name, k, v, key_bits, value_bits, _ = self.coding
+        return f"encoding heads of {k if k == v else f'{k} and {v}'} in {key_bits} and {value_bits} bits, {name}"
+
+
+AnyTrial = Trial | ProductTrial | CodingTrial
 
 
 def parsed(described: dict[str, Any]) -> AnyTrial:
     """Raises KeyError, TypeError or ValueError if the description is invalid."""
-    return ProductTrial(_TYPES[described["product"]]) if "product" in described else Trial.parsed(described)
+    if "product" in described:
+        return ProductTrial(_TYPES[described["product"]])
+    return CodingTrial.parsed(described) if "coding" in described else Trial.parsed(described)
 
 
 def reason(trial: AnyTrial) -> str:

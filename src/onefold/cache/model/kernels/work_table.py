@@ -28,12 +28,11 @@ partial."""
 _SLAB, _LO, _HI, _CAPACITY, _MEMBER, _MEMBERS, _BEHIND, _PARTIAL = range(COLUMNS)
 CHUNK = 256
 """The least length of a chunk. A region of a batch's common slab is never longer."""
-BLOCKS = 512
-"""About so many blocks occupy a large GPU. Where there would be more, chunks are longer: each has partial results to
-write and to read, and those of all layers may be in memory at once."""
-SEVERAL_READERS, READERS_OF_A_BLOCK = 4, 16
-"""A chunk has a partial result for each reader. From `SEVERAL_READERS` on it is therefore twice as long for each block
-of `READERS_OF_A_BLOCK` readers."""
+BLOCKS, ROUNDED = 256, 64
+"""About so many blocks run at once on a large GPU. Where there would be more, chunks are longer, by multiples of
+`ROUNDED`: each has partial results to write and to read, and those of all layers may be in memory at once."""
+READERS_OF_A_BLOCK = 16
+"""A chunk has a partial result for each reader. It is therefore longer where it has more readers than this."""
 PIECES = 4
 """Of a row, in an estimate."""
 PADDING = 64
@@ -201,7 +200,7 @@ def _padded(n: int) -> int:
 
 def _times(readers: int) -> int:
     """Returns how many times as long a chunk with so many readers is."""
-    return 1 if readers < SEVERAL_READERS else 2 * -(-readers // READERS_OF_A_BLOCK)
+    return -(-readers // READERS_OF_A_BLOCK)
 
 
 def _is_next(before: Sequence[tuple[Any, int, int]], after: Sequence[tuple[Any, int, int]]) -> bool:
@@ -251,6 +250,4 @@ def _chunk(pieces: list[_Piece], heads: int, queries: int) -> int:
         while total * queries > MANY_PARTIALS * chunk:
             chunk *= 2
         return chunk
-    while total * heads > BLOCKS * chunk:
-        chunk *= 2
-    return chunk
+    return max(chunk, -(-total * heads // (BLOCKS * ROUNDED)) * ROUNDED)

@@ -19,10 +19,12 @@ from onefold.cache.memory.shapes import ArraySpec
 from onefold.cache.memory.track import Track
 from onefold.cache.model import exporting, stock
 from onefold.cache.model.attention import Forms, Handle
+from onefold.cache.model.formats.plain import PlainCodec
+from onefold.cache.model.formats.registry import affine_codec
 from onefold.cache.model.kinds.base import ForwardListener, Ranged, Snapshot
+from onefold.cache.model.kinds.bound import Bound
 from onefold.cache.model.kinds.leaf import Leaf, Making, arrays_of, window
 from onefold.cache.model.kinds.packed_ring import PackedRing
-from onefold.cache.model.kinds.plain import Bound, PlainCodec
 from onefold.cache.model.kinds.rotating import RotatingLayer, steps_mask
 from onefold.cache.model.rows import AttentionRows
 from onefold.cache.model.step_plan import Rows, StepPlan
@@ -243,13 +245,18 @@ class SegmentedLayer(Ranged):
     def export_bytes(self) -> int:
         if self.ring is not None:
             return int(self.ring.plain_bytes)
-        return self.offset * self.track.store.specs[self.index].token_bytes
+        spec = self.track.store.specs[self.index]
+        if self.codec.plain or self.codec.stock_form is not None:
+            return self.offset * spec.token_bytes
+        k, v = spec.arrays[0], spec.arrays[self.codec.n_keys()]
+        k_dim, v_dim, dtype = self.codec.made(spec.arrays)
+        return self.offset * (k.heads * k_dim + v.heads * v_dim) * dtype.size
 
     def as_stock(self) -> Any:
         if self.ring is not None:
             return exporting.ring(self.ring)
         held = self.snapshot(0)
-        return exporting.plain(held) if self.codec.plain else exporting.packed(held, self.codec)
+        return exporting.of_codec(held, self.codec, self.track.store.specs[self.index].arrays)
 
     def mark(self) -> tuple[Any, ...]:
         return self.offset, None if self.ring is None else self.ring.mark()
@@ -322,7 +329,7 @@ class FullLeaf(Leaf):
     def set_codec(self, codec: Any) -> None:
         """Encode its keys and values with `codec`, unless the model quantises them itself."""
         assert self.plain is not None
-        self.codec = self.native or codec
+        self.codec = codec if self.native is None else affine_codec(*self.plain, *self.native, native=True)
         self.spec = self.codec.spec(*self.plain)
         self.kind = self.codec.kind
         self.token_bytes = self.spec.token_bytes

@@ -10,11 +10,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 
+from onefold.cache.memory import device
 from onefold.cache.memory.runs import Stretch
 from onefold.cache.memory.shapes import ArraySpec, LayerSpec
 from onefold.cache.memory.track import Track
+from onefold.cache.model.formats.codec import StockForm
 from onefold.cache.model.kinds.base import ForwardListener, Snapshot
-from onefold.cache.model.kinds.plain import Bound
+from onefold.cache.model.kinds.bound import Bound
 from onefold.cache.model.step_plan import StepPlan
 
 Forms = dict[str, list[tuple[mx.Dtype, tuple[int, ...]] | None]]
@@ -69,8 +71,8 @@ class Leaf:
         self.index = -1
         """Its index among the sliceable leaves."""
         self.codec: Any = None
-        self.native: Any = None
-        """The codec with which the model quantises this layer itself; None if it does not."""
+        self.native: StockForm | None = None
+        """How the model quantises this layer itself; None if it does not."""
         self.packed = False
         """Its live layer is mlx-lm's own quantised cache, which the stock attention reads."""
         self.plain: tuple[ArraySpec, ArraySpec] | None = None
@@ -79,6 +81,14 @@ class Leaf:
         self.state_bytes = 0
         self.seen: Forms = {}
         """The arrays of a state, by name: type and shape after each forward of the survey, None where it was absent."""
+
+    @property
+    def joined_bytes(self) -> int:
+        """The bytes of a token when the layer's pieces are concatenated for a forward: decoded (on a CPU in 32 bits),
+        and once more."""
+        if self.codec is None or self.codec.plain or self.plain is None:
+            return self.token_bytes
+        return 2 * sum(a.heads * a.dim * (a.dtype.size if device.on_gpu() else 4) for a in self.plain)
 
     # -- the survey ----------------------------------------------------------------------------
 

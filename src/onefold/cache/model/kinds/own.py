@@ -21,8 +21,8 @@ from onefold.cache.memory import device
 from onefold.cache.memory.arrays import own_bytes, own_name
 from onefold.cache.model import stock
 from onefold.cache.model.kinds.base import ForwardListener, NoListener, Point, Snapshot
+from onefold.cache.model.kinds.bound import Bound
 from onefold.cache.model.kinds.leaf import Leaf, Making, forms
-from onefold.cache.model.kinds.plain import Bound
 
 _OURS = ("epoch", "_listener", "_pristine")
 

@@ -17,8 +17,8 @@ from onefold.cache.memory import device
 from onefold.cache.memory.arrays import own_bytes
 from onefold.cache.model import exporting, stock
 from onefold.cache.model.kinds.base import ForwardListener, NoListener, Point, Snapshot
+from onefold.cache.model.kinds.bound import Bound
 from onefold.cache.model.kinds.leaf import Leaf, Making, forms
-from onefold.cache.model.kinds.plain import Bound
 from onefold.cache.model.rows import RowsOf
 from onefold.cache.model.step_plan import StepPlan
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from onefold.cache.model import stock
+from onefold.cache.model.kinds.bound import Bound
 from onefold.cache.model.kinds.chunked import ChunkedLeaf
 from onefold.cache.model.kinds.full import FullLeaf
 from onefold.cache.model.kinds.leaf import Leaf, Unknown
 from onefold.cache.model.kinds.own import OwnLeaf
-from onefold.cache.model.kinds.plain import Bound
 from onefold.cache.model.kinds.quantized import QuantizedLeaf
 from onefold.cache.model.kinds.recurrent import RecurrentLeaf
 from onefold.cache.model.kinds.rotating import RotatingLeaf

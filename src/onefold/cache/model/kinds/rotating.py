@@ -18,8 +18,8 @@ from onefold.cache.memory.arrays import own_bytes
 from onefold.cache.memory.runs import Stretch
 from onefold.cache.model import exporting, stock
 from onefold.cache.model.kinds.base import ForwardListener, NoListener, Snapshot
+from onefold.cache.model.kinds.bound import Bound
 from onefold.cache.model.kinds.leaf import Leaf, Making, window
-from onefold.cache.model.kinds.plain import Bound
 from onefold.cache.model.kinds.window import Window, window_snapshot
 from onefold.cache.model.rows import AttentionRows
 

@@ -1,0 +1,69 @@
+"""Rotated vectors in whole steps of one scale: code c is the value (c + 1/2 - half of all codes) * scale.
+
+After the rotation all channels of a vector are alike, so it needs no groups and no biases: 16 bits more than its codes,
+an eighth of a bit for each of 128 values. MLX's `quantized_matmul` reads it, with biases that follow from the scales.
+
+With few bits, steps that do not reach the largest channels are nearer to a vector as a whole: a few are tried for each
+vector, and the best is stored (`levels.steps`). At 4 bits the squared error is 10 to 15 % less for it, at 5 bits 5 %.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from onefold.cache.model.formats.packing import pack, unpack
+from onefold.cache.model.formats.rotation import Rotation
+from onefold.cache.model.formats.sides import Packed, as_scale, in_slices, scale_type
+from onefold.cache.model.levels import steps
+
+_LEAST = 1e-6
+"""The least scale: of a vector of zeros."""
+_ENCODED = 256
+"""Tokens that are encoded at once where several steps are tried: all take memory meanwhile."""
+
+
+class Rotated(Packed):
+    def __init__(self, dim: int, bits: int, seed: int) -> None:
+        super().__init__(dim, bits, next(g for g in (128, 64, 32) if dim % g == 0))
+        rotation = Rotation(dim, seed)
+        self.turn, self.turn_back, self.signs = rotation.turn, rotation.turn_back, rotation.signs
+        self._half = 1 << (bits - 1)
+        self._shares = mx.array(steps(bits))[:, None]
+
+    def encode(self, x: mx.array) -> tuple[mx.array, ...]:
+        if x.shape[2] <= _ENCODED or self._shares.size == 1:
+            return self._encoded(x)
+        parts = [self._encoded(x[..., lo : lo + _ENCODED, :]) for lo in range(0, x.shape[2], _ENCODED)]
+        return tuple(mx.concatenate(list(each), axis=2) for each in zip(*parts, strict=True))
+
+    def _encoded(self, x: mx.array) -> tuple[mx.array, ...]:
+        turned = self.turn(x.astype(mx.float32))[..., None, :]
+        top = mx.abs(turned).max(axis=-1, keepdims=True) / (self._half - 0.5)
+        step = mx.maximum(top * self._shares, _LEAST)
+        middle = mx.clip(mx.floor(turned / step), -self._half, self._half - 1) + 0.5
+        along = (middle * turned).sum(axis=-1, keepdims=True)
+        length = (middle * middle).sum(axis=-1, keepdims=True)
+        scale = along / length  # the one that is nearest to the vector, given its codes
+        best = (along * scale).argmax(axis=-2, keepdims=True)
+        middle, scale = (mx.take_along_axis(a, best, axis=-2).squeeze(-2) for a in (middle, scale))
+        codes = (middle + (self._half - 0.5)).astype(mx.uint8)
+        return pack(codes, self.bits), as_scale(scale, scale_type(x.dtype))
+
+    def decode(self, arrays: list[mx.array], dtype: mx.Dtype) -> mx.array:
+        if dtype == mx.float32:
+            return super().decode(arrays, dtype)
+
+        # with a bias, codes times scales would be rounded where they are largest, before they cancel out
+        def unpacked(part: list[mx.array]) -> mx.array:
+            words, scales = part
+            return (unpack(words, self.bits).astype(dtype) + (0.5 - self._half)) * scales.astype(dtype)
+
+        return in_slices(unpacked, arrays)
+
+    def affine(self, arrays: list[mx.array], dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
+        words, scales = arrays
+        groups = self.dim // self.group_size
+        if groups > 1:
+            scales = mx.repeat(scales, groups, axis=-1)
+        scales = scales.astype(dtype)
+        return words, scales, scales * (0.5 - self._half)

@@ -1,0 +1,97 @@
+"""`onefold doctor --kv MODEL`: tries every format of stored KV on the user's own model and text, and recommends one."""
+
+from __future__ import annotations
+
+import json
+import pydoc_data.topics
+from pathlib import Path
+from typing import Any
+
+from onefold.cache.model.formats.names import NAMES
+from onefold.cli.command_line import complain
+from onefold.errors import ConfigError, OnefoldError
+
+LEAST_TOKENS = 64
+FEW_TOKENS = 1024
+"""With fewer, perplexity and speed vary by several per cent from text to text."""
+CHARACTERS = 32
+"""Of a token, at the most: a longer text is not tokenised to its end."""
+
+
+def run(name: str, model_name: str, text: str | None, tokens: int, *, as_json: bool) -> int:
+    """Print what each format costs; returns the exit code."""
+    try:
+        told = measured(model_name, text, tokens)
+    except OnefoldError as error:
+        return complain(name, str(error))
+    print(json.dumps(told, indent=1) if as_json else shown(told))
+    return 0
+
+
+def measured(model_name: str, text: str | None, n_tokens: int) -> dict[str, Any]:
+    """Returns what each format costs, by name. Raises ConfigError for a text that cannot be used."""
+    import onefold
+    from onefold import kv_trial
+
+    model, tokenizer = onefold.load(model_name)
+    if n_tokens < LEAST_TOKENS:
+        raise ConfigError(f"--tokens must be at least {LEAST_TOKENS}, got {n_tokens}")
+    tokens = list(tokenizer.encode(_read(text)[: n_tokens * CHARACTERS]))[:n_tokens]
+    if len(tokens) < LEAST_TOKENS:
+        raise ConfigError(f"the text has {len(tokens)} tokens: give one with at least {LEAST_TOKENS}")
+    able, refused = [], {}
+    for name in NAMES:
+        try:
+            with onefold.PrefixCache(model, kv=name) as cache:
+                if cache.uncached_reason:
+                    raise ConfigError(f"this model's KV is not cached: {cache.uncached_reason}")
+            able.append(name)
+        except ConfigError as error:
+            if name == "16":
+                raise
+            refused[name] = str(error)
+    found = kv_trial.trial(model, tokens, able, None)
+    exact = found["16"]
+    formats = {
+        name: {
+            "bytes_per_token": q.token_bytes,
+            "share": round(q.token_bytes / exact.token_bytes, 4),
+            "perplexity": round(q.perplexity, 4),
+            "loss": round(q.loss(exact), 5),
+            "mean_kl": round(q.mean_divergence, 6),
+            "prefill_tokens_per_second": round(len(tokens) / q.prefill_seconds, 1),
+            "decode_tokens_per_second": round(1 / q.decode_seconds, 1),
+        }
+        for name, q in found.items()
+    }
+    best = kv_trial.recommended(found)
+    return {"model": model_name, "tokens": len(tokens), "formats": formats, "refused": refused, "recommended": best} | {
+        "most_kl": kv_trial.MOST_DIVERGENCE
+    }
+
+
+def shown(told: dict[str, Any]) -> str:
+    lines = [f"{told['model']}, {told['tokens']} tokens of text", ""]
+    names = f"{'format':8} {'bytes/token':>11} {'share':>6} {'perplexity':>10} {'mean KL':>9}"
+    lines.append(f"{names} {'prefill/s':>9} {'decode/s':>8}")
+    for name, f in told["formats"].items():
+        change = "" if name == "16" else f"{f['loss']:+.2%}"
+        costs = f"{f['bytes_per_token']:>11,} {f['share']:>6.3f} {change or f['perplexity']:>10} {f['mean_kl']:>9.5f}"
+        speeds = f"{f['prefill_tokens_per_second']:>9,.1f} {f['decode_tokens_per_second']:>8,.1f}"
+        lines.append(f"{name:8} {costs} {speeds}")
+    lines += [f"{name}: {why}" for name, why in told["refused"].items()]
+    why = f"the fewest bytes with a mean KL of at most {told['most_kl']} on this text"
+    if told["tokens"] < FEW_TOKENS:
+        lines += ["", f"{told['tokens']} tokens say little: give a text of {FEW_TOKENS} or more"]
+    lines += ["", "share: of the bytes of 16, which has the model's type; perplexity, mean KL: of the next token"]
+    lines += [f"recommended: --kv {told['recommended']} ({why})"]
+    return "\n".join(lines)
+
+
+def _read(path: str | None) -> str:
+    if path is None:
+        return "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))[:60_000]
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as text: {error}") from error

@@ -21,8 +21,11 @@ def test_many_clients_on_little_memory(model: Path, monkeypatch: pytest.MonkeyPa
     asks, tokens, _ = soak.prepare(loaded, tokenizer, 50, seed=3)
     with onefold.PrefixCache(loaded, "1GB") as cache:
         needed = tokens * cache.inventory.token_bytes
-    result = soak.run(loaded, tokenizer, asks, needed // 5, needed, clients=12)
-    assert result.faults() == []
-    assert result.answers + result.cancelled == 50 and result.cancelled > 0
-    assert result.preemptions > 0, "there was memory enough, and nothing was tried"
-    assert result.cached > 0
+    for _ in range(3):  # whether rows meet at the limit depends on how the clients' requests interleave
+        result = soak.run(loaded, tokenizer, asks, needed // 5, needed, clients=12)
+        assert result.faults() == []
+        assert result.answers + result.cancelled == 50 and result.cancelled > 0
+        assert result.cached > 0
+        if result.preemptions > 0:
+            return
+    pytest.fail("there was memory enough, and nothing was tried")

@@ -147,6 +147,7 @@ class Read:
     """What was read for a request. All of it is done at once."""
 
     done, rejected = True, False
+    remote_tokens = 0
 
     def __init__(self, state: CacheState, slab: Slab, nodes: list[Node], before: int) -> None:
         self.driver: threading.Thread | None = None

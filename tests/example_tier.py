@@ -151,6 +151,8 @@ class KeptTier(NoTier):
 class KeptFetch:
     """All of it is done at once: copying is quick."""
 
+    remote_tokens = 0
+
     def __init__(self, state: CacheState, slab: Slab, nodes: list[Node], before: int) -> None:
         self._state, self._slab, self._nodes, self._track = state, slab, nodes, Track(state.store)
         self.driver: threading.Thread | None = None

@@ -15,7 +15,7 @@ from redis_server import free_port, redis_server
 from onefold.cache.tiers.remote.grid import VALUE_BYTES
 from onefold.cache.tiers.remote.reasons import RemoteReason
 from onefold.cache.tiers.remote.stores.registry import STORES, address_of, open_store
-from onefold.cache.tiers.remote.stores.store import Store, StoreError, StoreSettings
+from onefold.cache.tiers.remote.stores.store import Point, Store, StoreError, StoreSettings
 from onefold.errors import ConfigError, RecordError
 
 REDIS = pytest.mark.system("redis-server")
@@ -59,8 +59,21 @@ def test_a_chain_is_known_up_to_its_first_gap(store: Store, n: int) -> None:
     for i, name in enumerate(names):
         if i != n:
             store.add(name, b"x")
-    assert store.leading(names) == n
-    assert store.leading([]) == 0
+    assert store.look(names, patient=True) == (n, -1)
+    assert store.look([]) == (0, -1)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 31, 32, 33, 34, 40, 999, 1000])
+def test_a_reader_finds_the_end_of_a_long_chain_and_its_last_point(store: Store, n: int) -> None:
+    names = [f"of/{i}" for i in range(1000)]
+    for name in names[:n]:
+        store.add(name, b"x")
+    points = [Point(k, f"point/{k}") for k in range(0, 1001, 10)]
+    for k in (10, 30, 40, 900, 1000):
+        store.add(f"point/{k}", b"x")
+    expected = max((i for i, p in enumerate(points) if p.needs <= n and p.needs in (10, 30, 40, 900, 1000)), default=-1)
+    assert store.look(names, points) == store.look(names, points, patient=True) == (n, expected)
+    assert store.look([], [Point(0, "point/10"), Point(0, "point/11")]) == (0, 0)
 
 
 def test_names_are_listed_by_their_beginning(store: Store) -> None:
@@ -98,7 +111,7 @@ def test_a_look_at_a_chain_is_one_round_trip_and_reading_renews(tmp_path: Path) 
         client.expire("of/a", 5)
         assert store.get("of/a") == b"x" and client.ttl("of/a") > 900
         before = client.info("stats")["total_reads_processed"]
-        assert store.leading(["of/a"] * 500) == 500
+        assert store.look(["of/a"] * 500).leading == 500
         assert client.info("stats")["total_reads_processed"] - before <= 4  # 500 questions, in a few packets
         store.close()
 
@@ -128,7 +141,7 @@ def test_a_full_server_says_so_and_still_answers(tmp_path: Path) -> None:
             for i in range(9):
                 store.add(f"of/{i}", bytes(500_000))
         assert failed.value.reason is RemoteReason.FULL
-        assert store.leading(["of/0"]) == 1
+        assert store.look(["of/0"]).leading == 1
         store.close()
 
 
@@ -172,7 +185,7 @@ def test_a_server_that_accepts_and_never_answers_is_given_up_at_the_deadline() -
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()
         store = opened(f"redis://127.0.0.1:{deaf.getsockname()[1]}/0", deadline=0.2)
-        for ask in (lambda: store.leading(["a"]), lambda: store.get("a"), lambda: store.add("a", b"x")):
+        for ask in (lambda: store.look(["a"]), lambda: store.get("a"), lambda: store.add("a", b"x")):
             begun = time.monotonic()
             with pytest.raises(StoreError) as failed:
                 ask()
@@ -184,7 +197,7 @@ def test_a_server_that_accepts_and_never_answers_is_given_up_at_the_deadline() -
 def test_a_server_that_is_not_there_is_unreachable() -> None:
     store = opened(f"redis://127.0.0.1:{free_port()}/0", deadline=5)
     with pytest.raises(StoreError) as failed:
-        store.leading(["a"])
+        store.look(["a"])
     assert failed.value.reason is RemoteReason.UNREACHABLE
     store.close()
 

@@ -24,6 +24,7 @@ from tiny import tiny
 import onefold
 from onefold.cache.tiers.pace import Pace
 from onefold.cache.tiers.remote import fetching, health, sharing
+from onefold.cache.tiers.remote.grid import ABOUT
 from onefold.cache.tiers.remote.reasons import RemoteReason
 from onefold.cache.tiers.remote.stores.store import StoreError
 from onefold.cache.tiers.remote.tier import RemoteSettings
@@ -58,9 +59,12 @@ class Unmeasured(Pace):
     def took(self, seconds: float, units: int) -> None: ...
 
 
-def machine(model: Any, url: str, budget: str = "64MB", kv: str = "16", **options: Any) -> onefold.PrefixCache:
+def machine(
+    model: Any, url: str, budget: str = "64MB", kv: str = "16", extra: dict[str, Any] | None = None, **options: Any
+) -> onefold.PrefixCache:
     """Returns a cache that fetches whatever it finds: a tiny model computes about as fast as a busy machine reads."""
-    cache = onefold.PrefixCache(model, budget, kv=kv, disk=RemoteSettings(url, **{"deadline": 30.0, **options}))
+    settings = RemoteSettings(url, **{"deadline": 30.0, "write": "all", **options})
+    cache = onefold.PrefixCache(model, budget, kv=kv, remote=settings, **(extra or {}))
     if cache.parts.tier is not None:
         cache.parts.tier._shared.prefill_pace = Unmeasured()  # type: ignore[attr-defined]
     return cache
@@ -81,7 +85,8 @@ def model() -> Any:
 
 
 def values(url: str) -> list[Path]:
-    return sorted(p for p in Path(url.removeprefix("file://")).rglob("*") if p.is_file())
+    """Returns what a store has, but for the descriptions of namespaces."""
+    return sorted(p for p in Path(url.removeprefix("file://")).rglob("*") if p.is_file() and p.name != ABOUT)
 
 
 @pytest.fixture
@@ -109,7 +114,7 @@ def test_what_one_machine_computed_another_reads(kv: str, model: Any, url: str) 
     with machine(model, url, kv=kv) as first:
         expected = served(first, model, tokens)[1]
         assert first.flush(60)
-        stored = first.stats().disk
+        stored = first.stats().remote
         assert (stored.records, stored.spilled_tokens) == (2, 2 * RECORD)
         kv_bytes = 2 * RECORD * first.stats().token_bytes
         assert kv_bytes < stored.written_bytes <= 1.02 * kv_bytes + 1024  # tiny records
@@ -118,8 +123,8 @@ def test_what_one_machine_computed_another_reads(kv: str, model: Any, url: str) 
         cached, found = served(second, model, tokens)
         assert cached == 2 * RECORD and same(found, expected, 3e-2 if kv != "16" else 1e-4)
         stats = second.stats()
-        assert stats.tokens_from_disk == stats.disk.restored_tokens == 2 * RECORD
-        assert second.flush(60) and second.stats().disk.records == 0  # all of it is there already
+        assert stats.tokens_from_remote == stats.remote.restored_tokens == 2 * RECORD
+        assert second.flush(60) and second.stats().remote.records == 0  # all of it is there already
         assert served(second, model, [*tokens, 1, 2])[0] == 700
 
 
@@ -140,13 +145,13 @@ def test_a_record_that_begins_inside_what_memory_has(model: Any, filled: str, co
         second.parts.tier._shared.deadline = 30.0  # type: ignore[union-attr]
         cached, found = served(second, model, words(700))
         assert cached == 2 * RECORD and same(found, cold)
-        assert second.stats().tokens_from_disk == 2 * RECORD - 300
+        assert second.stats().tokens_from_remote == 2 * RECORD - 300
 
 
 def test_a_longer_turn_writes_only_what_is_new(model: Any, filled: str) -> None:
     with machine(model, filled) as second:
         served(second, model, words(700) + words(400, seed=2))
-        assert second.flush(60) and second.stats().disk.records == 2
+        assert second.flush(60) and second.stats().remote.records == 2
     assert len(values(filled)) == 4
 
 
@@ -173,8 +178,8 @@ def test_nothing_is_shared_with_another(other: str, model: Any, filled: str) -> 
         extra["adapter"] = "x"
     else:
         options["namespace"] = "tenant" if other == "tenant" else object()
-    settings = RemoteSettings(filled, deadline=30.0)
-    with onefold.PrefixCache(theirs, "64MB", kv=kv, disk=settings, **extra) as second:
+    settings = RemoteSettings(filled, deadline=30.0, write="all")
+    with onefold.PrefixCache(theirs, "64MB", kv=kv, remote=settings, **extra) as second:
         assert served(second, theirs, words(700), **options)[0] == 0
         assert second.flush(60)
         assert (reason(second, RemoteReason.NAMELESS) > 0) == (other == "no name")
@@ -229,7 +234,7 @@ def test_a_damaged_value_is_a_miss_from_there_on(
     with machine(model, filled) as cache:
         cached, found = served(cache, model, words(700))
         assert cached == which * RECORD and same(found, cold)
-        assert cache.stats().disk.rejected_records == 1
+        assert cache.stats().remote.rejected_records == 1
         assert cache.flush(60)
         assert cache.stats().bytes["disk_buffers"] == COPIES * RECORD * cache.stats().token_bytes
     with machine(model, filled) as cache:
@@ -303,7 +308,7 @@ def test_a_payload_of_another_size_is_refused_and_removed(model: Any, filled: st
     with machine(model, filled) as cache:
         shared = cache.parts.tier._shared  # type: ignore[union-attr]
         for path in values(filled):
-            path.write_bytes(shared.sealing.seal(bytes.fromhex(path.name), shared.head(), [bytes(1000)]))
+            path.write_bytes(shared.sealing.seal(bytes.fromhex(path.name), shared.head("kv"), [bytes(1000)]))
         cached, found = served(cache, model, words(700))
         assert cached == 0 and same(found, cold) and reason(cache, RemoteReason.OTHER_LAYOUT) == 1
 
@@ -416,7 +421,7 @@ def test_where_computing_is_quicker_nothing_is_read(model: Any, filled: str) -> 
         shared.prefill_pace = Pace()
         shared.prefill_pace.took(1e-9, 1_000_000)
         assert served(cache, model, words(700))[0] == 0
-        assert reason(cache, RemoteReason.SLOWER) == 1 and cache.stats().disk.skipped_tokens == 2 * RECORD
+        assert reason(cache, RemoteReason.SLOWER) == 1 and cache.stats().remote.skipped_tokens == 2 * RECORD
 
 
 def test_a_short_prompt_asks_nothing(model: Any, filled: str) -> None:
@@ -438,7 +443,7 @@ def test_two_machines_that_write_the_same_prefix_at_once(model: Any, tmp_path: P
             thread.start()
         for thread in flushed:
             thread.join(60)
-        assert sum(cache.stats().disk.records for cache in caches) == 2
+        assert sum(cache.stats().remote.records for cache in caches) == 2
         for cache in caches:
             cache.close()
         with machine(model, server.url) as third:
@@ -458,11 +463,11 @@ def test_a_store_that_dies_is_a_miss_and_comes_back_by_itself(model: Any, tmp_pa
     cache.clear(disk=False)
     cached, found = served(cache, model, words(700))
     assert cached == 0 and same(found, cold)
-    assert reason(cache, RemoteReason.UNREACHABLE) >= 1 and "cannot be reached" in cache.stats().disk.failed
+    assert reason(cache, RemoteReason.UNREACHABLE) >= 1 and "cannot be reached" in cache.stats().remote.failed
     cache.clear(disk=False)
     with redis_server(tmp_path, port=port):
         deadline = time.monotonic() + 60
-        while cache.stats().disk.failed:
+        while cache.stats().remote.failed:
             assert time.monotonic() < deadline
             fetch = cache.restore(words(700, seed=5))
             while fetch is not None and fetch.step():
@@ -572,14 +577,14 @@ def test_paths_that_wait_for_their_requests_are_not_tried_all_the_time(
     asked = 0
     with machine(model, url) as cache, contextlib.ExitStack() as stack:
         store = cache.parts.tier._shared.store  # type: ignore[union-attr]
-        leading = store.leading
+        look = store.look
 
-        def counted(names: list[str]) -> int:
+        def counted(*args: Any, **options: Any) -> Any:
             nonlocal asked
             asked += 1
-            return int(leading(names))
+            return look(*args, **options)
 
-        monkeypatch.setattr(store, "leading", counted)
+        monkeypatch.setattr(store, "look", counted)
         for seed in (0, 1):
             lease = stack.enter_context(cache.lease(words(300, seed)))
             mx.eval(model(mx.array(lease.rest)[None], cache=lease.layers))
@@ -594,10 +599,34 @@ def test_closing_writes_what_waits(model: Any, url: str) -> None:
     assert len(values(url)) == 2
 
 
-def test_models_with_windows_are_refused_with_the_reason(url: str) -> None:
-    with machine(tiny("llama_sliding"), url) as cache:
-        assert "windows or states" in cache.stats().disk.failed
-    assert not Path(url.removeprefix("file://")).exists()
+KINDS = [
+    "llama_sliding", "gemma3", "gemma3n", "gpt_oss", "llama4", "qwen3_next", "falcon_h1", "nemotron_h", "mamba2",
+    "deepseek_v32", "deepseek_v41", "longcat_flash_ngram",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_every_kind_of_layer_is_resumed_at_an_edge_of_the_grid(family: str, url: str) -> None:
+    """Windows, chunks, recurrent states, several kinds in a layer, a model's own class of cache."""
+    ours, tokens = tiny(family, seed=3), words(700)
+    with machine(ours, url) as first:
+        n, expected = served(first, ours, tokens)
+        assert n == 0 and first.flush(60)
+        grid = first.parts.tier._shared.n_tokens  # type: ignore[union-attr]
+        expected_more = served(first, ours, [*tokens, *words(300, seed=1)])[1]
+        assert first.flush(60)
+    last = 699 // grid * grid
+    with machine(ours, url) as second:
+        cached, found = served(second, ours, tokens)
+        assert cached == last and same(found, expected, 1e-3), second.stats().reasons
+        assert second.stats().tokens_from_remote == last
+        second.clear(disk=False)
+        cached, found = served(second, ours, [*tokens, *words(300, seed=1)])
+        assert cached >= last and same(found, expected_more, 1e-3)
+        second.clear(disk=False)
+        assert served(second, ours, [*words(600), *words(100, seed=2)])[0] <= 600 // grid * grid
+        second.check()
+        assert second.stats().remote.rejected_records == 0
 
 
 @pytest.mark.parametrize(

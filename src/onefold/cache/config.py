@@ -13,6 +13,8 @@ from onefold.cache.model.formats.registry import KvFormat
 from onefold.cache.model.kinds.bound import Bound
 from onefold.cache.tiers.disk.tier import DiskSettings
 from onefold.cache.tiers.registry import is_known
+from onefold.cache.tiers.remote.tier import RemoteSettings
+from onefold.cache.tiers.stack import StackSettings
 from onefold.errors import ConfigError
 from onefold.options import from_options, positional, signature
 
@@ -34,6 +36,7 @@ class CacheOptions(TypedDict, total=False):
     disk_budget: int | float | str | None
     disk_mode: str
     disk_daily_limit: int | float | str | None
+    remote: str | RemoteSettings | None
     tokenizer: str
     label: str
 
@@ -72,6 +75,9 @@ class CacheConfig:
     disk_mode: str = "back"
     """When dirty data is written: "back", on eviction and on close; "through", after each commit."""
     disk_daily_limit: int | float | str | None = None
+    remote: str | RemoteSettings | None = None
+    """The URL of a store that several machines share, redis:// or s3:// for example, or its settings. It lies below
+    memory and the disk."""
     tokenizer: str = ""
     """A digest of the tokenizer. Conversations on disk are not shared between tokenizers."""
     label: str = ""
@@ -119,8 +125,18 @@ class CacheConfig:
             raise ConfigError(f"keep must be from 0 to below max_kv_size, got keep={keep}, max_kv_size={max_kv_size}")
         return Bound(max_kv_size, keep)
 
-    def disk_settings(self) -> object | None:
+    def tier_settings(self) -> object | None:
         """Returns the settings of the tier below memory; None if there is no tier. Raises ConfigError."""
-        if self.disk is None or isinstance(self.disk, DiskSettings) or is_known(self.disk):
-            return self.disk
-        return DiskSettings(self.disk, self.disk_budget, self.disk_mode, self.disk_daily_limit)
+        disk: object | None = self.disk
+        if self.disk is not None and not isinstance(self.disk, DiskSettings) and not is_known(self.disk):
+            disk = DiskSettings(self.disk, self.disk_budget, self.disk_mode, self.disk_daily_limit)
+        if self.remote is None:
+            return disk
+        remote = RemoteSettings(self.remote) if isinstance(self.remote, str) else self.remote
+        if not isinstance(remote, RemoteSettings):
+            raise ConfigError(f"remote is the URL of a shared store or a RemoteSettings, not {type(remote).__name__}")
+        if disk is None:
+            return remote
+        if not isinstance(disk, DiskSettings):
+            raise ConfigError(f"remote can be combined with a folder, not with {type(disk).__name__}")
+        return StackSettings(disk, remote)

@@ -112,6 +112,8 @@ class Leasing:
         models = [ref() for ref in self._parts.refs]
         anatomies = [] if self._state.uncached_reason else self._parts.models.anatomies
         lease = Lease(self._state, tokens, (namespace, self._parts.form), anatomies, models, checkpoints)
+        if self._parts.tier is not None:
+            lease.hold.grid = self._parts.tier.grid
         self._state.leases.add(lease)
         opened = False
         try:
@@ -136,10 +138,13 @@ class Leasing:
         self._state.totals["tokens_matched"] += lease.matched
         self._state.totals["tokens_cached"] += lease.cached
         if fetches:
-            lease.hold.from_disk = min(sum(r.tokens for r in fetches), max(0, lease.cached - fetches[0].before))
+            gained = max(0, lease.cached - fetches[0].before)
+            lease.hold.from_remote = min(sum(r.remote_tokens for r in fetches), gained)
+            lease.hold.from_disk = min(sum(r.tokens for r in fetches), gained) - lease.hold.from_remote
         if any(r.rejected for r in fetches) and lease.hold.reason in _HIDDEN:
             lease.hold.reason = Reason.DAMAGED
-        self._state.totals["tokens_from_disk"] += lease.restored
+        self._state.totals["tokens_from_disk"] += lease.hold.from_disk
+        self._state.totals["tokens_from_remote"] += lease.hold.from_remote
         if lease.hold.reason:
             self._state.reasons[lease.hold.reason] += 1
         return lease

@@ -85,7 +85,7 @@ class PrefixCache:
 
         The keywords are explained in `CacheConfig`: `draft_model`, `kv`, `max_kv_size`, `keep`, `adapter`,
         `min_checkpoint_tokens`, `high_water`, `low_water`, `elastic`, `logit_tokens`, `disk`, `disk_budget`,
-        `disk_mode`, `disk_daily_limit`, `tokenizer`, `label`.
+        `disk_mode`, `disk_daily_limit`, `remote`, `tokenizer`, `label`.
 
         On a GPU, a quantised format is tried and its kernels are compiled, which takes some seconds.
 
@@ -102,7 +102,7 @@ class PrefixCache:
             anatomy.logit_tokens = config.logit_tokens
             if not form.plain:
                 anatomy.compile_kernels()  # MLX's own operations take ten times as long to read such KV
-        disk = config.disk_settings()
+        below = config.tier_settings()
         lock = CacheLock()
         ledger = (ElasticLedger if config.elastic else Ledger)(budget_bytes, lock.inner)
         digest = model_digest(*models)
@@ -119,10 +119,10 @@ class PrefixCache:
             self.kv = str(form)
             self.state.min_checkpoint_tokens = config.min_checkpoint_tokens
             self.state.water = (config.low_water, config.high_water)
-            if disk is not None and not self.state.uncached_reason:
+            if below is not None and not self.state.uncached_reason:
                 about = {"adapter": config.adapter, "tokenizer": config.tokenizer, "kv": tag, "bound": bound}
                 about["model"] = lasting_digest(digest, *models)
-                _open_tier(self, disk, about, config.label)
+                _open_tier(self, below, about, config.label)
             undo.pop_all()
 
     @classmethod

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
 
 from onefold.cache.memory.state import CacheState
+from onefold.cache.memory.tier import REMOTE, TierStats
 from onefold.cache.model.kernels import current
 from onefold.cache.tiers.disk.tier import DiskStats
 
@@ -48,11 +50,17 @@ class Stats:
     the others, by the reason why it has not. Empty where there is no kernel."""
     tokens_from_disk: int = 0
     """How many of the cached tokens were read from disk; the others were in memory."""
+    tokens_from_remote: int = 0
+    """How many of the cached tokens came from a store that machines share."""
     disk: DiskStats = field(default_factory=DiskStats)
+    remote: TierStats = field(default_factory=TierStats)
+    """Of the shared store."""
 
 
-def count(state: CacheState, disk: DiskStats, disk_reasons: Counter[str]) -> Stats:
+def count(state: CacheState, tier: TierStats, tier_reasons: Counter[str]) -> Stats:
     """Returns the statistics at this moment. Called with the lock held."""
+    is_remote = tier.mode == REMOTE
+    disk, remote = (TierStats(), tier) if is_remote else (tier, tier.below or TierStats())
     for lease in state.leases:
         lease.usage.recount()
     nodes = list(state.nodes.nodes())
@@ -78,11 +86,13 @@ def count(state: CacheState, disk: DiskStats, disk_reasons: Counter[str]) -> Sta
         peak_bytes=state.ledger.peak_bytes,
         token_bytes=state.store.token_bytes,
         bytes=state.ledger.by_purpose(),
-        reasons={str(reason): n for reason, n in (state.reasons + disk_reasons).items()},
+        reasons={str(reason): n for reason, n in (state.reasons + tier_reasons).items()},
         buffers=state.buffers,
         decoded_bytes=t["batch_tokens"] * state.store.token_bytes,
         moved_bytes=counts["tail_tokens_moved"] * state.store.token_bytes,
         attention=current.calls(),
         tokens_from_disk=t["tokens_from_disk"],
-        disk=disk,
+        tokens_from_remote=t["tokens_from_remote"],
+        disk=dataclasses.replace(disk, below=None),
+        remote=remote,
     )

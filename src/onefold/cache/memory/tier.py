@@ -29,12 +29,16 @@ from onefold.cache.memory.tree import TierPayload
 __all__ = ["Fetch", "KvPayload", "NoTier", "Tier", "TierPayload", "TierStats"]
 
 
+REMOTE = "remote"
+"""The mode of a tier that is a store of several machines."""
+
+
 @dataclass(frozen=True)
 class TierStats:
     """The statistics of a tier at a moment. Counts begin when the cache is made, unless stated otherwise."""
 
     mode: str = "off"
-    """off, back or through."""
+    """off, back, through or remote."""
     folder: str = ""
     failed: str = ""
     """Why the tier writes nothing; empty if it does."""
@@ -59,6 +63,8 @@ class TierStats:
     evicted_records: int = 0
     left_tokens: int = 0
     """Tokens that were in memory and not in the tier when the cache was closed."""
+    below: TierStats | None = None
+    """The statistics of the tier below this one, if there are two."""
 
 
 class Fetch(Protocol):
@@ -82,6 +88,11 @@ class Fetch(Protocol):
         ...
 
     @property
+    def remote_tokens(self) -> int:
+        """How many of these came from a store that machines share."""
+        ...
+
+    @property
     def before(self) -> int:
         """The position at which the request could have been resumed without the fetch."""
         ...
@@ -100,6 +111,11 @@ class Fetch(Protocol):
 
 
 class Tier(Protocol):
+    @property
+    def grid(self) -> int:
+        """At multiples of so many tokens the tier can store checkpoints; 0 if it can anywhere, or nowhere."""
+        ...
+
     # -- nodes -----------------------------------------------------------------------------------
 
     def attach(self, tree: Tree, namespace: Hashable) -> None:
@@ -239,6 +255,10 @@ class KvPayload(TierPayload):
 
 class NoTier:
     """A tier that holds nothing."""
+
+    @property
+    def grid(self) -> int:
+        return 0
 
     def attach(self, tree: Tree, namespace: Hashable) -> None: ...
     def touch(self, path: list[Node], used: float) -> None: ...

@@ -39,7 +39,7 @@ def chunk_limit(hold: Hold, limit: int = 2048) -> int:
 def next_chunk(hold: Hold, start: int, limit: int = 2048) -> Tokens:
     """Returns the chunk that begins at `start`; empty if only the last token is left."""
     end = len(hold.tokens) - 1
-    stops = {end, *hold.asked, (start // GRID + 1) * GRID}
+    stops = {end, *hold.asked, *hold.edges, (start // GRID + 1) * GRID}
     if hold.state.model.needs_checkpoints and hold.matched > hold.cached:
         stops.add(hold.matched)  # where this request branched off
     stop = min([start + chunk_limit(hold, limit), *(s for s in stops if start < s <= end)])

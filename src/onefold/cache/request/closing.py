@@ -288,6 +288,14 @@ def thin_taken(hold: Hold) -> None:
         _drop_taken(hold, limit=PER_PATH)
 
 
+def drop_passed(hold: Hold) -> None:
+    """Drop the checkpoints that this request took in its answer: the tier below wants only the last. Called with the
+    lock held."""
+    for checkpoint in [c for c in hold.taken if c.position > len(hold.tokens)]:
+        hold.taken.remove(checkpoint)
+        checkpoint.close()
+
+
 def _drop_taken(hold: Hold, *, limit: int) -> None:
     """Drop those checkpoints that this request took which are missed least, until so many are left."""
     dropped = {*surplus([Place(c.position, c.position in hold.asked) for c in hold.taken], limit, min(limit, 1))}

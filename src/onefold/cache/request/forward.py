@@ -58,12 +58,18 @@ def _maybe_checkpoint(hold: Hold) -> None:
     if any(w.position != position for w in hold.watchers):
         return
     last = hold.last_checkpoint
-    asked = hold.asked | {hold.matched} if hold.matched > hold.cached else hold.asked
-    if position <= len(hold.tokens) and wanted(position, last, len(hold.tokens), asked):
+    asked = hold.asked | hold.edges | ({hold.matched} if hold.matched > hold.cached else set())
+    if position <= len(hold.tokens):
+        is_due = wanted(position, last, len(hold.tokens), asked)
+    else:
+        is_due = hold.grid > 0 and position > last and position % hold.grid == 0
+    if is_due:
         closing.make_room_for_checkpoint(hold, gap=position - last)
         with hold.state.lock:
             taken = closing.take_checkpoint(hold, position, gap=position - last)
             if taken is not None:
+                if position > len(hold.tokens):
+                    closing.drop_passed(hold)
                 hold.taken.append(taken)
                 closing.thin_taken(hold)
 

@@ -71,6 +71,10 @@ class Hold:
         """The position to which all layers were restored."""
         self.from_disk = 0
         """How many of the cached tokens were read from disk for this request."""
+        self.from_remote = 0
+        """How many of them came from a store that machines share."""
+        self.grid = 0
+        """The tier below wants checkpoints at multiples of so many tokens; 0 if it wants none."""
         self.reason = Reason.NONE
         """Why `cached` is less than possible; empty for a full hit."""
         self.failures_before = device.failures()
@@ -117,6 +121,13 @@ class Hold:
             checkpoint.hold()
         if before is not None:
             before.release()
+
+    @property
+    def edges(self) -> set[int]:
+        """Where the tier below wants checkpoints of the prompt: at the last edges of its grid before the prompt's end,
+        and before each position where a later request will branch off."""
+        ends = {len(self.tokens) - 1, *self.asked} if self.grid and self.state.model.needs_checkpoints else set[int]()
+        return {end // self.grid * self.grid for end in ends if self.grid <= end <= len(self.tokens)}
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether its layers are for this model; True if their model is not known."""

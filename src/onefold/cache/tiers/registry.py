@@ -14,13 +14,18 @@ from onefold.cache.memory.tier import Tier, TierStats
 from onefold.cache.tiers.disk.tier import DiskSettings, open_disk
 from onefold.cache.tiers.identity import Identity
 from onefold.cache.tiers.remote.tier import RemoteSettings, open_remote
+from onefold.cache.tiers.stack import StackSettings, open_stack
 from onefold.errors import ConfigError
 
 Opener = Callable[[Any, CacheState, Identity], Tier | TierStats]
 """Opens a tier for a cache. Returns its statistics, with `failed`, if it cannot be used: the cache then runs without.
 Raises ConfigError if its settings are wrong."""
 
-OPENERS: dict[type, Opener] = {DiskSettings: open_disk, RemoteSettings: open_remote}
+OPENERS: dict[type, Opener] = {
+    DiskSettings: open_disk,
+    RemoteSettings: open_remote,
+    StackSettings: open_stack,
+}
 
 
 def is_known(settings: object) -> bool:

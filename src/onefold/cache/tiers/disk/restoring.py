@@ -78,6 +78,8 @@ def awaiting_others(state: CacheState, tree: Tree, tokens: Tokens) -> Work[None]
 class Restore:
     """Made by `planning`. Call `step` until it returns False, or `finish` to end it before."""
 
+    remote_tokens = 0
+
     def __init__(self, state: CacheState, shared: Reading, tree: Tree, plan: Plan) -> None:
         self._state, self._shared, self._tree, self._plan = state, shared, tree, plan
         self._left: list[Record] = [*plan.records, *plan.points]

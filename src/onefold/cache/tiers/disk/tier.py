@@ -118,6 +118,10 @@ class Disk:
                 show_size(self.spiller.record_bytes),
             )
 
+    @property
+    def grid(self) -> int:
+        return 0
+
     # -- nodes --------------------------------------------------------------------------------------------
 
     is_clean = staticmethod(ondisk.is_clean)

@@ -1,16 +1,17 @@
-"""Fetching: the records of a prompt that a shared store has, behind what memory has, are read into one buffer.
+"""Fetching: what a shared store has of a prompt, behind what memory has, is read into one buffer.
 
-    tokens     0 ......... before ........................... target
+    tokens     0 ......... before ........................... target ......
     memory     [ KV in memory )
     store              [ record ][ record ][ record ]          the first record may begin before `before`
+                                                    ^ point    where layers need checkpoints, the last one that is there
     buffer             ^ base                       ^ reached
 
-- The first step asks the store for the whole chain at once; the others read records, a few at the same time.
+- The first step asks the store for the whole chain at once; the others read values, a few at the same time.
 - A step waits for a twentieth of a second at the most, so that other requests go on meanwhile. What the store has not
   done within its deadline is a miss.
 - Where computing the tokens is quicker than reading them, they are not read: both are measured as they happen.
-- A record is copied to its place after its seal, its head and its size agree. The first that cannot be used ends the
-  fetch, and is removed from the store.
+- A value is copied to its place after its seal, its head and its size agree. The first that cannot be used ends the
+  fetch, and is removed from the store. Without its checkpoint, KV of a model that needs one is not kept.
 
 Functions are called with the cache's lock held, unless their docstring says otherwise.
 """
@@ -24,112 +25,213 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from onefold.cache.memory.ledger import Account, Purpose
+from onefold.cache.memory.lock import Work
 from onefold.cache.memory.payloads import Node, Tree
 from onefold.cache.memory.pieces import Piece
-from onefold.cache.memory.reach import readable_length
+from onefold.cache.memory.reach import readable_length, resume_point
 from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
 from onefold.cache.tiers import host
 from onefold.cache.tiers.pace import is_slower
+from onefold.cache.tiers.remote.grid import name_of, part_address, point_address, tag_of
+from onefold.cache.tiers.remote.points import Manifest, PointBuffer, read_manifest
 from onefold.cache.tiers.remote.reasons import RemoteReason
-from onefold.cache.tiers.remote.sharing import Sharing, name_of
-from onefold.cache.tiers.remote.stores.store import StoreError
+from onefold.cache.tiers.remote.sharing import KV, PART, POINT, Sharing
+from onefold.cache.tiers.remote.stores.store import Point, StoreError
 from onefold.errors import BudgetError, RecordError
 
 log = logging.getLogger("onefold")
 
 AHEAD = 3
-"""Records that are read at the same time."""
+"""Values that are read at the same time."""
 STEP_SECONDS = 0.05
 """The most that a step waits."""
 WORTH_ASKING = 16
 """Fewer tokens than this are computed without asking."""
+QUEUED_MOST = 10
+"""So many deadlines may pass before a value that other fetches keep waiting is begun."""
+_FAULTS = (RuntimeError, ValueError, TypeError, MemoryError)
+
+
+class Wanted(NamedTuple):
+    """What is asked of the store for a request."""
+
+    tokens: Tokens
+    tag: str
+    before: int
+    """Tokens whose KV memory has."""
+    have: int
+    """Where a request could be resumed with memory alone."""
+    records: list[bytes]
+    """Addresses, from the one in which `before` lies."""
+    points: list[tuple[int, bytes]]
+    """Positions and addresses of checkpoints behind `have`."""
+    room: int
+    """Tokens of the request, with those that are to come."""
+
+
+class Found(NamedTuple):
+    """What the store has of that."""
+
+    n_records: int
+    position: int = 0
+    """Of the last checkpoint; 0 without one."""
+    address: bytes = b""
+    manifest: Manifest | None = None
+
+
+class Reading:
+    """One value that a thread reads, or will read."""
+
+    def __init__(self, address: bytes, at: int, n_tokens: int, n_bytes: int) -> None:
+        """`n_tokens` of KV, which belong `at` tokens into the slab; or a part of a checkpoint, with 0 tokens, which
+        begins `at` bytes into it."""
+        self.address, self.at, self.n_tokens, self.n_bytes = address, at, n_tokens, n_bytes
+        self.queued = time.monotonic()
+        self.begun: float | None = None
+        self.future: concurrent.futures.Future[memoryview | None]
+
+    def is_late(self, deadline: float) -> bool:
+        if self.begun is None:
+            return time.monotonic() - self.queued > QUEUED_MOST * deadline
+        return time.monotonic() - self.begun > deadline
 
 
 def planned(
     state: CacheState, shared: Sharing, tree: Tree, root: bytes, tokens: Tokens, reserve_tokens: int
 ) -> RemoteFetch | None:
     """Returns a fetch of what the store may have of these tokens; None if nothing is worth asking for."""
-    path, matched = tree.match(tokens)
-    before, _ = readable_length(state, path, matched)
-    n = shared.n_tokens
-    target = min(len(tokens) // n * n, len(tokens) - 1)
-    if target - before < WORTH_ASKING or not shared.health.usable:
+    wanted, end = _wanted(state, shared, tree, root, tokens, reserve_tokens)
+    if wanted is None or not shared.health.usable:
         return None
-    wanted = list(shared.addresses(root, tokens))[before // n :]
-    if not wanted or wanted[0] in shared.missed:
-        return None
-    end = next((node for node in reversed(path) if node.start < before), None)
-    fetch = RemoteFetch(state, shared, tree, tokens, before, wanted, len(tokens) + reserve_tokens, end)
+    fetch = RemoteFetch(state, shared, tree, wanted, end)
     for node in [] if end is None else end.path():
         node.pins += 1  # else making room could evict what the records continue
     state.restores.add(fetch)
     return fetch
 
 
+def is_read_elsewhere(
+    state: CacheState, shared: Sharing, tree: Tree, root: bytes, tokens: Tokens
+) -> bool:
+    """Whether another thread, which does nothing else meanwhile, fetches what these tokens need next."""
+    if not any(isinstance(found, RemoteFetch) for found in state.restores):
+        return False
+    wanted, _ = _wanted(state, shared, tree, root, tokens, 0)
+    return wanted is not None and any(
+        isinstance(found, RemoteFetch) and found.is_read_elsewhere and found.begins_like(wanted)
+        for found in state.restores
+    )
+
+
+def _wanted(
+    state: CacheState, shared: Sharing, tree: Tree, root: bytes, tokens: Tokens, reserve_tokens: int
+) -> tuple[Wanted | None, Node | None]:
+    """Returns what to ask for, None if nothing is worth it, and the last node that memory has of the tokens."""
+    path, matched = tree.match(tokens)
+    before, _ = readable_length(state, path, matched)
+    usable, n = len(tokens) - 1, shared.n_tokens
+    have = before
+    if shared.has_points:
+        have, _, _ = resume_point(state, path, min(before, usable), min(matched, usable))
+    before = before if state.store.specs else 0
+    if min(len(tokens) // n * n, usable) - have < WORTH_ASKING:
+        return None, None
+    chain = list(shared.addresses(root, tokens))
+    points = [
+        (end, point_address(address))
+        for end, address in zip(range(n, len(tokens), n), chain, strict=False)
+        if have + WORTH_ASKING <= end <= usable
+    ]
+    records = chain[before // n :] if state.store.specs else []
+    if shared.has_points:
+        asked = [address for _, address in points[:1]]
+    else:
+        points, asked = [], records[:1]
+    if not asked or asked[0] in shared.missed:
+        return None, None
+    end = next((node for node in reversed(path) if node.start < max(before, have)), None)
+    return Wanted(tokens, tag_of(root), before, have, records, points, len(tokens) + reserve_tokens), end
+
+
 class RemoteFetch:
     """Made by `planned`. Call `step` until it returns False, or `finish` to end it before."""
 
-    def __init__(
-        self,
-        state: CacheState,
-        shared: Sharing,
-        tree: Tree,
-        tokens: Tokens,
-        before: int,
-        addresses: list[bytes],
-        room: int,
-        end: Node | None,
-    ) -> None:
+    rejected = False
+    """Never: what comes after a value that cannot be used is no use either."""
+
+    def __init__(self, state: CacheState, shared: Sharing, tree: Tree, wanted: Wanted, end: Node | None) -> None:
         """`end` is the last node that memory has of the tokens; the path to it is pinned."""
-        self._state, self._shared, self._tree, self._tokens, self._room = state, shared, tree, tokens, room
-        self._addresses = addresses
-        self._base = before // shared.n_tokens * shared.n_tokens
+        self._state, self._shared, self._tree, self._wanted = state, shared, tree, wanted
+        self._base = wanted.before // shared.n_tokens * shared.n_tokens
         self._reached = self._base
-        self._given = 0
-        """Records that a thread was asked to read."""
+        self._found: Found | None = None
+        self._left: deque[Reading] = deque()
+        """Values that no thread was asked to read yet."""
+        self._loading: deque[Reading] = deque()
+        self._n_records = 0
+        self._read_bytes = 0
         self._slab: Slab | None = None
+        self._point: PointBuffer | None = None
         self._buffers: Account | None = None
         self._holder = Track(state.store)
-        self._looking: concurrent.futures.Future[int] | None = None
-        self._loading: deque[concurrent.futures.Future[memoryview | None]] = deque()
+        self._looking: concurrent.futures.Future[Found] | None = None
         self._since = time.monotonic()
-        """When the store was asked for what it has not answered yet."""
+        """When the store was asked what it has."""
         self._began = 0.0
-        self._released = False
+        self._preparing = self._released = False
         self._end = end
         self.done = False
-        self.rejected = False
-        """Never: what comes after a record that cannot be used is no use either."""
         self.driver: threading.Thread | None = None
         self.owner: object = None
-        self.before, self.tokens = before, 0
+        self.before, self.tokens = wanted.have, 0
 
     def __del__(self) -> None:
         """A fetch that was dropped before it was done is finished at the cache's next call."""
         if not getattr(self, "done", True):
             self._state.drop_restore(self)
 
+    @property
+    def remote_tokens(self) -> int:
+        return self.tokens
+
+    @property
+    def is_read_elsewhere(self) -> bool:
+        """Whether another thread will run all of its steps."""
+        driver = self.driver
+        return not self.done and driver not in (None, threading.current_thread()) and driver.is_alive()  # type: ignore[union-attr]
+
+    def begins_like(self, other: Wanted) -> bool:
+        """Whether it asks first for what the other would ask for first."""
+        ours = self._wanted
+        if self._shared.has_points:
+            return ours.points[0] == other.points[0]
+        return ours.records[0] == other.records[0]
+
     def holds(self, track: Track) -> bool:
         return track is self._holder
 
     def step(self) -> bool:
-        """Ask, or take one record. Returns False when there is nothing more to do. Called without the lock."""
+        """Ask, or take one value. Returns False when there is nothing more to do. Called without the lock."""
         with self._state.lock:
-            waiting: concurrent.futures.Future[Any] | None = None if self.done else self._asked()
+            waiting = None if self.done else self._asked()
         if waiting is None:
             return False
         concurrent.futures.wait([waiting], STEP_SECONDS)
         with self._state.lock:
             if not self.done:
                 self._take()
+            preparing = self._preparing and not self.done
+        if preparing:
+            self._state.lock.run(self._prepared())
+        with self._state.lock:
             return not self.done
 
     def finish(self) -> None:
@@ -139,107 +241,162 @@ class RemoteFetch:
 
     # -- what the store has ------------------------------------------------------------------------
 
-    def _asked(self) -> concurrent.futures.Future[Any] | None:
+    def _asked(self) -> concurrent.futures.Future[Any]:
         """Returns what this step waits for."""
+        if self._loading:
+            return self._loading[0].future
         if self._looking is None:
-            names = [name_of(a) for a in self._addresses]
-            self._looking = self._shared.threads.submit(self._shared.store.leading, names)
+            self._looking = self._shared.threads.submit(_look, self._shared, self._wanted)
             self._since = time.monotonic()
-        return self._loading[0] if self._loading else self._looking
+        return self._looking
 
     def _take(self) -> None:
         """Use what has arrived, if something has."""
-        waiting: concurrent.futures.Future[Any] | None = self._loading[0] if self._loading else self._looking
-        assert waiting is not None
-        if not waiting.done():
-            if time.monotonic() - self._since > self._shared.deadline:
-                self._fail(StoreError(RemoteReason.SLOW, "the shared store has not answered in time"))
-            return
+        shared = self._shared
+        late = StoreError(RemoteReason.SLOW, "the shared store has not answered in time")
+        if not self._loading:
+            assert self._looking is not None
+            if self._looking.done():
+                self._guarded(self._learn)
+            elif time.monotonic() - self._since > 2 * shared.deadline:  # a look, and a manifest
+                self._fail(late)
+        elif self._loading[0].future.done():
+            self._guarded(self._took)
+        elif self._loading[0].is_late(shared.deadline):
+            self._fail(late)
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        """Ends the fetch if the act fails."""
         try:
-            if self._loading:
-                self._took(waiting.result())
-            else:
-                self._begin(waiting.result())
+            act()
         except StoreError as error:
             self._fail(error)
         except RecordError as error:
-            self._reject(self._addresses[self._index :], error)
+            self._reject(error)
         except BudgetError:
             self._shared.reasons[RemoteReason.NO_ROOM] += 1
             self._finish()
-        except (RuntimeError, ValueError, TypeError, MemoryError) as error:  # of the device, or no more threads
+        except _FAULTS as error:  # of the device, or no more threads
             log.warning("cannot fetch tokens from the shared store, so they are computed: %s", error)
             self._reached = self._base  # arrays of a device that failed may never be computed
             self._finish()
 
-    def _reject(self, addresses: list[bytes], error: RecordError) -> None:
-        """The first of these records cannot be used: have it removed, so that it is written again. What comes after it
-        is computed."""
-        shared = self._shared
-        shared.known.forget(addresses)
-        shared.reasons[str(error)] += 1
-        if str(error) != RemoteReason.GONE:
+    def _reject(self, error: RecordError) -> None:
+        """A value cannot be used: have it removed, so that it is written again. What comes after it is computed."""
+        shared, wanted = self._shared, self._wanted
+        if isinstance(error, Unusable):
+            address, reason = error.address, error.reason
+        else:
+            address, reason = self._loading[0].address, str(error)
+        index = (self._reached - self._base) // shared.n_tokens
+        shared.known.forget([address, *wanted.records[index:], *(a for _, a in wanted.points)])
+        shared.reasons[reason] += 1
+        lost = [address]
+        if self._found is not None and self._found.address and address not in wanted.records:
+            lost = [self._found.address, address]  # a manifest without all of its parts
+        if reason != RemoteReason.GONE or len(lost) > 1:
             shared.counts["rejected_records"] += 1
-            log.warning("a value of the shared store cannot be used and is removed: %s", error)
-            shared.threads.submit(_remove, shared, addresses[0])
+            log.warning("a value of the shared store cannot be used and is removed: %s", reason)
+            shared.threads.submit(_remove, shared, [name_of(wanted.tag, a) for a in dict.fromkeys(lost)])
         self._finish()
 
-    @property
-    def _index(self) -> int:
-        """The record that is taken next."""
-        return (self._reached - self._base) // self._shared.n_tokens
-
-    def _begin(self, n_records: int) -> None:
-        """The store has so many of the records. Reserve the buffer, and ask for the first. Raises BudgetError."""
-        shared = self._shared
-        if not n_records:
-            shared.health.answered()
-            shared.missed.add(self._addresses[0])
-        for address in self._addresses[:n_records]:
+    def _learn(self) -> None:
+        """The store has answered what it has. Raises StoreError and RecordError."""
+        shared, wanted = self._shared, self._wanted
+        assert self._looking is not None
+        found = self._looking.result()
+        shared.health.answered()
+        for address in wanted.records[: found.n_records]:
             shared.known.add(address)
-        shared.known.forget(self._addresses[n_records:])
-        self._addresses = self._addresses[:n_records]
-        stop = self._base + n_records * shared.n_tokens
-        saves = min(stop, len(self._tokens) - 1) - self.before
+        shared.known.forget(wanted.records[found.n_records :])
+        target = found.position if shared.has_points else self._base + found.n_records * shared.n_tokens
+        if not target:
+            first = wanted.points[0][1] if shared.has_points else wanted.records[0]
+            shared.missed.add(first)
+        elif not shared.has_points and not found.n_records:
+            shared.missed.add(wanted.records[0])
+        saves = min(target, len(wanted.tokens) - 1) - wanted.have
         if saves < WORTH_ASKING:
             return self._finish()
-        if is_slower(shared.read_pace, n_records * shared.record_bytes, shared.prefill_pace, saves):
+        self._n_records = max(0, target - self._base) // shared.n_tokens if wanted.records else 0
+        if target <= wanted.before:
+            self._n_records = 0  # memory has the KV, and only the checkpoint is missing
+        n_bytes = self._n_records * shared.record_bytes + (0 if found.manifest is None else found.manifest.n_bytes)
+        if is_slower(shared.read_pace, n_bytes, shared.prefill_pace, saves):
             shared.counts["skipped_tokens"] += saves
             shared.reasons[RemoteReason.SLOWER] += 1
             return self._finish()
-        need = max(stop, self._room) - self._base
-        self._state.lock.run(self._state.store.making_room_for(need))
-        waiting = (AHEAD if shared.direct else AHEAD + host.TWICE_MORE + 1) * shared.record_bytes
-        self._buffers = self._state.ledger.open(Purpose.DISK, waiting, "records on their way from a shared store")
-        self._slab = self._state.store.slab_for(need)
-        self._slab.enter(self._holder)
-        host.allocate(self._slab, stop - self._base, direct=shared.direct)
-        self._began = time.perf_counter()
-        self._ask()
+        self._found, self._preparing = found, True
         return None
 
-    # -- records -----------------------------------------------------------------------------------
+    def _prepared(self) -> Work[None]:
+        """Make room, reserve the buffers, and ask for the first values. May release the lock."""
+        stop = self._base + self._n_records * self._shared.n_tokens
+        need = max(stop, self._wanted.room) - self._base if self._n_records else 0
+        manifest = None if self._found is None else self._found.manifest
+        self._preparing = False
+        try:
+            if need:
+                yield from self._state.store.making_room_for(need)
+            if manifest is not None and not (
+                yield from self._state.reclaiming.admitting_checkpoint(manifest.n_bytes)
+            ):
+                raise BudgetError("a checkpoint", needed_bytes=manifest.n_bytes, available_bytes=0)
+        except BudgetError:
+            self._shared.reasons[RemoteReason.NO_ROOM] += 1
+            self._finish()
+        if not self.done:
+            self._guarded(lambda: self._begin(need, stop, manifest))
+
+    def _begin(self, need: int, stop: int, manifest: Manifest | None) -> None:
+        """Reserve the buffers, and ask for the first values. Raises BudgetError, MemoryError, RuntimeError."""
+        shared, wanted = self._shared, self._wanted
+        largest = max(shared.record_bytes, shared.part_bytes if manifest is not None else 0)
+        waiting = (AHEAD if shared.direct else AHEAD + host.TWICE_MORE + 1) * largest
+        self._buffers = self._state.ledger.open(Purpose.DISK, waiting, "values on their way from a shared store")
+        if need:
+            self._slab = self._state.store.slab_for(need)
+            self._slab.enter(self._holder)
+            host.allocate(self._slab, stop - self._base, direct=shared.direct)
+        for i, address in enumerate(wanted.records[: self._n_records]):
+            self._left.append(Reading(address, i * shared.n_tokens, shared.n_tokens, shared.record_bytes))
+        if manifest is not None:
+            assert self._found is not None
+            self._point = PointBuffer(self._state, shared.points, manifest, direct=shared.direct)
+            at = 0
+            for i, n_bytes in enumerate(manifest.parts):
+                self._left.append(Reading(part_address(self._found.address, manifest.nonce, i), at, 0, n_bytes))
+                at += n_bytes
+        self._began = time.perf_counter()
+        self._ask()
+        if not self._loading:
+            self._finish()
+
+    # -- values ------------------------------------------------------------------------------------
 
     def _ask(self) -> None:
-        """Have the next records read."""
-        self._since = time.monotonic()
-        while len(self._loading) < AHEAD and self._given < len(self._addresses):
-            at = self._given * self._shared.n_tokens
-            self._loading.append(self._shared.threads.submit(self._load(self._addresses[self._given], at)))
-            self._given += 1
+        """Have the next values read."""
+        while len(self._loading) < AHEAD and self._left:
+            reading = self._left.popleft()
+            reading.queued = time.monotonic()
+            reading.future = self._shared.threads.submit(self._load(reading))
+            self._loading.append(reading)
 
-    def _load(self, address: bytes, at: int) -> Callable[[], memoryview | None]:
-        """Returns what reads a record on another thread: into its place, or where the processor cannot address that,
+    def _load(self, reading: Reading) -> Callable[[], memoryview | None]:
+        """Returns what reads a value on another thread: into its place, or where the processor cannot address that,
         into bytes that it returns. Raises RecordError and StoreError there."""
-        shared, slab = self._shared, self._slab
-        assert slab is not None
-        places = host.places(slab, at, at + shared.n_tokens) if shared.direct else None
+        shared, tag, places = self._shared, self._wanted.tag, None
+        if not reading.n_tokens:
+            assert self._point is not None
+            places = self._point.places(reading.at, reading.n_bytes)
+        elif shared.direct:
+            assert self._slab is not None
+            places = host.places(self._slab, reading.at, reading.at + reading.n_tokens)
 
         def load() -> memoryview | None:
-            value = shared.store.get(name_of(address))
-            if value is None:
-                raise RecordError(RemoteReason.GONE)
-            payload = shared.opened(address, value)
+            reading.begun = time.monotonic()
+            kind = KV if reading.n_tokens else PART
+            payload = shared.fetched(kind, tag, reading.address, reading.n_bytes)
             if places is None:
                 return payload
             host.scatter(places, payload)
@@ -247,15 +404,16 @@ class RemoteFetch:
 
         return load
 
-    def _took(self, payload: memoryview | None) -> None:
-        """One more record is there and right."""
-        self._loading.popleft()
+    def _took(self) -> None:
+        """One more value is there and right. Raises StoreError and RecordError."""
+        payload = self._loading[0].future.result()
+        reading = self._loading.popleft()
         self._shared.health.answered()
-        at, n = self._reached - self._base, self._shared.n_tokens
-        assert self._slab is not None
+        self._read_bytes += reading.n_bytes
         if payload is not None:
-            host.copy_in(self._slab, at, at + n, np.frombuffer(payload, np.uint8))
-        self._reached += n
+            assert self._slab is not None
+            host.copy_in(self._slab, reading.at, reading.at + reading.n_tokens, np.frombuffer(payload, np.uint8))
+        self._reached += reading.n_tokens
         self._ask()
         if not self._loading:
             self._finish()
@@ -270,39 +428,41 @@ class RemoteFetch:
         if not self.done:
             self.done = True
             self._settle()
-        if self._loading and not self._released and all(f.done() for f in self._loading):
+        if self._loading and not self._released and all(r.future.done() for r in self._loading):
             self._release()
 
     def _settle(self) -> None:
-        """Give memory what was read. Records that a thread is still reading are not waited for: the buffer is released
+        """Give memory what was read. Values that a thread is still reading are not waited for: the buffer is released
         when they are there, or their deadline is over."""
         shared = self._shared
-        for load in list(self._loading):
-            if load.cancel():
-                self._loading.remove(load)
-        if self._slab is not None:
-            n_bytes = (self._reached - self._base) // shared.n_tokens * shared.record_bytes
-            shared.read_pace.took(time.perf_counter() - self._began, n_bytes)
-            self.tokens = self._attach(self._slab)
+        for reading in list(self._loading):
+            if reading.future.cancel():
+                self._loading.remove(reading)
+        is_whole = not self._left and not self._loading and self._buffers is not None
+        if self._buffers is not None:
+            shared.read_pace.took(time.perf_counter() - self._began, self._read_bytes)
+            self.tokens = self._attach(is_whole)
             shared.counts["restored_tokens"] += self.tokens
-            shared.counts["restored_bytes"] += n_bytes if self.tokens else 0
+            shared.counts["restored_bytes"] += self._read_bytes if self.tokens else 0
         self._unpin()
-        if all(f.done() for f in self._loading):
+        if not self._loading:
             self._release()
             return
-        for load in list(self._loading):  # the last of them has the cache's next call release the buffer
-            load.add_done_callback(lambda _: self._state.drop_restore(self))
+        for reading in list(self._loading):  # the last of them has the cache's next call release the buffer
+            reading.future.add_done_callback(lambda _: self._state.drop_restore(self))
 
     def _release(self) -> None:
-        """No thread reads any more: the buffer is the nodes' alone."""
+        """No thread reads any more: the buffers are the nodes' alone."""
         self._released = True
         slab = self._slab
         if slab is not None:
             if self._shared.direct and slab in slab.store.slabs and slab.layers[0] is not None:
-                stop = len(self._addresses) * self._shared.n_tokens
+                stop = self._n_records * self._shared.n_tokens
                 host.clear(slab, self._reached - self._base, stop)  # no garbage behind what was checked
             slab.leave(self._holder)
             slab.settle()
+        if self._point is not None:
+            self._point.close()
         if self._buffers is not None:
             self._buffers.close()
         self._state.restores.discard(self)
@@ -312,20 +472,76 @@ class RemoteFetch:
             node.pins = max(0, node.pins - 1)
         self._end = None
 
-    def _attach(self, slab: Slab) -> int:
-        """Store what was read in the tree. Returns how many tokens memory has more than before."""
-        stored = self._tokens[: self._reached]
-        if self._reached <= self.before or self._state.closed or self._tree.match(stored)[1] < self._base:
-            return 0  # nothing was read, or the cache was closed or cleared meanwhile
-        self._holder.pieces = [Piece(slab, 0, len(stored) - self._base, self._base)]
-        node = self._state.nodes.put(self._tree, stored, self._holder)
-        self._holder.pieces = []
-        self._unpin()
-        self._state.nodes.touch(self._state.nodes.tidy(self._tree, node))
-        return len(stored) - self.before
+    def _attach(self, is_whole: bool) -> int:
+        """Store what was read in the tree. Returns how many tokens further a request can be resumed than before."""
+        if self._state.closed or (self._shared.has_points and not is_whole):
+            return 0
+        wanted = self._wanted
+        reached = self._reached
+        if self._slab is not None and reached > wanted.before:
+            stored = wanted.tokens[:reached]
+            if self._tree.match(stored)[1] < self._base:
+                return 0  # the cache was cleared meanwhile
+            self._holder.pieces = [Piece(self._slab, 0, len(stored) - self._base, self._base)]
+            node = self._state.nodes.put(self._tree, stored, self._holder)
+            self._holder.pieces = []
+            self._unpin()
+            self._state.nodes.touch(self._state.nodes.tidy(self._tree, node))
+        if not self._shared.has_points:
+            return max(0, reached - wanted.have) if self._slab is not None else 0
+        return self._place()
+
+    def _place(self) -> int:
+        """Store the checkpoint in the tree. Returns how many tokens further a request can be resumed than before."""
+        found, wanted = self._found, self._wanted
+        assert self._point is not None and found is not None
+        tokens = wanted.tokens[: found.position]
+        if not self._state.store.specs:
+            self._state.nodes.put(self._tree, tokens, None)
+        try:
+            made = self._point.checkpoint()
+        except RecordError as error:
+            self._shared.reasons[str(error)] += 1
+            self._shared.counts["rejected_records"] += 1
+            self._shared.threads.submit(_remove, self._shared, [name_of(wanted.tag, found.address)])
+            return 0
+        except _FAULTS as error:
+            log.warning("cannot use a checkpoint of the shared store, so tokens are computed: %s", error)
+            return 0
+        if not self._state.nodes.place(self._tree, tokens, made):
+            return 0
+        self._shared.known.add(found.address)
+        return found.position - wanted.have
 
 
-def _remove(shared: Sharing, address: bytes) -> None:
+class Unusable(RecordError):
+    """A value that was found while the store was asked what it has, and that cannot be used."""
+
+    def __init__(self, address: bytes, reason: str) -> None:
+        super().__init__(reason)
+        self.address, self.reason = address, reason
+
+
+def _look(shared: Sharing, wanted: Wanted) -> Found:
+    """On another thread. Raises StoreError, and Unusable if the checkpoint's manifest is of no use."""
+    n, tag = shared.n_tokens, wanted.tag
+    base = wanted.before // n
+    names = [name_of(tag, a) for a in wanted.records]
+    needs = (max(0, end // n - base) if names and end > wanted.before else 0 for end, _ in wanted.points)
+    points = [Point(k, name_of(tag, a)) for k, (_, a) in zip(needs, wanted.points, strict=True)]
+    look = shared.store.look(names, points)
+    if look.point < 0:
+        return Found(look.leading)
+    position, address = wanted.points[look.point]
+    try:
+        manifest = read_manifest(shared.fetched(POINT, tag, address), position, shared.points)
+    except RecordError as error:
+        raise Unusable(address, str(error)) from error
+    return Found(look.leading, position, address, manifest)
+
+
+def _remove(shared: Sharing, names: list[str]) -> None:
     """On another thread."""
-    with contextlib.suppress(StoreError):  # it is found again, and removed then
-        shared.store.remove(name_of(address))
+    with contextlib.suppress(StoreError):  # they are found again, and removed then
+        for name in names:
+            shared.store.remove(name)

@@ -5,9 +5,11 @@ A reader computes the names of all records of its prompt from its own tokens, so
     tokens    [ 0 .. G )[ G .. 2G )[ 2G .. 3G ).. the rest, less than G tokens, is computed again
     address   a0 ------> a1 -------> a2           SHA-256 of the address before and the record's own tokens
               ^ HMAC of what tells this cache's KV from any other: model, format, settings, the caller's namespace
+    point                            p2           SHA-256 of the address before it: the checkpoint at the edge 2G
 
 So a record of one conversation cannot be taken for that of another model, format or tenant, nor for the same tokens
-after others. Knows nothing of stores.
+after others. Names in the store begin with a tag of the namespace, which tells nothing else of it, so that an
+administrator can list what belongs together. Knows nothing of stores.
 """
 
 from __future__ import annotations
@@ -28,8 +30,16 @@ HEAD_BYTES = 16 << 10
 """The most of a value that is not KV."""
 MOST_TOKENS = 256
 """Of a record: what lies behind the last whole record is computed again."""
+PREFIX = "onefold/1/"
+"""What all names in a store begin with."""
+ABOUT = "about"
+"""The last part of the name of a namespace's description."""
 _CHAIN = b"onefold remote chain 1\0"
 _RECORD = b"onefold remote record 1\0"
+_POINT = b"onefold remote point 1\0"
+_PART = b"onefold remote part 1\0"
+_TAG = b"onefold remote tag 1\0"
+_TAG_BYTES = 8
 
 
 def record_tokens(token_bytes: int) -> int:
@@ -57,3 +67,29 @@ def addresses(root: bytes, tokens: Tokens, n_tokens: int) -> Iterator[bytes]:
             return
         address = hashlib.sha256(_RECORD + address + part.tobytes()).digest()
         yield address
+
+
+def point_address(record: bytes) -> bytes:
+    """Returns the address of the checkpoint at the end of the record with this address."""
+    return hashlib.sha256(_POINT + record).digest()
+
+
+def part_address(point: bytes, nonce: bytes, i: int) -> bytes:
+    """Returns the address of a part of a checkpoint. `nonce` is random: parts that two machines write at the same time
+    are never mixed, because their states may differ by rounding."""
+    return hashlib.sha256(_PART + point + nonce + i.to_bytes(4, "little")).digest()
+
+
+def tag_of(root: bytes) -> str:
+    """Returns what the names of a namespace's values have in common. Values that belong to another tag are never read,
+    because all addresses begin with the root."""
+    return hashlib.sha256(_TAG + root).digest()[:_TAG_BYTES].hex()
+
+
+def name_of(tag: str, address: bytes) -> str:
+    """Returns the name in the store of the value with this address."""
+    return f"{PREFIX}{tag}/{address.hex()}"
+
+
+def about_name(tag: str) -> str:
+    return f"{PREFIX}{tag}/{ABOUT}"

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from onefold.cache.memory.arrays import Bytes, addressable
+from onefold.cache.memory.arrays import addressable
 from onefold.cache.memory.shapes import LayerSpec
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.tiers import host
 from onefold.cache.tiers.pace import Pace
-from onefold.cache.tiers.remote.grid import addresses
+from onefold.cache.tiers.records.layout import Layout
+from onefold.cache.tiers.remote.grid import addresses, name_of
 from onefold.cache.tiers.remote.health import Health
 from onefold.cache.tiers.remote.reasons import RemoteReason
 from onefold.cache.tiers.remote.stores.store import Store
@@ -58,6 +59,11 @@ class Seen:
         return seen is not None and self._clock() - seen < self._seconds
 
 
+KV, POINT, PART, ABOUT = "kv", "point", "part", "about"
+"""The kinds of values: the KV of a record's tokens; what a checkpoint is made of; a part of its bytes; what a namespace
+is, for people."""
+
+
 @dataclass
 class Sharing:
     store: Store
@@ -71,6 +77,12 @@ class Sharing:
     n_tokens: int
     """Of a record."""
     specs: Sequence[LayerSpec]
+    points: Layout
+    """What checkpoints are made of."""
+    has_points: bool
+    """Requests are resumed at checkpoints: KV alone is of no use."""
+    part_bytes: int
+    """The most of a part of a checkpoint."""
     deadline: float
     """Seconds that a call of the store may take."""
     layout: str = field(init=False)
@@ -88,36 +100,37 @@ class Sharing:
 
     def __post_init__(self) -> None:
         tensors = host.range_tensors(self.specs, self.n_tokens)
-        self.layout = hashlib.sha256(json.dumps([[t.name, t.dtype, t.shape] for t in tensors]).encode()).hexdigest()[
-            :32
-        ]
+        described = json.dumps([[t.name, t.dtype, t.shape] for t in tensors]).encode()
+        self.layout = hashlib.sha256(described).hexdigest()[:32]
         self.direct = addressable()
 
     @property
     def record_bytes(self) -> int:
-        """The KV of a record."""
+        """The KV of a record; 0 for a model that has none by token."""
         return self.n_tokens * sum(spec.token_bytes for spec in self.specs)
 
     def addresses(self, root: bytes, tokens: Tokens) -> Iterator[bytes]:
         return addresses(root, tokens, self.n_tokens)
 
-    def head(self) -> dict[str, Any]:
-        """What the head of a record of KV says, and must say."""
-        return {"kind": "kv", "tokens": self.n_tokens, "layout": self.layout}
+    def head(self, kind: str) -> dict[str, Any]:
+        """What the head of a value says, and must say."""
+        return {"kind": kind} | ({"tokens": self.n_tokens, "layout": self.layout} if kind == KV else {})
 
-    def opened(self, address: bytes, value: bytes) -> memoryview:
-        """Returns the KV of a value. Raises RecordError if it is not this record."""
-        _, payload = self.sealing.open(address, value, self.head())
-        if len(payload) != self.record_bytes:
+    def opened(self, kind: str, address: bytes, value: bytes, n_bytes: int | None = None) -> memoryview:
+        """Returns the payload of a value, of so many bytes. Raises RecordError if it is not that value."""
+        _, payload = self.sealing.open(address, value, self.head(kind))
+        if n_bytes is not None and len(payload) != n_bytes:
             raise RecordError(RemoteReason.OTHER_LAYOUT)
         return payload
 
-    def sealed(self, address: bytes, payload: Bytes, made_by: str) -> bytes:
-        """Returns the value of some KV. `made_by` names the device that computed it."""
-        head = {**self.head(), "device": made_by}
-        return self.sealing.seal(address, head, [payload])
+    def sealed(self, kind: str, address: bytes, payload: Sequence[Any], made_by: str) -> bytes:
+        """Returns the value of a payload, given as buffers. `made_by` names the device that computed it."""
+        return self.sealing.seal(address, {**self.head(kind), "device": made_by}, payload)
 
-
-def name_of(address: bytes) -> str:
-    """Returns the name in the store of the record with this address."""
-    return f"onefold/1/{address.hex()}"
+    def fetched(self, kind: str, tag: str, address: bytes, n_bytes: int | None = None) -> memoryview:
+        """Reads a value from the store, and returns its payload. Raises RecordError, also if it is not there any more,
+        and StoreError."""
+        value = self.store.get(name_of(tag, address))
+        if value is None:
+            raise RecordError(RemoteReason.GONE)
+        return self.opened(kind, address, value, n_bytes)

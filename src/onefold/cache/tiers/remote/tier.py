@@ -1,49 +1,55 @@
 """The remote tier: prompts that several machines prefill are computed once, and fetched from a store that they share.
 
-    PrefixCache(model, disk=RemoteSettings("redis://127.0.0.1:6379/0"))
+    PrefixCache(model, remote="redis://127.0.0.1:6379/0")        or a RemoteSettings
 
 - Memory is written to the store on a fixed grid of tokens, in the background, and read back on any machine whose model
   and settings are the same (`grid`, `writing`, `fetching`).
+- Checkpoints of windows and states are taken at the grid's edges, and stored in parts (`points`).
 - The store belongs to others: every value is sealed (`values`). Without a secret only a store of this machine is used.
 - A store that is slow, full or dead is a miss with a reason, and is tried again later (`health`).
 
-Models whose layers can be resumed only at checkpoints (windows, states) are refused.
+It keeps nothing of nodes: what memory evicts is asked for again, like what another machine wrote.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import logging
+import os
 import time
 import weakref
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from onefold.cache.memory import device
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.payloads import Node, Tree
 from onefold.cache.memory.state import CacheState
-from onefold.cache.memory.tier import Fetch, NoTier, TierStats
+from onefold.cache.memory.tier import REMOTE, Fetch, NoTier, TierStats
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.tiers.identity import Identity, salt_of
+from onefold.cache.tiers.records.layout import Layout
 from onefold.cache.tiers.remote import fetching
-from onefold.cache.tiers.remote.grid import record_tokens, root_of
+from onefold.cache.tiers.remote.grid import HEAD_BYTES, VALUE_BYTES, record_tokens, root_of
 from onefold.cache.tiers.remote.health import Health
+from onefold.cache.tiers.remote.keeping import KeptPaces
+from onefold.cache.tiers.remote.policy import DELAY, WRITES, Policy
 from onefold.cache.tiers.remote.reasons import RemoteReason
 from onefold.cache.tiers.remote.sharing import Sharing
 from onefold.cache.tiers.remote.stores.registry import address_of, open_store
 from onefold.cache.tiers.remote.stores.store import StoreSettings
 from onefold.cache.tiers.remote.values import Sealing
-from onefold.cache.tiers.remote.writing import Path, RemoteWriter
+from onefold.cache.tiers.remote.writing import RemoteWriter
 from onefold.errors import BudgetError, ConfigError
 
 log = logging.getLogger("onefold")
 
 DEADLINE = 1.0
-"""Seconds that the store may take to answer."""
+PART_SHARE = 256
+"""A part of a checkpoint takes at most this share of the budget: three of them are always reserved."""
+OTHERS_MOST = 60.0
+"""Seconds that a request waits for another thread that fetches the same."""
 WRITING_MOST = 60.0
 """Seconds that closing a cache waits for what is still to be written."""
 DAY = 24 * 3600
@@ -64,6 +70,14 @@ class RemoteSettings:
     ttl: int = 30 * DAY
     """Seconds after its last use that a value is forgotten, by stores that can."""
     deadline: float = DEADLINE
+    """Seconds that the store may take to answer."""
+    write: str = "shared"
+    """What is written: "shared", what two conversations have in common, and the ends of turns after a while; "all", or
+    "none"."""
+    delay: float = DELAY
+    """Seconds after which the end of a turn is written, if it was not continued."""
+    paces: str | os.PathLike[str] | None = None
+    """A file that keeps how quickly was read and computed, over restarts."""
 
     def __post_init__(self) -> None:
         address = address_of(self.url)
@@ -76,10 +90,15 @@ class RemoteSettings:
             )
         if not 0 < self.deadline <= 60 or self.ttl < 1:
             raise ConfigError("the deadline is more than 0 and at most 60 seconds, the time to live at least 1 second")
+        if self.write not in WRITES:
+            raise ConfigError(f"what is written to a shared store is one of {', '.join(WRITES)}, not {self.write!r}")
+        if not 0 <= self.delay <= DAY:
+            raise ConfigError(f"the delay is a number of seconds, from 0 to {DAY}, not {self.delay!r}")
 
 
 class RemoteTier(NoTier):
     def __init__(self, settings: RemoteSettings, state: CacheState, identity: Identity) -> None:
+        """Raises ConfigError if the store cannot be opened, and BudgetError if there is no room for its buffers."""
         address = address_of(settings.url)
         self._shown = address.shown
         self._state: CacheState = weakref.proxy(state)  # the tier outlives the cache, which the state may refer to
@@ -87,22 +106,43 @@ class RemoteTier(NoTier):
         self._roots: weakref.WeakKeyDictionary[Tree, bytes | None] = weakref.WeakKeyDictionary()
         """Where the chain of each tree's namespace begins; None if it has no name that other machines know."""
         reasons: Counter[str] = Counter()
-        n_tokens = record_tokens(state.store.token_bytes)
+        made_by = "cuda" if device.on_cuda() else "metal" if device.on_metal() else "cpu"
         self._shared = Sharing(
             open_store(StoreSettings(address, settings.deadline, settings.ttl)),
             Sealing(settings.secret),
             Health("read", address.shown, reasons),
             Health("written", address.shown, reasons),
             concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="onefold-remote-read"),
-            n_tokens,
+            record_tokens(state.store.token_bytes),
             state.store.specs,
-            settings.deadline,
+            points=Layout(None, identity.points),
+            has_points=state.model.needs_checkpoints,
+            part_bytes=max(1 << 16, min(VALUE_BYTES - HEAD_BYTES, state.ledger.budget_bytes // PART_SHARE)),
+            deadline=settings.deadline,
             reasons=reasons,
         )
-        leases = state.leases
-        made_by = "cuda" if device.on_cuda() else "metal" if device.on_metal() else "cpu"
+        self._paces = None if settings.paces is None else KeptPaces(settings.paces, f"{address.shown} {identity.label}")
+        if self._paces is not None:
+            self._paces.load(self._shared.read_pace, self._shared.prefill_pace)
+        policy, leases = Policy(settings.write, settings.delay), state.leases
         self._lock = state.lock
-        self._writer = RemoteWriter(self._shared, state.store, state.lock, made_by, lambda: len(leases) > 0)
+        self._writer: RemoteWriter | None = None
+        if policy.writes:
+            about = {
+                "model": identity.label,
+                "kv": identity.about.get("kv"),
+                "adapter": identity.about.get("adapter", ""),
+                "tokens": self._shared.n_tokens,
+                "token_bytes": state.store.token_bytes,
+                "device": made_by,
+            }
+            self._writer = RemoteWriter(
+                self._shared, state.store, state.lock, policy, about, lambda: len(leases) > 0
+            )
+
+    @property
+    def grid(self) -> int:
+        return self._shared.n_tokens if self._shared.has_points and self._writer is not None else 0
 
     # -- requests ------------------------------------------------------------------------------------
 
@@ -114,9 +154,17 @@ class RemoteTier(NoTier):
     def planning(self, tree: Tree, tokens: Tokens, reserve_tokens: int) -> Work[Fetch | None]:
         yield from ()
         root = self._roots.get(tree)
-        if root is None:
+        if root is None or self._state.closing:
             return None
         return fetching.planned(self._state, self._shared, tree, root, tokens, reserve_tokens)
+
+    def awaiting_others(self, tree: Tree, tokens: Tokens) -> Work[None]:
+        root = self._roots.get(tree)
+        until = time.monotonic() + OTHERS_MOST
+        while root is not None and time.monotonic() < until:
+            if not fetching.is_read_elsewhere(self._state, self._shared, tree, root, tokens):
+                return
+            yield fetching.STEP_SECONDS
 
     def prefilled(self, n_tokens: int, seconds: float) -> None:
         self._shared.prefill_pace.took(seconds, n_tokens)
@@ -124,26 +172,31 @@ class RemoteTier(NoTier):
     # -- writing ---------------------------------------------------------------------------------------
 
     def committed(self, node: Node) -> None:
-        tree = self._state.nodes.tree_of(node)
-        root = self._roots.get(tree)
+        if self._writer is None:
+            return
+        root = self._roots.get(self._state.nodes.tree_of(node))
         if root is None:
             self._shared.reasons[RemoteReason.NAMELESS] += 1
             return
-        self._writer.want(Path(tree, root, np.concatenate([n.tokens for n in node.path()])))
+        self._writer.committed(node, root)
 
     def flush(self, *, everything: bool, until: float, reports: bool = False) -> bool:
-        return self._writer.flush(until)
+        return self._writer is None or self._writer.flush(until)
 
     def give_up(self) -> None:
-        self._writer.give_up()
+        if self._writer is not None:
+            self._writer.give_up()
 
     def stop(self, until: float | None) -> None:
+        if self._writer is None:
+            return
         if until is not None:
             self._writer.flush(min(until, time.monotonic() + WRITING_MOST))
         self._writer.stop()
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
         self._disconnect()
 
     def abandon(self) -> None:
@@ -153,6 +206,8 @@ class RemoteTier(NoTier):
         self._disconnect()
 
     def _disconnect(self) -> None:
+        if self._paces is not None:
+            self._paces.save(self._shared.read_pace, self._shared.prefill_pace)
         self._shared.threads.shutdown(wait=False, cancel_futures=True)
         self._shared.store.close()
 
@@ -165,9 +220,9 @@ class RemoteTier(NoTier):
     def stats(self) -> TierStats:
         counts = self._shared.counts
         return TierStats(
-            mode="remote",
+            mode=REMOTE,
             folder=self._shown,
-            pending=self._writer.pending,
+            pending=self._writer is not None and self._writer.pending,
             written_bytes=counts["written_bytes"],
             records=counts["written_records"],
             spilled_tokens=counts["spilled_tokens"],
@@ -183,14 +238,15 @@ class RemoteTier(NoTier):
 
 
 def open_remote(settings: RemoteSettings, state: CacheState, identity: Identity) -> RemoteTier | TierStats:
-    """Opens the tier: the function that the registry names."""
-    if state.model.needs_checkpoints or not state.store.specs or state.model.bounds:
-        why = "layers with windows or states, or a bound, cannot be resumed from a shared store yet"
-        log.warning("nothing is shared: %s", why)
-        return TierStats(failed=why)
+    """Open the tier of a shared store. If nothing can be shared, that is logged, and only its statistics are returned.
+    Raises ConfigError if the settings are wrong."""
+    why = ""
     if not record_tokens(state.store.token_bytes):
-        return TierStats(failed=f"a token has {state.store.token_bytes} bytes of KV, more than a value may have")
+        why = f"a token has {state.store.token_bytes} bytes of KV, more than a value of a shared store may have"
     try:
-        return RemoteTier(settings, state, identity)
+        if not why:
+            return RemoteTier(settings, state, identity)
     except BudgetError as error:
-        return TierStats(failed=f"the budget has no room for a record that is sent: {error}")
+        why = str(error)
+    log.warning("nothing is shared with other machines: %s", why)
+    return TierStats(mode=REMOTE, failed=why)

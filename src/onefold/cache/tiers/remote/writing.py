@@ -1,93 +1,114 @@
-"""The thread that writes records to a shared store, once each over all machines.
+"""The thread that writes to a shared store: records of KV, and checkpoints, once each over all machines.
 
-- A commit queues the path that it ended; nothing waits for it. The whole records of a path are written from its first
+- A commit queues the end of its path; nothing waits for it. The whole records of a path are written from its first
   token on, so that what another machine finds can be resumed. The store is asked first which of them it has.
-- A record is copied out under the cache's lock, one at a time, and only from buffers that no request writes to; it is
+- What is written is chosen by `Policy`: everything at once, or only what several conversations share, and the ends of
+  turns after a while. A turn that is continued in time is written with the next one.
+- A value is copied out under the cache's lock, one at a time, and only from buffers that no request writes to; it is
   sealed and sent without the lock. What was evicted before its turn is not written.
 - While requests run the thread takes a fortieth of one processor, unless a caller waits for a flush.
 - The queue is bounded. A path that comes when it is full is dropped and counted: a later turn of the same conversation
   queues it again.
 
-Holds trees and the lock, but not the `CacheState`, which it would keep alive.
+Holds nodes and the lock, but not the `CacheState`, which it would keep alive.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from onefold.cache.memory.arrays import Payload
+from onefold.cache.memory.checkpoints import Checkpoint
 from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.lock import CacheLock
-from onefold.cache.memory.payloads import Tree
+from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.segment import Span
 from onefold.cache.memory.segment import Store as Slabs
-from onefold.cache.memory.tokens import Tokens
 from onefold.cache.tiers import host
+from onefold.cache.tiers.remote.grid import about_name, name_of, part_address, point_address, tag_of
+from onefold.cache.tiers.remote.points import manifest_of, parts_of
+from onefold.cache.tiers.remote.policy import Policy
 from onefold.cache.tiers.remote.reasons import RemoteReason
-from onefold.cache.tiers.remote.sharing import Sharing, name_of
+from onefold.cache.tiers.remote.sharing import ABOUT, KV, PART, POINT, Sharing
 from onefold.cache.tiers.remote.stores.store import StoreError
 from onefold.worker import Worker
 
 log = logging.getLogger("onefold")
 
 COPIES = 3
-"""Of one record, while it is sent: the KV, then the sealed value (or a part of the KV that lies elsewhere), and the
+"""Of one value, while it is sent: its bytes, then the sealed value (or a part of the KV that lies elsewhere), and the
 command of the store's client."""
-WAITING_MOST = 256
+WAITING_MOST = 1024
 """Paths that wait to be written."""
 LOOK_AGAIN = 0.5
 """Seconds after which the waiting thread looks again without being notified."""
 REST = 40.0
-"""While requests run: so many times as long as a record took of the processor, the thread rests."""
+"""While requests run: so many times as long as a value took of the processor, the thread rests."""
 STOPPING_MOST = 30.0
-"""Seconds that a record which is being sent is waited for at the end."""
+"""Seconds that a value which is being sent is waited for at the end."""
 _UNEXPECTED = (RuntimeError, ValueError, TypeError, MemoryError, OSError)
 
 
-@dataclass(frozen=True, eq=False)
-class Path:
-    tree: Tree
+class Path(NamedTuple):
+    node: Node
+    """Where it ends."""
     root: bytes
     """Where the chain of its namespace begins."""
-    tokens: Tokens
 
 
 class RemoteWriter:
     def __init__(
-        self, shared: Sharing, slabs: Slabs, lock: CacheLock, made_by: str, are_running: Callable[[], bool]
+        self,
+        shared: Sharing,
+        slabs: Slabs,
+        lock: CacheLock,
+        policy: Policy,
+        about: dict[str, Any],
+        are_running: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`made_by` names the device. `are_running()`: whether requests run. Raises BudgetError."""
-        self._shared, self._slabs, self._lock, self._made_by = shared, slabs, lock, made_by
-        self._are_running = are_running
-        self._paths: deque[Path] = deque()
+        """`about` describes a namespace, for people; its "device" names what computes here. `are_running()`: whether
+        requests run. Raises BudgetError."""
+        self._shared, self._slabs, self._lock, self._policy, self._about = shared, slabs, lock, policy, about
+        self._are_running, self._clock = are_running, clock
+        self._due: dict[Node, tuple[float, bytes]] = {}
+        """By the node where a path ends: when it is to be written, and the root of its chain."""
         self._busy = self._stop = self._given_up = False
         self._hurries = 0
-        n_bytes = COPIES * shared.record_bytes
-        self._account = slabs.ledger.open(Purpose.DISK, n_bytes, "records on their way to a shared store")
-        self._buffer = np.empty(shared.record_bytes, np.uint8)
+        value = max(shared.record_bytes, shared.part_bytes if shared.has_points else 0)
+        self._account = slabs.ledger.open(Purpose.DISK, COPIES * value, "values on their way to a shared store")
+        self._buffer = np.empty(value, np.uint8)
+        self._described: set[str] = set()
+        """Tags whose namespace is described in the store."""
         self._thread = Worker(self._run, "onefold-remote")
         self._thread.start()
 
     # -- asked by the cache, with its lock held ----------------------------------------------------
 
-    def want(self, path: Path) -> None:
-        """Queue a path. One that continues a queued path replaces it."""
-        if len(path.tokens) < self._shared.n_tokens:
+    def committed(self, node: Node, root: bytes) -> None:
+        """Queue what is to be written of a path that was committed. A path that it continues is not queued any more."""
+        if node.end < self._shared.n_tokens or self._ends:
             return
-        for queued in self._paths:
-            if _continues(path, queued):
-                self._paths.remove(queued)
-                break
-        if len(self._paths) >= WAITING_MOST:
-            self._shared.reasons[RemoteReason.TOO_MANY] += 1
-            return
-        self._paths.append(path)
+        for above in node.path()[:-1]:
+            if above in self._due and not self._policy.is_shared(above):
+                del self._due[above]
+        for end, delay in self._policy.ends(node):
+            if end not in self._due and len(self._due) >= WAITING_MOST:
+                self._forget_removed()
+            if end not in self._due and len(self._due) >= WAITING_MOST:
+                self._shared.reasons[RemoteReason.TOO_MANY] += 1
+                continue
+            self._due[end] = (self._clock() + delay, root)
         self._lock.notify_all()
+
+    def _forget_removed(self) -> None:
+        self._due = {node: due for node, due in self._due.items() if node.parent is not None}
 
     @property
     def _ends(self) -> bool:
@@ -95,17 +116,19 @@ class RemoteWriter:
 
     @property
     def pending(self) -> bool:
-        return self._busy or bool(self._paths)
+        """Whether something is being written, or is due."""
+        return self._busy or self._next_due() is not None
 
     def close(self) -> None:
-        """After `stop`: forget what waits, and release the memory for a record."""
-        self._paths.clear()
+        """After `stop`: forget what waits, and release the memory for a value."""
+        self._due.clear()
         self._account.close()
 
     # -- without the lock ----------------------------------------------------------------------------
 
     def flush(self, until: float) -> bool:
-        """Wait until everything that is queued is in the store. Returns False if it is not by then, or cannot be."""
+        """Write everything that is queued, whether it is due or not, and wait for that. Returns False if it is not in
+        the store by then, or cannot be."""
         with self._lock.inner:
             self._hurries += 1
             self._lock.notify_all()
@@ -120,19 +143,19 @@ class RemoteWriter:
                 self._hurries -= 1
 
     def give_up(self) -> None:
-        """Write no more than the record that is being sent; every flush returns False from now on."""
+        """Write no more than the value that is being sent; every flush returns False from now on."""
         with self._lock.inner:
             self._given_up = True
-            self._paths.clear()
+            self._due.clear()
             self._lock.notify_all()
 
     def stop(self) -> None:
-        """End the thread. A record that is being sent is waited for."""
+        """End the thread. A value that is being sent is waited for."""
         with self._lock.inner:
             self._stop = True
             self._lock.notify_all()
         if self._thread.working and not self._thread.is_this_thread and not self._thread.wait(STOPPING_MOST):
-            log.warning("the shared store still takes a record after %.0f s; not waiting for it", STOPPING_MOST)
+            log.warning("the shared store still takes a value after %.0f s; not waiting for it", STOPPING_MOST)
 
     # -- the thread ----------------------------------------------------------------------------------
 
@@ -155,87 +178,160 @@ class RemoteWriter:
                 self._lock.notify_all()
             host.leave_thread()
 
+    def _next_due(self) -> Node | None:
+        """Returns the end of a path that is due, all are while a caller waits; None if there is none."""
+        now = float("inf") if self._hurries else self._clock()
+        return next((node for node, (due, _) in self._due.items() if due <= now), None)
+
     def _next(self) -> Path | None:
         """Wait for a path. Returns None when it is time to end."""
         with self._lock.inner:
             self._busy = False
             self._lock.notify_all()
-            while not self._stop and not (self._paths and self._shared.writing.usable):
+            node = None
+            while not self._stop and not (self._shared.writing.usable and (node := self._next_due()) is not None):
                 self._lock.wait(LOOK_AGAIN)
-            if self._stop:
+            if self._stop or node is None:
                 return None
             self._busy = True
-            return self._paths.popleft()
+            return Path(node, self._due.pop(node)[1])
 
     def _again(self, path: Path) -> None:
-        """Queue this path again, unless one that continues it is queued, and wait: others may be in the same state."""
+        """Queue this path again, unless it is queued, and wait: others may be in the same state."""
         with self._lock.inner:
             if self._ends:
                 return
-            if not any(_continues(queued, path) for queued in self._paths):
-                self._paths.append(path)
+            self._due.setdefault(path.node, (self._clock(), path.root))
             self._lock.wait(LOOK_AGAIN)
 
     def _write(self, path: Path) -> bool:
-        """Write the records of a path that the store does not have and memory has. Returns False if a request writes
-        where one of them lies: it can be written later. Raises StoreError."""
+        """Write what the store does not have of a path and memory has. Returns False if a request writes where some of
+        it lies: it can be written later. Raises StoreError."""
+        shared, tag = self._shared, tag_of(path.root)
+        with self._lock.inner:
+            if path.node.parent is None:
+                return True  # evicted
+            tokens = np.concatenate([n.tokens for n in path.node.path()])
+        chain = list(shared.addresses(path.root, tokens))
+        self._describe(tag)
+        if shared.record_bytes and not self._write_records(path, tag, chain):
+            return False
+        if shared.has_points:
+            self._write_points(path, tag, chain)
+        return True
+
+    def _write_records(self, path: Path, tag: str, chain: list[bytes]) -> bool:
+        """As `_write`."""
         shared = self._shared
-        records = list(shared.addresses(path.root, path.tokens))
-        first = next((i for i, address in enumerate(records) if address not in shared.known), len(records))
-        if first < len(records):
-            there = first + shared.store.leading([name_of(a) for a in records[first:]])
-            for address in records[first:there]:
+        first = next((i for i, address in enumerate(chain) if address not in shared.known), len(chain))
+        if first < len(chain):
+            look = shared.store.look([name_of(tag, a) for a in chain[first:]], patient=True)
+            for address in chain[first : first + look.leading]:
                 shared.known.add(address)
-        for i, address in enumerate(records):
+        for i, address in enumerate(chain):
             if address in shared.known:
                 continue
             began = time.thread_time()
             with self._lock.inner:
-                parts = None if self._ends else self._parts(path, i)
+                parts = None if self._ends else self._parts(path.node, i)
                 if parts is None:
                     return True  # evicted, or the end
                 if not all(host.is_quiet(span.slab) for span, *_ in parts):
                     return False
                 self._copy(parts)
-            value = shared.sealed(address, self._buffer, self._made_by)
-            new = shared.store.add(name_of(address), value)
-            shared.known.add(address)
-            shared.missed.forget([address])
-            shared.writing.answered()
-            shared.counts["written_bytes"] += len(value) if new else 0
+            new = self._send(KV, tag, address, self._buffer[: shared.record_bytes])
             shared.counts["written_records"] += new
             shared.counts["spilled_tokens"] += shared.n_tokens if new else 0
             self._rest(time.thread_time() - began)
         return True
 
-    def _parts(self, path: Path, i: int) -> list[tuple[Span, int, int]] | None:
-        """Returns the spans in which record `i` lies, each with its first index of the slab and its number of tokens;
-        None if memory does not have all of it. Called with the inner lock held."""
+    def _send(self, kind: str, tag: str, address: bytes, payload: Any) -> bool:
+        """Send a value. Returns whether the store had none under its name. Raises StoreError."""
+        shared = self._shared
+        value = shared.sealed(kind, address, [payload], self._about["device"])
+        new = shared.store.add(name_of(tag, address), value)
+        shared.known.add(address)
+        shared.missed.forget([address])
+        shared.writing.answered()
+        shared.counts["written_bytes"] += len(value) if new else 0
+        return new
+
+    def _describe(self, tag: str) -> None:
+        """Say in the store what this namespace is, for its administrator, unless another machine did."""
+        if tag not in self._described:
+            payload = json.dumps(self._about).encode()
+            value = self._shared.sealed(ABOUT, tag.encode(), [payload], self._about["device"])
+            self._shared.store.add(about_name(tag), value)
+            self._described.add(tag)
+
+    # -- records -------------------------------------------------------------------------------------
+
+    def _parts(self, end: Node, i: int) -> list[tuple[Span, int, int]] | None:
+        """Returns the spans in which record `i` of the path to `end` lies, each with its first index of the slab and
+        its number of tokens; None if memory does not have all of it. Called with the inner lock held."""
         n = self._shared.n_tokens
-        begin, end = i * n, (i + 1) * n
-        nodes, matched = path.tree.match(path.tokens[:end])
-        found = []
-        for node in nodes:
-            lo, hi = max(begin, node.start), min(end, node.end)
+        begin, stop = i * n, (i + 1) * n
+        found, covered = [], 0
+        for node in end.path() if end.parent is not None else []:
+            lo, hi = max(begin, node.start), min(stop, node.end)
             if lo < hi:
                 if node.span is None:
                     return None
                 found.append((node.span, node.span.lo + lo - node.start, hi - lo))
-        return found if matched >= end else None
+                covered += hi - lo
+        return found if covered == n else None
 
     def _copy(self, parts: list[tuple[Span, int, int]]) -> None:
         """Copy a record into the buffer. Called with the inner lock held."""
-        at, direct = 0, self._shared.direct
+        at, direct, into = 0, self._shared.direct, self._buffer[: self._shared.record_bytes]
         if len(parts) == 1:
             span, lo, n = parts[0]
-            return host.copy_out(span.slab, lo, lo + n, self._buffer, direct=direct)
-        whole = host.split(self._slabs.specs, self._shared.n_tokens, self._buffer)
+            return host.copy_out(span.slab, lo, lo + n, into, direct=direct)
+        whole = host.split(self._slabs.specs, self._shared.n_tokens, into)
         for span, lo, n in parts:
             piece = np.empty(n * self._slabs.token_bytes, np.uint8)
             host.copy_out(span.slab, lo, lo + n, piece, direct=direct)
-            for into, part in zip(whole, host.split(self._slabs.specs, n, piece), strict=True):
-                into[:, at : at + n] = part
+            for target, part in zip(whole, host.split(self._slabs.specs, n, piece), strict=True):
+                target[:, at : at + n] = part
             at += n
+        return None
+
+    # -- checkpoints ---------------------------------------------------------------------------------
+
+    def _write_points(self, path: Path, tag: str, chain: list[bytes]) -> None:
+        """Write the last checkpoint of the path at an edge of the grid, if memory has one that the store does not have.
+        Raises StoreError."""
+        shared = self._shared
+        with self._lock.inner:
+            found = None if self._ends else self._last_point(path.node, chain)
+            if found is None:
+                return
+            position, address, checkpoint = found
+            checkpoint.hold()
+        try:
+            if shared.store.look([name_of(tag, address)], patient=True).leading:
+                shared.known.add(address)
+                return
+            manifest = manifest_of(checkpoint, position, shared.part_bytes)
+            payload = Payload(checkpoint.arrays().values(), shared.part_bytes, direct=shared.direct)
+            for i, part in enumerate(parts_of(payload, shared.part_bytes, self._buffer)):
+                began = time.thread_time()
+                self._send(PART, tag, part_address(address, manifest.nonce, i), part)
+                if self._given_up:
+                    return
+                self._rest(time.thread_time() - began)
+            self._send(POINT, tag, address, manifest.text())
+            shared.counts["written_records"] += 1
+        finally:
+            with self._lock.inner:
+                checkpoint.release()
+
+    def _last_point(self, end: Node, chain: list[bytes]) -> tuple[int, bytes, Checkpoint] | None:
+        n = self._shared.n_tokens
+        for node in reversed(end.path() if end.parent is not None else []):
+            if node.checkpoint is not None and node.end % n == 0 and node.end // n <= len(chain):
+                address = point_address(chain[node.end // n - 1])
+                return None if address in self._shared.known else (node.end, address, node.checkpoint)
         return None
 
     def _rest(self, worked: float) -> None:
@@ -245,8 +341,3 @@ class RemoteWriter:
                 (left := until - time.monotonic()) > 0 and not self._stop and not self._hurries and self._are_running()
             ):
                 self._lock.wait(min(left, LOOK_AGAIN))
-
-
-def _continues(longer: Path, path: Path) -> bool:
-    n = len(path.tokens)
-    return longer.tree is path.tree and n <= len(longer.tokens) and bool((longer.tokens[:n] == path.tokens).all())

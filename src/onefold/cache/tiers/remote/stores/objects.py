@@ -1,12 +1,14 @@
 """Values as objects of a bucket, or as files of a folder: S3, Google's storage, `file://`. Uses the package `obstore`.
 
-- A bucket answers for one name at a time, so a chain is looked at in rounds: twice as many names in each, until one is
-  missing.
+- A bucket answers for one name at a time. A reader asks for some names of a chain at once, then for some between the
+  last that is there and the first that is not: two or three round trips for a thousand names. If one between them is
+  missing, the reader learns that when it reads it. The writer, who fills such a gap, asks for all.
 - Nothing is removed by age: a bucket has rules for that, and `file://` is for tests and for one machine.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,29 +19,56 @@ from urllib.parse import unquote, urlsplit
 
 from onefold.cache.tiers.remote.grid import VALUE_BYTES
 from onefold.cache.tiers.remote.reasons import RemoteReason
-from onefold.cache.tiers.remote.stores.store import Held, Store, StoreError, StoreSettings
+from onefold.cache.tiers.remote.stores.store import Held, Look, Point, Store, StoreError, StoreSettings
 from onefold.errors import ConfigError, RecordError
 
 _AT_ONCE = 32
 """Questions to a bucket at the same time."""
+_POINTS_AT_ONCE = 8
+_SHARE = 0.8
+"""Of the deadline: after it a reader makes do with what it knows."""
 
 
 class ObjectStore:
     def __init__(self, settings: StoreSettings, package: Any, opened: Any) -> None:
         """`package` is `obstore`, and `opened` one of its stores."""
         self._package, self._opened = package, opened
-        self._shown = settings.address.shown
+        self._shown, self._deadline = settings.address.shown, settings.deadline
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="onefold-remote-look")
 
-    def leading(self, names: Sequence[str]) -> int:
-        known, n = 0, 4
-        while known < len(names):
-            part = names[known : known + n]
-            there = list(self._threads.map(self._has, part))
-            if not all(there):
-                return known + there.index(False)
-            known, n = known + len(part), 2 * n
+    def look(self, names: Sequence[str], points: Sequence[Point] = (), *, patient: bool = False) -> Look:
+        until = float("inf") if patient else time.monotonic() + _SHARE * self._deadline
+        leading = self._scanned(names) if patient else self._searched(names, until)
+        usable = [i for i, p in enumerate(points) if p.needs <= leading]
+        while usable and time.monotonic() < until:  # the last ones first: one of them is likely to be there
+            part, usable = usable[-_POINTS_AT_ONCE:], usable[:-_POINTS_AT_ONCE]
+            there = self._threads.map(self._has, [points[i].name for i in part])
+            found = [i for i, is_there in zip(part, there, strict=True) if is_there]
+            if found:
+                return Look(leading, found[-1])
+        return Look(leading)
+
+    def _searched(self, names: Sequence[str], until: float) -> int:
+        """Returns how many of the names are there, if there are none behind the first that is missing; fewer when time
+        is up."""
+        known, missing = 0, len(names)
+        while known < missing and time.monotonic() < until:
+            step = max(1, -(-(missing - known) // _AT_ONCE))
+            asked = list(range(known, missing, step)) if known else [0]  # most prompts are not there at all
+            there = list(self._threads.map(self._has, [names[i] for i in asked]))
+            gap = there.index(False) if not all(there) else len(asked)
+            if gap:
+                known = asked[gap - 1] + 1
+            if gap < len(asked):
+                missing = asked[gap]
         return known
+
+    def _scanned(self, names: Sequence[str]) -> int:
+        for begin in range(0, len(names), _AT_ONCE):
+            there = list(self._threads.map(self._has, names[begin : begin + _AT_ONCE]))
+            if not all(there):
+                return begin + there.index(False)
+        return len(names)
 
     def _has(self, name: str) -> bool:
         with self._translated():

@@ -1,6 +1,7 @@
 """Values in Redis, or in what speaks its protocol: Valkey, Dragonfly. Uses the package `redis`.
 
-- The look at a chain is one pipeline of EXISTS.
+- The look at a chain is one pipeline of EXPIRE, which says whether a value is there, and begins its time anew: what
+  machines have in memory and never read again must not be forgotten before what continues it.
 - A value is read with GETRANGE, so that no more than a value is fetched, and EXPIRE, which begins its time anew.
 - It is written with SET NX EX: machines that compute the same at the same time write it once.
 - A connection is used by one thread at a time; the package keeps them in a pool.
@@ -14,7 +15,7 @@ from typing import Any
 
 from onefold.cache.tiers.remote.grid import VALUE_BYTES
 from onefold.cache.tiers.remote.reasons import RemoteReason
-from onefold.cache.tiers.remote.stores.store import Held, Store, StoreError, StoreSettings
+from onefold.cache.tiers.remote.stores.store import Held, Look, Point, Store, StoreError, StoreSettings
 from onefold.errors import ConfigError, RecordError
 
 _LISTED = 500
@@ -27,14 +28,16 @@ class RedisStore:
         self._client, self._errors = client, errors
         self._shown, self._ttl = settings.address.shown, settings.ttl
 
-    def leading(self, names: Sequence[str]) -> int:
-        if not names:
-            return 0
+    def look(self, names: Sequence[str], points: Sequence[Point] = (), *, patient: bool = False) -> Look:
+        if not names and not points:
+            return Look(0)
         with self._translated(), self._client.pipeline(transaction=False) as pipeline:
-            for name in names:
-                pipeline.exists(name)
+            for name in (*names, *(p.name for p in points)):
+                pipeline.expire(name, self._ttl)
             found = pipeline.execute()
-        return next((i for i, there in enumerate(found) if not there), len(names))
+        leading = next((i for i, there in enumerate(found[: len(names)]) if not there), len(names))
+        usable = (i for i, p in enumerate(points) if p.needs <= leading and found[len(names) + i])
+        return Look(leading, max(usable, default=-1))
 
     def get(self, name: str) -> bytes | None:
         with self._translated(), self._client.pipeline(transaction=False) as pipeline:

@@ -28,10 +28,28 @@ class Held(NamedTuple):
     size: int
 
 
+class Point(NamedTuple):
+    """The name of a checkpoint, and how many of a chain's values it continues: it is of no use without them."""
+
+    needs: int
+    name: str
+
+
+class Look(NamedTuple):
+    """What a store has of a chain."""
+
+    leading: int
+    """Values, from the first name on."""
+    point: int = -1
+    """The last of the points that is there and whose values are there; -1 if there is none."""
+
+
 class Store(Protocol):
-    def leading(self, names: Sequence[str]) -> int:
-        """Returns how many of these names, from the first on, the store has values under; in one round trip where the
-        store can. Raises StoreError."""
+    def look(self, names: Sequence[str], points: Sequence[Point] = (), *, patient: bool = False) -> Look:
+        """Returns how many of these names, from the first on, the store has values under, and which of `points`, in
+        the order of a conversation; in one round trip where the store can, and begins their time anew where it has
+        one. A store that needs many round trips returns what it knows when its deadline is near, unless `patient`.
+        Raises StoreError."""
         ...
 
     def get(self, name: str) -> bytes | None:

@@ -6,6 +6,7 @@ A machine is a cache here: two caches of one process share only the store.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import random
 import socket
@@ -18,12 +19,15 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from redis_server import redis_server
+from redis_server import free_port, redis_server
 from tiny import tiny
 
 import onefold
+from onefold.cache.memory.checkpoints import POINTS_SHARE
+from onefold.cache.memory.ledger import Purpose
 from onefold.cache.tiers.pace import Pace
-from onefold.cache.tiers.remote import fetching, health, sharing
+from onefold.cache.tiers.records.folder import Folder
+from onefold.cache.tiers.remote import fetching, health, sharing, tier
 from onefold.cache.tiers.remote.grid import ABOUT
 from onefold.cache.tiers.remote.reasons import RemoteReason
 from onefold.cache.tiers.remote.stores.store import StoreError
@@ -65,8 +69,9 @@ def machine(
     """Returns a cache that fetches whatever it finds: a tiny model computes about as fast as a busy machine reads."""
     settings = RemoteSettings(url, **{"deadline": 30.0, "write": "all", **options})
     cache = onefold.PrefixCache(model, budget, kv=kv, remote=settings, **(extra or {}))
-    if cache.parts.tier is not None:
-        cache.parts.tier._shared.prefill_pace = Unmeasured()  # type: ignore[attr-defined]
+    remote = getattr(cache.parts.tier, "remote", cache.parts.tier)
+    if remote is not None:
+        remote._shared.prefill_pace = Unmeasured()
     return cache
 
 
@@ -650,3 +655,302 @@ def test_a_secret_is_never_shown() -> None:
     assert RemoteSettings("redis://10.0.0.1/0", insecure=True).insecure
 
 
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+HYBRID = "qwen3_next"
+
+
+@pytest.fixture(scope="module")
+def hybrid() -> Any:
+    return tiny(HYBRID, seed=3)
+
+
+@pytest.fixture(scope="module")
+def hybrid_cold(hybrid: Any) -> mx.array:
+    with onefold.PrefixCache(hybrid, "64MB") as cache:
+        return served(cache, hybrid, words(700))[1]
+
+
+@pytest.fixture
+def hybrid_store(hybrid: Any, url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A store with a conversation of 700 tokens, whose checkpoint is in several parts."""
+    monkeypatch.setattr(tier, "PART_SHARE", 1 << 16)
+    monkeypatch.setattr(tier, "LEAST_PART", 1 << 10)
+    with machine(hybrid, url) as first:
+        served(first, hybrid, words(700))
+        assert first.flush(60)
+    assert len(by_kind(url)["part"]) > 2 and len(by_kind(url)["point"]) == 1
+    return url
+
+
+def by_kind(url: str) -> dict[str, list[Path]]:
+    found: dict[str, list[Path]] = {"kv": [], "point": [], "part": []}
+    for path in values(url):
+        head, _ = Sealing().open(bytes.fromhex(path.name), path.read_bytes(), {})
+        found[head["kind"]].append(path)
+    return found
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone", "swap"])
+@pytest.mark.parametrize("kind", ["point", "part", "kv"])
+def test_a_damaged_checkpoint_is_a_miss_and_is_written_again(
+    damage: str, kind: str, hybrid: Any, hybrid_store: str, hybrid_cold: mx.array
+) -> None:
+    at = by_kind(hybrid_store)[kind][-1]
+    content = bytearray(at.read_bytes())
+    if damage == "gone":
+        at.unlink()
+    elif damage == "swap":
+        at.write_bytes(by_kind(hybrid_store)["part"][0].read_bytes() if kind != "part" else b"x" * len(content))
+    else:
+        content[len(content) // 2] ^= 1
+        at.write_bytes(bytes(content[:-3] if damage == "cut" else content))
+    with machine(hybrid, hybrid_store) as cache:
+        for _ in range(3):  # what cannot be used is removed, then missing, then written again
+            cache.clear(disk=False)
+            cached, found = served(cache, hybrid, words(700))
+            assert same(found, hybrid_cold, 1e-3) and cached in (0, 2 * RECORD)
+            assert cache.flush(60)
+            time.sleep(0.2)  # a removal is under way
+            cache.parts.tier._shared.missed.forget(  # type: ignore[union-attr]
+                list(cache.parts.tier._shared.missed._seen)  # type: ignore[union-attr]
+            )
+    with machine(hybrid, hybrid_store) as cache:
+        assert served(cache, hybrid, words(700))[0] == 2 * RECORD
+        assert not any(node.pins for node in cache.state.nodes.nodes())
+
+
+def test_a_fetch_of_a_checkpoint_can_be_ended_at_every_step(hybrid: Any, hybrid_store: str) -> None:
+    with machine(hybrid, hybrid_store) as cache:
+        steps, ended = 0, False
+        while not ended:
+            fetch = cache.restore(words(700))
+            assert fetch is not None
+            ended = not all(fetch.step() for _ in range(steps))
+            fetch.finish()
+            assert fetch.tokens == (2 * RECORD if ended else 0)
+            cache.clear(disk=False)
+            cache.check()
+            steps += 1
+        assert steps > 3
+        deadline = time.monotonic() + 60
+        while cache.stats().bytes["checkpoint"] or cache.state.restores:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_a_checkpoint_without_room_is_a_miss(hybrid: Any, hybrid_store: str) -> None:
+    with machine(hybrid, hybrid_store) as cache:
+        share = cache.state.ledger.budget_bytes // POINTS_SHARE
+        taken = cache.state.ledger.open(Purpose.CHECKPOINT, share, "checkpoints of other requests")
+        fetch = cache.restore(words(700))
+        assert fetch is not None
+        while fetch.step():
+            pass
+        assert fetch.tokens == 0 and reason(cache, RemoteReason.NO_ROOM) == 1
+        taken.close()
+        cache.check()
+
+
+def test_an_answer_leaves_a_checkpoint_at_the_last_edge_it_passed(hybrid: Any, url: str) -> None:
+    prompt = words(300)
+    with machine(hybrid, url) as first, first.lease(prompt) as lease:
+        answer: list[int] = []
+        out = hybrid(mx.array(prompt[:256])[None], cache=lease.layers)
+        out = hybrid(mx.array(prompt[256:])[None], cache=lease.layers)
+        for _ in range(600):
+            answer.append(int(mx.argmax(out[0, -1])))
+            out = hybrid(mx.array(answer[-1:])[None], cache=lease.layers)
+        said = [*prompt, *answer]
+        assert sorted(c.position for c in lease.hold.taken) == [256, 299, 768] or len(lease.hold.taken) <= 3
+        lease.commit(said)
+        assert first.flush(60)
+    with machine(hybrid, url) as second:
+        assert served(second, hybrid, [*said, 1, 2, 3])[0] == 768
+
+
+@pytest.mark.parametrize("family", ["llama_q", "llama_sliding"])
+def test_conversations_with_a_bound_are_shared_too(family: str, url: str) -> None:
+    model, tokens = tiny(family, seed=3), words(700)
+    bound = {"max_kv_size": 1024, "keep": 16}
+    expected = []
+    for n in (700, 1500, 1600):
+        with onefold.PrefixCache(model, "64MB", **bound) as cache:  # type: ignore[arg-type]
+            expected.append(served(cache, model, words(n))[1])
+    with machine(model, url, extra=bound) as first:
+        served(first, model, words(1500))
+        served(first, model, tokens)
+        assert first.flush(60)
+    for n, logits in zip((700, 1500, 1600), expected, strict=True):
+        with machine(model, url, extra=bound) as second:
+            cached, found = served(second, model, words(n))
+            assert same(found, logits, 1e-3) and cached >= 2 * RECORD, (n, cached)
+    with machine(model, url) as other:
+        assert served(other, model, tokens)[0] == 0  # another bound, other KV
+
+
+def test_memory_while_fetching_a_checkpoint_is_the_entry_and_little_more(url: str) -> None:
+    model = tiny(HYBRID, seed=3)
+    tokens = words(2048)
+    with machine(model, url, "1GB") as first:
+        served(first, model, tokens)
+        assert first.flush(60)
+    with machine(model, url, "1GB") as second:
+        gc.collect()
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        fetch = second.restore([*tokens, 1])
+        assert fetch is not None
+        while fetch.step():
+            pass
+        entry = second.stats().bytes["stored"] + second.stats().bytes["checkpoint"]
+        assert fetch.tokens == len(tokens)
+        assert mx.get_peak_memory() - before <= 1.05 * entry * 9 / 8
+
+
+# -- what is written, and when ---------------------------------------------------------------------
+
+
+def test_only_what_is_shared_is_written_at_once(model: Any, url: str) -> None:
+    with machine(model, url, write="shared", delay=LONG / 100) as cache:
+        served(cache, model, words(700))
+        assert not cache.stats().remote.pending and not values(url)
+        served(cache, model, [*words(600), *words(300, seed=1)])  # shares 600 tokens with the first
+        deadline = time.monotonic() + 60
+        while cache.stats().remote.pending or not values(url):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert len(values(url)) == 600 // RECORD
+        assert cache.flush(60) and len(values(url)) == 600 // RECORD + 1  # and the end of the second one
+    assert len(values(url)) == 3
+
+
+def test_the_end_of_a_turn_is_written_after_a_while_and_one_that_is_continued_is_not(model: Any, url: str) -> None:
+    with machine(model, url, write="shared", delay=100.0) as cache:
+        writer, now = cache.parts.tier._writer, [0.0]  # type: ignore[union-attr]
+        writer._clock = lambda: now[0]
+        served(cache, model, words(300))
+        now[0] = 90.0
+        served(cache, model, [*words(300), *words(300, seed=1)])
+        assert len(writer._due) == 1
+        now[0] = 110.0
+        assert not cache.stats().remote.pending
+        now[0] = 191.0
+        assert cache.stats().remote.pending
+        deadline = time.monotonic() + 60
+        while cache.stats().remote.pending:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert len(values(url)) == 2
+
+
+def test_a_machine_that_only_reads_writes_nothing(model: Any, filled: str) -> None:
+    with machine(model, filled, write="none") as cache:
+        assert served(cache, model, words(700))[0] == 2 * RECORD
+        served(cache, model, words(700, seed=1))
+        assert cache.flush(1) and "onefold-remote" not in {t.name for t in threading.enumerate()}
+    assert len(values(filled)) == 2
+
+
+# -- the disk and a store --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama_q", HYBRID])
+def test_the_disk_is_read_first_and_then_the_store(family: str, url: str, tmp_path: Path) -> None:
+    model, tokens = tiny(family, seed=3), words(700)
+    with machine(model, url) as first:
+        longer = served(first, model, [*tokens, *words(400, seed=1)])[1]
+        assert first.flush(60)
+    disk = {"disk": tmp_path / "disk", "disk_mode": "through"}
+    with machine(model, url, extra=disk, write="none") as second:
+        served(second, model, tokens)
+        assert second.flush(60)
+        assert second.stats().disk.mode == "through" and second.stats().remote.mode == "remote"
+    with machine(model, url, extra=disk) as third:
+        cached, found = served(third, model, [*tokens, *words(400, seed=1)])
+        stats = third.stats()
+        assert same(found, longer, 1e-3) and cached == 1024, stats.reasons
+        assert (stats.tokens_from_disk, stats.tokens_from_remote) == (700, 324)
+        third.check()
+        third.clear(disk=False)
+        assert third.flush(60, everything=True)
+    with machine(model, url, extra=disk) as fourth:  # what came from the store is on this machine's disk now
+        assert served(fourth, model, [*tokens, *words(400, seed=1)])[0] >= 1024
+        assert fourth.stats().tokens_from_remote == 0
+        fourth.clear()
+    assert values(url)  # it is others', too
+
+
+def unwritable(path: Any) -> Any:
+    raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+
+def test_a_disk_or_a_store_that_cannot_be_used_leaves_the_other(
+    model: Any, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Folder, "make", unwritable)
+    with machine(model, url, extra={"disk": tmp_path / "locked"}) as cache:
+        assert cache.stats().disk.failed and not cache.stats().remote.failed
+        served(cache, model, words(700))
+        assert cache.flush(60)
+    assert len(values(url)) == 2
+    monkeypatch.undo()
+    with machine(model, f"redis://127.0.0.1:{free_port()}/0", extra={"disk": tmp_path / "disk"}) as cache:
+        served(cache, model, words(700))
+        assert cache.stats().remote.failed and not cache.stats().disk.failed
+    with machine(model, url, extra={"disk": tmp_path / "disk"}) as cache:
+        assert served(cache, model, words(700))[0] == 699 and cache.stats().tokens_from_disk == 699
+
+
+# -- whether it pays -------------------------------------------------------------------------------
+
+
+def test_how_quick_the_store_is_survives_a_restart(model: Any, filled: str, tmp_path: Path) -> None:
+    paces = tmp_path / "deeper" / "paces.json"
+    settings = RemoteSettings(filled, deadline=30.0, write="none", paces=paces)
+    with onefold.PrefixCache(model, "64MB", remote=settings, label="a") as cache:
+        shared = cache.parts.tier._shared  # type: ignore[union-attr]
+        shared.read_pace.took(100.0, 1)
+        shared.prefill_pace.took(1e-9, 1_000_000)
+    for label, skipped in (("a", 2 * RECORD), ("b", 0)):
+        with onefold.PrefixCache(model, "64MB", remote=settings, label=label) as cache:
+            fetch = cache.restore(words(700))
+            while fetch is not None and fetch.step():
+                pass
+            assert cache.stats().remote.skipped_tokens == skipped
+    paces.write_text("[1")
+    with onefold.PrefixCache(model, "64MB", remote=settings, label="a") as cache:
+        assert cache.restore(words(700)) is not None
+
+
+def test_two_threads_fetch_the_same_prompt_once(model: Any, url: str) -> None:
+    tokens = words(8 * RECORD)
+    with machine(model, url) as first:
+        served(first, model, tokens)
+        assert first.flush(60)
+    with machine(model, url) as cache:
+        store, reads = cache.parts.tier._shared.store, []  # type: ignore[union-attr]
+        get = store.get
+
+        def slowly(name: str) -> bytes | None:
+            reads.append(name)
+            time.sleep(0.05)
+            found: bytes | None = get(name)
+            return found
+
+        store.get = slowly  # type: ignore[method-assign]
+        fetched: list[int] = []
+
+        def lease() -> None:
+            with cache.lease([*tokens, 1]):
+                fetched.append(1)
+
+        threads = [threading.Thread(target=lease) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert len(fetched) == 3 and len(reads) == 8
+        assert cache.stats().remote.restored_tokens == 8 * RECORD

@@ -13,6 +13,7 @@ import ipaddress
 import logging
 import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -30,6 +31,7 @@ from onefold.sizes import show_size
 
 if TYPE_CHECKING:
     from onefold.cache.tiers.disk.tier import DiskSettings
+    from onefold.cache.tiers.remote.tier import RemoteSettings
     from onefold.engine.engine import Engine
     from onefold.server.settings import Settings
 
@@ -40,6 +42,8 @@ HELP = "serve a model behind OpenAI's and Anthropic's API"
 MAX_KV_SIZE = 131_072
 KEEP = 4_096
 AUTO_FOLDER = "a folder in the system's cache folder (./auto is a folder of that name)"
+PACES = "remote.json"
+"""In the system's cache folder: how quick shared stores are."""
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -104,6 +108,23 @@ def _mode(text: str) -> str:
     if text not in ("back", "through"):
         raise argparse.ArgumentTypeError(f"must be back or through, got {text!r}")
     return text
+
+
+def _write(text: str) -> str:
+    if text not in ("shared", "all", "none"):
+        raise argparse.ArgumentTypeError(f"must be shared, all or none, got {text!r}")
+    return text
+
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def age(text: str) -> float:
+    """Returns the seconds of an age such as 30m, 1.5h or 7d."""
+    found = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([smhdw])\s*", text.lower())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"an age is a number of s, m, h, d or w: 30m, 1.5h, 7d or 2w, not {text!r}")
+    return float(found[1]) * _SECONDS[found[2]]
 
 
 def _level(text: str) -> str:
@@ -178,6 +199,12 @@ CORS_ORIGIN = Flag("cors-origin", "an allowed web origin, * for any; can be repe
 ALLOWED_HOST = Flag("allowed-host", "a host name that clients may use besides localhost and the server's addresses, "
                     "* for any; can be repeated", _name, metavar="NAME", many=True)  # fmt: skip
 
+REMOTE = Flag("remote", "a store that several machines share: redis://, rediss://, s3://, gs:// or file://",
+              partial(_not_empty, wanted="the URL of a store"), metavar="URL")  # fmt: skip
+REMOTE_SECRET = Flag("remote-secret-file", "a file with a secret of at least 16 bytes that all these machines have: "
+                     "only what was sealed with it is used", partial(_not_empty, wanted="a file"),
+                     metavar="FILE")  # fmt: skip
+
 FLAGS = (
     Flag("host", "address to listen on; a name stands for all its addresses", default="127.0.0.1", metavar="ADDRESS"),
     Flag("port", "port to listen on; 0 picks a free one", partial(count, most=65535), "8080", "PORT"),
@@ -197,6 +224,16 @@ FLAGS = (
          _mode, "back", "MODE"),
     Flag("disk-daily-limit", "the most bytes written in a day: 20GB; by default no limit",
          partial(size, total_bytes=None), None, "SIZE"),
+    REMOTE,
+    REMOTE_SECRET,
+    Flag("remote-write", "what is written there: shared, what two conversations have in common, at once, and the ends "
+         "of turns after 30 s; all, at once; none", _write, "shared", "WHAT"),
+    Flag("remote-ttl", "forget what was not used there for this long: 12h, 30d; a bucket has rules of its own", age,
+         "30d", "AGE"),
+    Flag("remote-deadline", "the longest time that the store may take to answer", partial(_number, above=True, most=60),
+         "1", "SECONDS"),
+    Flag("remote-insecure", "use a store of another machine without a secret: who can write there can change answers",
+         bool),
     Flag("kv", f"format of stored KV: {', '.join(NAMES)}; 4+2 is 4, with the first two and the last two layers as the "
          "model makes them", str, "16", "FORMAT"),
     Flag("max-kv-size", "the most tokens of a conversation; beyond that its middle is dropped; 0 is no bound; "
@@ -307,10 +344,34 @@ def _engine(given: argparse.Namespace) -> Engine:
         prefill_share=given.prefill_share,
         queue_timeout_seconds=given.queue_timeout,
     )
-    disk = _disk(given)
+    disk, remote = _disk(given), _remote(given)
     if disk is not None:
         _try_folder(disk)
-    return make_engine(given, max_queue=given.max_queue, limits=limits, disk=disk)
+    return make_engine(given, max_queue=given.max_queue, limits=limits, disk=disk, remote=remote)
+
+
+def _remote(given: argparse.Namespace) -> RemoteSettings | None:
+    """Returns the settings of the shared store, None without one. Raises ConfigError, before the model is loaded."""
+    from onefold.cache.tiers.remote.tier import RemoteSettings, check_store
+    from onefold.cache_folder import cache_folder
+    from onefold.cli.secret_file import read_secret
+
+    if given.remote is None:
+        for name in ("remote-secret-file", "remote-insecure"):
+            if getattr(given, name.replace("-", "_")) and not os.environ.get(Flag(name, "").variable):
+                raise ConfigError(f"--{name} requires --remote URL")
+        return None
+    settings = RemoteSettings(
+        given.remote,
+        read_secret(given.remote_secret_file) if given.remote_secret_file else b"",
+        insecure=given.remote_insecure,
+        ttl=max(1, int(given.remote_ttl)),
+        deadline=given.remote_deadline,
+        write=given.remote_write,
+        paces=cache_folder() / PACES,
+    )
+    check_store(settings)
+    return settings
 
 
 def _disk(given: argparse.Namespace) -> DiskSettings | None:
@@ -385,6 +446,7 @@ def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
         ("Anthropic", url),
         ("budget", _budget_line(engine)),
         ("disk", _disk_line(engine)),
+        *_remote_lines(engine),
         ("one token", f"{show_size(engine.cache.inventory.token_bytes)} of KV{_format(engine)}"),
         ("room for", _room(engine)),
     ]
@@ -412,6 +474,14 @@ def _disk_line(engine: Engine) -> str:
         return f"OFF: {disk.folder}: {disk.failed}" if disk.failed else "none: memory only"
     limit = f", at most {show_size(disk.daily_limit_bytes)} a day" if disk.daily_limit_bytes else ""
     return f"{disk.folder}: {show_size(disk.used_bytes)} of {show_size(disk.budget_bytes)}, mode {disk.mode}{limit}"
+
+
+def _remote_lines(engine: Engine) -> list[tuple[str, str]]:
+    """Returns the line about the shared store, if there is one."""
+    remote = engine.cache.stats().remote
+    if remote.mode == "off":
+        return []
+    return [("shared", f"OFF: {remote.failed}" if remote.failed else f"{remote.folder}, with other machines")]
 
 
 def _format(engine: Engine) -> str:

@@ -10,6 +10,7 @@ import mlx.nn as nn
 
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.tiers.disk.tier import DiskSettings
+from onefold.cache.tiers.remote.tier import RemoteSettings
 from onefold.engine.limits import Limits
 from onefold.engine.prefill import SHORT_REST
 from onefold.engine.request import Sampling
@@ -29,6 +30,7 @@ class EngineOptions(TypedDict, total=False):
     max_queue: int
     limits: Limits | None
     disk: DiskSettings | None
+    remote: str | RemoteSettings | None
     ignore_context_length: bool
     warm: bool | None
 
@@ -55,6 +57,8 @@ class EngineConfig:
     """The limits of the scheduler; None is `Limits()`."""
     disk: DiskSettings | None = None
     """The folder where conversations survive a restart. Without it nothing is ever written."""
+    remote: str | RemoteSettings | None = None
+    """The URL of a store that several machines share, or its settings."""
     ignore_context_length: bool = False
     """Prompts and answers may be longer than the model was made for."""
     warm: bool | None = None
@@ -81,6 +85,7 @@ class EngineConfig:
             keep=self.keep,
             logit_tokens=SHORT_REST,
             disk=self.disk,
-            tokenizer="" if self.disk is None else tokenizer_digest(tokenizer),
+            remote=self.remote,
+            tokenizer="" if self.disk is None and self.remote is None else tokenizer_digest(tokenizer),
             label=self.model_id,
         )

@@ -120,7 +120,8 @@ class Job:
         if self.hit is None:
             lease = self.lease
             diverged = describe_divergence(prompt, lease.matched, known.tolist(), self._tokenizer)
-            self.hit = Hit(len(prompt), lease.matched, lease.cached, lease.reason, diverged, lease.restored)
+            found = (lease.matched, lease.cached, lease.reason, diverged, lease.restored, lease.from_remote)
+            self.hit = Hit(len(prompt), *found)
             self._events.append(Started(self.hit))
 
     def _forget_restores(self) -> None:

@@ -93,6 +93,8 @@ class Hit:
     Empty if the prompt only continues it."""
     restored: int = 0
     """How many of the cached tokens were read from disk."""
+    remote: int = 0
+    """How many of them came from a store that machines share."""
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,7 @@ class EngineCollector(Collector):
             ),
             ("onefold_disk_records", "Records on disk", cache.disk.records),
             ("onefold_disk_failed", "1 if nothing is written any more", int(bool(cache.disk.failed))),
+            ("onefold_remote_failed", "1 while the shared store is left alone", int(bool(cache.remote.failed))),
         ):
             yield GaugeMetricFamily(name, what, value=value)
         for name, what, value in (
@@ -93,6 +94,11 @@ class EngineCollector(Collector):
             ("onefold_restored_tokens", "Tokens whose KV was read from disk", cache.disk.restored_tokens),
             ("onefold_restore_skipped_tokens", "On disk, but quicker to compute", cache.disk.skipped_tokens),
             ("onefold_disk_written_bytes", "Written to disk", cache.disk.written_bytes),
+            ("onefold_remote_hit_tokens", "Reused tokens from the shared store", cache.tokens_from_remote),
+            ("onefold_remote_read_bytes", "Read from the shared store and used", cache.remote.restored_bytes),
+            ("onefold_remote_written_bytes", "Written to the shared store", cache.remote.written_bytes),
+            ("onefold_remote_skipped_tokens", "In the store, but quicker to compute", cache.remote.skipped_tokens),
+            ("onefold_remote_rejected_values", "Values that could not be used", cache.remote.rejected_records),
         ):
             yield CounterMetricFamily(name, what, value=value)
         ledger = GaugeMetricFamily("onefold_ledger_bytes", "Bytes reserved, by purpose", labels=["purpose"])

@@ -101,6 +101,7 @@ class Record:
             next((h.reason for h in found if h.reason), ""),
             next((h.diverged for h in found if h.diverged), ""),
             sum(h.restored for h in found),
+            sum(h.remote for h in found),
         )
 
     def headers(self) -> dict[str, str]:
@@ -111,6 +112,7 @@ class Record:
             made["x-onefold-matched-tokens"] = str(hit.matched)
             made["x-onefold-cached-tokens"] = str(hit.cached)
             made["x-onefold-restored-tokens"] = str(hit.restored)
+            made["x-onefold-remote-tokens"] = str(hit.remote)
             if hit.reason:
                 made["x-onefold-reason"] = header_text(hit.reason)
             if hit.diverged:
@@ -124,6 +126,8 @@ class Record:
             said.append(f"prompt={hit.prompt_tokens} matched={hit.matched} cached={hit.cached}")
             if hit.restored:
                 said.append(f"restored={hit.restored}")
+            if hit.remote:
+                said.append(f"remote={hit.remote}")
             said.append(f"generated={self.generated} finish={','.join(self.finish.values()) or 'none'}")
         if self.time_to_first_token is not None:
             said.append(f"first_token={self.time_to_first_token:.3f}s")

@@ -33,7 +33,7 @@ from onefold.cache.memory.ledger import Account, Purpose
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.payloads import Node, Tree
 from onefold.cache.memory.pieces import Piece
-from onefold.cache.memory.reach import readable_length, resume_point
+from onefold.cache.memory.reach import resume_point
 from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tokens import Tokens
@@ -136,12 +136,12 @@ def _wanted(
 ) -> tuple[Wanted | None, Node | None]:
     """Returns what to ask for, None if nothing is worth it, and the last node that memory has of the tokens."""
     path, matched = tree.match(tokens)
-    before, _ = readable_length(state, path, matched)
+    before = _in_memory(path, matched) if state.store.specs else 0
     usable, n = len(tokens) - 1, shared.n_tokens
     have = before
     if shared.has_points:
-        have, _, _ = resume_point(state, path, min(before, usable), min(matched, usable))
-    before = before if state.store.specs else 0
+        readable = min(before, usable) if state.store.specs else min(matched, usable)
+        have, _, _ = resume_point(state, path, readable, min(matched, usable))
     if min(len(tokens) // n * n, usable) - have < WORTH_ASKING:
         return None, None
     chain = list(shared.addresses(root, tokens))
@@ -159,6 +159,16 @@ def _wanted(
         return None, None
     end = next((node for node in reversed(path) if node.start < max(before, have)), None)
     return Wanted(tokens, tag_of(root), before, have, records, points, len(tokens) + reserve_tokens), end
+
+
+def _in_memory(path: list[Node], matched: int) -> int:
+    """Returns how many of the path's tokens have KV in memory, whether or not another thread is writing there now."""
+    end = 0
+    for node in path:
+        if node.span is None:
+            break
+        end = node.end
+    return min(end, matched)
 
 
 class RemoteFetch:
@@ -435,10 +445,10 @@ class RemoteFetch:
         """Give memory what was read. Values that a thread is still reading are not waited for: the buffer is released
         when they are there, or their deadline is over."""
         shared = self._shared
+        is_whole = not self._left and not self._loading
         for reading in list(self._loading):
             if reading.future.cancel():
                 self._loading.remove(reading)
-        is_whole = not self._left and not self._loading and self._buffers is not None
         if self._buffers is not None:
             shared.read_pace.took(time.perf_counter() - self._began, self._read_bytes)
             self.tokens = self._attach(is_whole)

@@ -46,8 +46,9 @@ from onefold.errors import BudgetError, ConfigError
 log = logging.getLogger("onefold")
 
 DEADLINE = 1.0
-PART_SHARE = 256
-"""A part of a checkpoint takes at most this share of the budget: three of them are always reserved."""
+LEAST_PART, PART_SHARE = 1 << 16, 256
+"""The bytes of a part of a checkpoint: at most this share of the budget, because three of them are always reserved, and
+at least so many."""
 OTHERS_MOST = 60.0
 """Seconds that a request waits for another thread that fetches the same."""
 WRITING_MOST = 60.0
@@ -108,7 +109,7 @@ class RemoteTier(NoTier):
         reasons: Counter[str] = Counter()
         made_by = "cuda" if device.on_cuda() else "metal" if device.on_metal() else "cpu"
         self._shared = Sharing(
-            open_store(StoreSettings(address, settings.deadline, settings.ttl)),
+            open_store(_store_settings(settings)),
             Sealing(settings.secret),
             Health("read", address.shown, reasons),
             Health("written", address.shown, reasons),
@@ -117,7 +118,7 @@ class RemoteTier(NoTier):
             state.store.specs,
             points=Layout(None, identity.points),
             has_points=state.model.needs_checkpoints,
-            part_bytes=max(1 << 16, min(VALUE_BYTES - HEAD_BYTES, state.ledger.budget_bytes // PART_SHARE)),
+            part_bytes=max(LEAST_PART, min(VALUE_BYTES - HEAD_BYTES, state.ledger.budget_bytes // PART_SHARE)),
             deadline=settings.deadline,
             reasons=reasons,
         )
@@ -152,19 +153,15 @@ class RemoteTier(NoTier):
             self._roots[tree] = None if salt is None else root_of(self._about, salt, self._secret)
 
     def planning(self, tree: Tree, tokens: Tokens, reserve_tokens: int) -> Work[Fetch | None]:
-        yield from ()
-        root = self._roots.get(tree)
-        if root is None or self._state.closing:
-            return None
-        return fetching.planned(self._state, self._shared, tree, root, tokens, reserve_tokens)
-
-    def awaiting_others(self, tree: Tree, tokens: Tokens) -> Work[None]:
         root = self._roots.get(tree)
         until = time.monotonic() + OTHERS_MOST
-        while root is not None and time.monotonic() < until:
-            if not fetching.is_read_elsewhere(self._state, self._shared, tree, root, tokens):
-                return
+        while root is not None and not self._state.closing:
+            if time.monotonic() > until or not fetching.is_read_elsewhere(
+                self._state, self._shared, tree, root, tokens
+            ):
+                return fetching.planned(self._state, self._shared, tree, root, tokens, reserve_tokens)
             yield fetching.STEP_SECONDS
+        return None
 
     def prefilled(self, n_tokens: int, seconds: float) -> None:
         self._shared.prefill_pace.took(seconds, n_tokens)
@@ -235,6 +232,16 @@ class RemoteTier(NoTier):
 
     def reasons(self) -> Counter[str]:
         return Counter({f"remote: {reason}": n for reason, n in self._shared.reasons.items()})
+
+
+def check_store(settings: RemoteSettings) -> None:
+    """Raises ConfigError if the store of these settings can never be used: its URL is wrong, or a package is missing.
+    Does not connect."""
+    open_store(_store_settings(settings)).close()
+
+
+def _store_settings(settings: RemoteSettings) -> StoreSettings:
+    return StoreSettings(address_of(settings.url), settings.deadline, settings.ttl)
 
 
 def open_remote(settings: RemoteSettings, state: CacheState, identity: Identity) -> RemoteTier | TierStats:

@@ -20,7 +20,7 @@ OTHERS   := $(filter-out $(patsubst cuda%,mlx-cuda-%,$(BACKEND:cpu=mlx-cpu)),$(P
 CLIENTS  := .clients
 PIP      := $(PY) -m pip --disable-pip-version-check --quiet
 
-.PHONY: help setup doctor lint types test test-all test-system dist demo models bench-core bench-dropin bench-serve bench-latency bench-disk bench-traces bench-turns bench-kv soak \
+.PHONY: help setup doctor lint types test test-all test-system dist demo models bench-core bench-dropin bench-serve bench-latency bench-disk bench-remote bench-scale bench-fleet bench-traces bench-turns bench-kv soak \
 	mac-check torture mutants problems schemas clients agents clean
 
 help: ## List the targets.
@@ -79,6 +79,15 @@ bench-latency: setup ## Measure who waits for whom: streams, a long prompt, newc
 
 bench-disk: setup ## Run the disk benchmark: a restart against a cold prefill, and what writing costs.
 	$(PY) benchmarks/disk.py
+
+bench-remote: setup ## Run the benchmark of a shared store: a second server against a cold prefill, and what writing costs; needs redis-server.
+	$(PY) benchmarks/remote.py $(ARGS)
+
+bench-scale: setup ## Print when a shared store pays, and how many conversations one holds; computed, not measured.
+	$(PY) benchmarks/scale.py $(ARGS)
+
+bench-fleet: setup ## Simulate servers with and without a shared store on the requests of TRACE (docs/scale.md).
+	$(PY) benchmarks/fleet.py $(TRACE) $(ARGS)
 
 bench-turns: setup ## Run the benchmark of turns: what each writes to disk, and what can be resumed, by kind of model.
 	$(PY) benchmarks/turns.py $(ARGS)

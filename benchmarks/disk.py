@@ -17,8 +17,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -138,6 +139,25 @@ BENCHES = {"restart": bench_restart, "restore": bench_restore, "decode": bench_d
 BENCHES |= {"turns": bench_turns, "open": bench_open}
 
 
+def show(title: str, benches: dict[str, Callable[[], Iterable[Row]]], only: str) -> int:
+    """Runs those benches whose names are in `only`, all if it is empty, and prints their table. Returns 0."""
+    console = Console(width=170)
+    table = Table(title=title)
+    for column in ("what", "Onefold", "target", "", "in this run"):
+        table.add_column(column, justify="left" if column in ("what", "in this run") else "right")
+    missed = 0
+    for name in [b for b in only.split(",") if b] or list(benches):
+        with console.status(name):
+            rows = list(benches[name]())
+        for row in rows:
+            missed += row.met is False
+            verdict = "" if row.met is None else "met" if row.met else "MISSED"
+            table.add_row(row.what, row.value, row.target, verdict, row.note)
+    console.print(table)
+    console.print(f"{missed} of the targets missed." if missed else "Every target met.")
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help=f"comma-separated: {','.join(BENCHES)}")
@@ -150,24 +170,11 @@ def main() -> int:
     if args.part:
         print(json.dumps(PARTS[args.part](Settings(args.folder, args.tokens, args.repeats, args.records))))
         return 0
-    console = Console(width=170)
-    table = Table(title=f"Onefold {onefold.__version__}, MLX {version('mlx')}, {mx.default_device()}")
-    for column in ("what", "Onefold", "target", "", "in this run"):
-        table.add_column(column, justify="left" if column in ("what", "in this run") else "right")
-    missed = 0
+    title = f"Onefold {onefold.__version__}, MLX {version('mlx')}, {mx.default_device()}"
     with contextlib.ExitStack() as stack:
         folder = args.folder or stack.enter_context(tempfile.TemporaryDirectory())
         given = Settings(folder, args.tokens, args.repeats, args.records)
-        for name in [b for b in args.only.split(",") if b] or list(BENCHES):
-            with console.status(name):
-                rows = list(BENCHES[name](given))
-            for row in rows:
-                missed += row.met is False
-                verdict = "" if row.met is None else "met" if row.met else "MISSED"
-                table.add_row(row.what, row.value, row.target, verdict, row.note)
-    console.print(table)
-    console.print(f"{missed} of the targets missed." if missed else "Every target met.")
-    return 0
+        return show(title, {name: partial(bench, given) for name, bench in BENCHES.items()}, args.only)
 
 
 if __name__ == "__main__":

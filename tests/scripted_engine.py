@@ -90,6 +90,7 @@ class ScriptedEngine:
         zeros = {name: 0 for name in Stats.__dataclass_fields__}
         held: dict[str, Any] = {"bytes": {"live": 5, "stored": 7}, "reasons": {"nothing known": 1}, "budget_bytes": 100}
         held["disk"] = DiskStats(mode="back", used_bytes=11, spilled_tokens=13)
+        held["remote"] = DiskStats(mode="remote", written_bytes=17)
         totals = {name: 0 for name in EngineStats.__dataclass_fields__}
         return EngineStats(**{**totals, "queued": 2, "cache": Stats(**{**zeros, **held})})
 

@@ -23,14 +23,20 @@ def chain(tokens: list[int], n: int, root: bytes = b"root") -> list[bytes]:
     return list(addresses(root, np.array(tokens, np.int32), n))
 
 
-@pytest.mark.parametrize("token_bytes, tokens", [(131_072, 16), (38_193, 64), (46_080, 64), (64, 256), (4_000_000, 1)])
-def test_a_record_has_a_power_of_two_of_tokens_and_fits(token_bytes: int, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("token_bytes", "tokens", "edges"),
+    [(131072, 31, 16), (38193, 104, 64), (46080, 88, 64), (64, 248, 256), (3_000_000, 1, 1), (16384, 248, 128)],
+)
+def test_a_record_fits_and_wastes_little(token_bytes: int, tokens: int, edges: int) -> None:
+    """Checkpoints lie at powers of two. Other values are no larger than a power of two of bytes, with their heads."""
     assert record_tokens(token_bytes) == tokens
-    assert tokens * token_bytes + HEAD_BYTES <= VALUE_BYTES
+    assert record_tokens(token_bytes, edges=True) == edges
+    for n in (tokens, edges):
+        assert n * token_bytes + HEAD_BYTES <= VALUE_BYTES
 
 
 def test_a_token_that_fits_into_no_value_has_no_record() -> None:
-    assert record_tokens(VALUE_BYTES) == 0 and record_tokens(1) == MOST_TOKENS
+    assert record_tokens(VALUE_BYTES) == 0 and record_tokens(1, edges=True) == MOST_TOKENS
 
 
 @given(st.lists(st.integers(0, 99), max_size=40), st.lists(st.integers(0, 99), max_size=40), st.sampled_from([1, 4, 8]))

@@ -23,7 +23,7 @@ from tiny import tiny
 
 import onefold
 from onefold.cache.tiers.disk.tier import DiskStats
-from onefold.cli import main, serve
+from onefold.cli import flags, main, serve
 
 ROOT = Path(__file__).resolve().parent.parent
 MESSAGES = [{"role": "user", "content": "Go on."}]
@@ -66,7 +66,7 @@ def test_every_flag_has_a_variable_that_the_help_names(capsys):
         main(["serve", "--help"])
     assert end.value.code == 0
     said = " ".join(capsys.readouterr().out.split())
-    for flag in serve.FLAGS:
+    for flag in flags.FLAGS:
         assert f"--{flag.name}" in said and f"[{flag.variable}]" in said
     assert "[ONEFOLD_MODEL]" in said
 
@@ -229,7 +229,8 @@ def test_a_model_that_is_not_there(capsys, tmp_path, model):
     ],
 )
 def test_a_server_that_is_open_to_all_is_warned_about(capsys, host, keys, warns):
-    stats = SimpleNamespace(disk=DiskStats(mode="back", folder="/f", used_bytes=5 * 10**9, budget_bytes=10**11))
+    disk = DiskStats(mode="back", folder="/f", used_bytes=5 * 10**9, budget_bytes=10**11)
+    stats = SimpleNamespace(disk=disk, remote=DiskStats(mode="remote", folder="redis://127.0.0.1/0"))
     inventory = SimpleNamespace(budget_bytes=8 * 10**9, token_bytes=131_072)
     budget = SimpleNamespace(follows=False)
     cache = SimpleNamespace(inventory=inventory, budget=budget, kv="16", max_kv_size=None)
@@ -338,7 +339,7 @@ def test_an_impatient_interrupt_ends_the_grace_and_nothing_else(model, tmp_path,
         def press() -> None:
             for _ in range(presses):
                 process.send_signal(signal.SIGINT)
-                time.sleep(0.1)  # or the second may be taken for the first, on a machine that is busy
+                time.sleep(0.5)  # or the second may be taken for the first, on a machine that is busy
 
         ends_while_it_streams(process, client, press, 30)
     if presses == 2:

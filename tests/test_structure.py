@@ -21,7 +21,7 @@ CACHE = {"": 0, "request": 1, "model": 2, "tiers": 2, "memory": 3}
 
 WRITERS = {
     "Hold": {
-        "cache/leasing.py": {"from_disk", "reason"},
+        "cache/leasing.py": {"from_disk", "from_remote", "grid", "reason"},
         "cache/request/opening.py": {"cached", "matched", "node", "reason", "unreserved"},
         "cache/request/forward.py": {"chunk", "rewound", "rotated_at", "unreserved"},
         "cache/request/watcher.py": {"given_up", "running", "unscheduled"},
@@ -83,6 +83,7 @@ NO_MLX = (
     "cache/tiers/records/unread.py",
     "cache/tiers/records/uses.py",
     "cache/tiers/records/verify.py",
+    "cache/tiers/remote/census.py",
     "engine/prompt.py",
     "engine/request.py",
     "engine/tokenising.py",

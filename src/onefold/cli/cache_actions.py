@@ -63,7 +63,7 @@ def _chosen(folder: Folder, namespace: str | None) -> list[str] | None:
 def ls(folder: Folder, namespace: str | None) -> dict[str, Any]:
     told: dict[str, Any] = {"folder": str(folder.path)}
     spaces = census.take(folder, _chosen(folder, namespace))
-    short = _short(folder.namespaces())
+    short = short_ids(folder.namespaces())
     if namespace is None:
         return told | {"namespaces": [_space(s, short) for s in spaces]}
     (space,) = spaces
@@ -106,7 +106,7 @@ def _joined(namespace: str, name: str) -> str:
     return f"{namespace}/{name}" if namespace else name
 
 
-def _short(namespaces: Iterable[str]) -> dict[str, str]:
+def short_ids(namespaces: Iterable[str]) -> dict[str, str]:
     every = list(namespaces)
     digits = SHORT
     while len({n[:digits] for n in every}) < len(every):
@@ -295,7 +295,7 @@ def clear(folder: Folder, namespace: str | None, agreed: Callable[[str], bool]) 
 
 def _removal(folder: Folder, spaces: list[Space], gone: set[Entry], top: list[str]) -> dict[str, Any]:
     """Returns what is removed, by namespace, and what stays."""
-    short = _short(folder.namespaces())
+    short = short_ids(folder.namespaces())
     namespaces = []
     for space in spaces:
         going = [e for e in space.entries if e in gone]

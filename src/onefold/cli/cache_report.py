@@ -35,6 +35,12 @@ REASONS = {
     "of another layout": "it does not hold what records of its namespace do",
 }
 """What is wrong with a record, for people; what is not here says it already."""
+STORE_REASONS = REASONS | {
+    "wrong seal": "its seal does not agree: it is damaged, or was sealed with another secret",
+    "too large": "it is larger than a value can be",
+    "of another format": "it is not as a cache writes it",
+}
+"""The same for a value of a shared store."""
 MOST_ROWS = 40
 MOST_NAMES = 10
 
@@ -80,6 +86,21 @@ def show(action: str, told: dict[str, Any], *, every: bool = False) -> None:
             _pruned(console, told)
         case "clear":
             _cleared(console, told)
+
+
+def show_store(action: str, told: dict[str, Any]) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    match action:
+        case "ls" if "namespace" in told:
+            _values(console, told)
+        case "ls":
+            _shared_namespaces(console, told)
+        case "stat":
+            _shared_stat(console, told)
+        case "verify":
+            _shared_verified(console, told)
+        case "clear":
+            _shared_cleared(console, told)
 
 
 # -- words -------------------------------------------------------------------------------------------
@@ -287,3 +308,89 @@ def _removed(console: Console, told: dict[str, Any], verb: str) -> None:
         _table(console, columns, rows, right=numbers, spare=("records",), folds="model")
     left = f" and {n_of(told['leftovers'], 'leftover')}" if told["leftovers"] else ""
     _say(console, f"{verb} {n_of(told['records'], 'record')}, {show_size(told['bytes'])}{left}")
+
+
+# -- a shared store ------------------------------------------------------------------------------------
+
+
+def _model(space: dict[str, Any]) -> str:
+    """Returns what is known of a namespace's model."""
+    if space["unknown"]:
+        return f"unknown ({space['unknown']})"
+    adapter = f", adapter {space['adapter']}" if space["adapter"] else ""
+    return (space["model"] or "?") + adapter
+
+
+def _strangers(console: Console, told: dict[str, Any], more: str = "") -> None:
+    if told["strangers"]:
+        _say(console, f"not ours{more}: {n_of(told['strangers'], 'name')}")
+
+
+def _shared_namespaces(console: Console, told: dict[str, Any]) -> None:
+    if not told["namespaces"]:
+        _say(console, f"{told['store']} is empty")
+    else:
+        rows = []
+        for space in told["namespaces"]:
+            counts = f"{space['values']:,}", show_size(space["bytes"]), _count(space["tokens"])
+            rows.append((space["short"], _model(space), space["kv"] or "?", *counts, space["device"] or "?"))
+        _table(
+            console,
+            ("namespace", "model", "kv", "values", "size", "tokens a record", "device"),
+            rows,
+            right=("kv", "values", "size", "tokens a record"),
+            spare=("device", "tokens a record", "kv", "values"),
+            folds="model",
+        )
+    _strangers(console, told)
+
+
+def _values(console: Console, told: dict[str, Any]) -> None:
+    space, values = told["namespace"], told["values"]
+    _say(console, f"{space['id']}: {_model(space)}, {n_of(space['values'], 'value')}, {show_size(space['bytes'])}")
+    rows = [(value["name"].rpartition("/")[2], show_size(value["bytes"])) for value in values]
+    _table(console, ("value", "size"), rows, right=("size",), folds="value")
+    if len(values) < space["values"]:
+        _say(console, f"and {space['values'] - len(values):,} more; --all lists them")
+    _strangers(console, told)
+
+
+def _shared_stat(console: Console, told: dict[str, Any]) -> None:
+    rows = [
+        ("store", told["store"]),
+        ("size", show_size(told["bytes"])),
+        ("values", f"{told['values']:,} in {n_of(told['namespaces'], 'namespace')}"),
+    ]
+    for name, value in rows:
+        _say(console, f"{name:<9}  {value}")
+    _strangers(console, told)
+
+
+def _shared_verified(console: Console, told: dict[str, Any]) -> None:
+    single = [bad for bad in told["bad"] if bad["namespace"] not in told["all_bad"]]
+    for bad in single[:MOST_ROWS]:
+        _say(console, f"bad: {bad['name']}: {STORE_REASONS.get(bad['reason'], bad['reason'])}")
+    if len(single) > MOST_ROWS:
+        _say(console, f"and {len(single) - MOST_ROWS:,} more; --json lists them")
+    for namespace, n in told["all_bad"].items():
+        why = "they were sealed with another secret, or are damaged, which cannot be told apart"
+        _say(console, f"{namespace}: {f'all {n:,} values fail' if n > 1 else 'its 1 value fails'}: {why}")
+    _strangers(console, told)
+    result = f"{n_of(len(told['bad']), 'bad one')}" if told["bad"] else "all good"
+    _say(console, f"{n_of(told['values'], 'value')}, {show_size(told['bytes'])}: {result}")
+    if told["removed_values"]:
+        _say(console, f"deleted {n_of(told['removed_values'], 'value')}, {show_size(told['removed_bytes'])}")
+    if told["removable_values"]:
+        command = "onefold cache verify" + (f" --namespace {told['namespace']}" if told["namespace"] else "")
+        these = "this 1" if told["removable_values"] == 1 else f"these {told['removable_values']:,}"
+        _say(console, f"`{command} --remove` deletes {these} ({show_size(told['removable_bytes'])})")
+    if told["all_bad"] and told["namespace"] is None:
+        _say(console, "--remove leaves a namespace there of which all values fail, unless --namespace ID names it")
+
+
+def _shared_cleared(console: Console, told: dict[str, Any]) -> None:
+    if not told["agreed"]:
+        _say(console, "nothing was deleted")
+        return
+    _say(console, f"deleted {n_of(told['values'], 'value')}, {show_size(told['bytes'])}")
+    _strangers(console, told, ", and left there")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from onefold.cli import serve
+from onefold.cli import flags, serve
 from onefold.cli.command_line import INTERRUPTED, Parser, complain
 from onefold.cli.key_file import read_keys
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 HELP = "chat with a model in the terminal"
 NAME = "onefold chat"
 
-OF_SERVE = {flag.name: flag for flag in serve.FLAGS}
+OF_SERVE = {flag.name: flag for flag in flags.FLAGS}
 """The flags of `onefold serve`, which this command shares."""
 
 ENGINE = tuple(OF_SERVE[name] for name in ("budget", "kv", "max-kv-size", "keep", "ignore-context-length"))
@@ -33,8 +33,8 @@ ANSWER = (
     replace(OF_SERVE["temperature"], help="0 always picks the likeliest token; by default what the model recommends"),
     OF_SERVE["top-p"],
 )
-API_KEY = serve.Flag("api-key", "the server's API key", metavar="KEY")
-API_KEY_FILE = serve.Flag("api-key-file", "a file with the API key in its first line", metavar="FILE")
+API_KEY = flags.Flag("api-key", "the server's API key", metavar="KEY")
+API_KEY_FILE = flags.Flag("api-key-file", "a file with the API key in its first line", metavar="FILE")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--url", metavar="URL", help="chat with the server at this URL, such as http://127.0.0.1:8080")
     for flag in (API_KEY, API_KEY_FILE, *ENGINE, *ANSWER):
         flag.add_to(made)
-    made.add_argument("--seed", type=serve.count, metavar="N", help="the same seed gives the same answers")
+    made.add_argument("--seed", type=flags.count, metavar="N", help="the same seed gives the same answers")
     made.add_argument("--system", metavar="TEXT", default="", help="the system prompt")
     return made
 

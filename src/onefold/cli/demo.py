@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from onefold.cli import serve
+from onefold.cli import flags
 from onefold.cli.command_line import INTERRUPTED, Parser, complain
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ SILENCE_SECONDS = 300.0
 
 def parser() -> argparse.ArgumentParser:
     made = Parser(prog=NAME, description="Starts a server, runs agents against it over HTTP, and shows the cost.")
-    made.add_argument("--agents", type=partial(serve.positive, most=32), default=4, metavar="N", help="default 4")
-    made.add_argument("--turns", type=partial(serve.positive, most=32), default=3, metavar="N", help="default 3")
+    made.add_argument("--agents", type=partial(flags.positive, most=32), default=4, metavar="N", help="default 4")
+    made.add_argument("--turns", type=partial(flags.positive, most=32), default=3, metavar="N", help="default 3")
     told = 'a folder, a Hugging Face id, or "demo": a small model, fetched once (93 MB). That is the default'
     made.add_argument("--model", default="demo", metavar="MODEL", help=told)
     made.add_argument("--keep-running", action="store_true", help="keep the server running until Ctrl-C")

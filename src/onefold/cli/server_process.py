@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from onefold.cli.client import Client
-from onefold.cli.serve import FLAGS
+from onefold.cli.flags import FLAGS
 from onefold.errors import ServerError
 
 START_SECONDS = 300.0

@@ -120,7 +120,7 @@ class Job:
         if self.hit is None:
             lease = self.lease
             diverged = describe_divergence(prompt, lease.matched, known.tolist(), self._tokenizer)
-            found = (lease.matched, lease.cached, lease.reason, diverged, lease.restored, lease.from_remote)
+            found = (lease.matched, lease.cached, lease.reason, diverged, lease.restored, lease.hold.from_remote)
             self.hit = Hit(len(prompt), *found)
             self._events.append(Started(self.hit))
 

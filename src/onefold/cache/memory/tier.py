@@ -111,10 +111,8 @@ class Fetch(Protocol):
 
 
 class Tier(Protocol):
-    @property
-    def grid(self) -> int:
-        """At multiples of so many tokens the tier can store checkpoints; 0 if it can anywhere, or nowhere."""
-        ...
+    grid: int
+    """At multiples of so many tokens the tier can store checkpoints; 0 if it can anywhere, or nowhere."""
 
     # -- nodes -----------------------------------------------------------------------------------
 
@@ -256,9 +254,7 @@ class KvPayload(TierPayload):
 class NoTier:
     """A tier that holds nothing."""
 
-    @property
-    def grid(self) -> int:
-        return 0
+    grid = 0
 
     def attach(self, tree: Tree, namespace: Hashable) -> None: ...
     def touch(self, path: list[Node], used: float) -> None: ...

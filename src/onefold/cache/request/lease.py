@@ -103,11 +103,6 @@ class Lease:
         return self.hold.from_disk
 
     @property
-    def from_remote(self) -> int:
-        """How many of the cached tokens came, for this request, from a store that machines share."""
-        return self.hold.from_remote
-
-    @property
     def reason(self) -> str:
         """Why `cached` is less than possible; empty for a full hit."""
         return self.hold.reason.value

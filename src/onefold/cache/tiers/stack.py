@@ -12,12 +12,11 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from onefold.cache.memory.lock import CacheLock, Work
 from onefold.cache.memory.payloads import Node, Tree
-from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tier import Fetch, NoTier, Tier, TierStats
 from onefold.cache.memory.tokens import Tokens
@@ -47,57 +46,25 @@ class Failed(NoTier):
 class Stack:
     def __init__(self, lock: CacheLock, disk: Tier, remote: Tier) -> None:
         self._lock, self.disk, self.remote = lock, disk, remote
-
-    @property
-    def grid(self) -> int:
-        return self.remote.grid
-
-    # -- nodes -----------------------------------------------------------------------------------
+        self.grid = remote.grid
+        # Nodes are the disk's. `clear` removes what it has: what lies in the store is other machines', too.
+        self.touch, self.is_clean, self.saving = disk.touch, disk.is_clean, disk.saving
+        self.count_lost, self.leave, self.drop_below, self.clear = (
+            disk.count_lost, disk.leave, disk.drop_below, disk.clear
+        )  # fmt: skip
+        self.awaiting_copies, self.making_way, self.draining = disk.awaiting_copies, disk.making_way, disk.draining
 
     def attach(self, tree: Tree, namespace: Hashable) -> None:
         self.disk.attach(tree, namespace)
         self.remote.attach(tree, namespace)
 
-    def touch(self, path: list[Node], used: float) -> None:
-        self.disk.touch(path, used)
-
     def committed(self, node: Node) -> None:
         self.disk.committed(node)
         self.remote.committed(node)
 
-    def is_clean(self, node: Node) -> bool:
-        return self.disk.is_clean(node)
-
-    def saving(self, node: Node, until: float) -> Work[bool]:
-        return self.disk.saving(node, until)
-
-    def count_lost(self, node: Node) -> None:
-        self.disk.count_lost(node)
-
-    def leave(self, node: Node) -> None:
-        self.disk.leave(node)
-
-    def drop_below(self, node: Node) -> None:
-        self.disk.drop_below(node)
-
-    def clear(self) -> None:
-        """Remove what the disk has. What other machines wrote, or read, is theirs too, and stays."""
-        self.disk.clear()
-
-    # -- memory ----------------------------------------------------------------------------------
-
-    def awaiting_copies(self, slabs: Iterable[Slab]) -> Work[None]:
-        return self.disk.awaiting_copies(slabs)
-
-    def making_way(self, path: list[Node], slabs: Iterable[Slab]) -> Work[bool]:
-        return self.disk.making_way(path, slabs)
-
     @property
     def extra_bytes(self) -> int:
         return self.disk.extra_bytes
-
-    def draining(self, until: float) -> Work[None]:
-        return self.disk.draining(until)
 
     # -- requests --------------------------------------------------------------------------------
 

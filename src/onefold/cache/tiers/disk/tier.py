@@ -85,6 +85,8 @@ def open_disk(settings: DiskSettings, state: CacheState, identity: Identity) -> 
 
 
 class Disk:
+    grid = 0
+
     def __init__(self, settings: DiskSettings, state: CacheState, identity: Identity) -> None:
         """Raises OSError if the folder cannot be used, ConfigError if it is not one of ours, and FolderInUse."""
         self.mode = settings.mode
@@ -117,10 +119,6 @@ class Disk:
                 show_size(self.catalog.budget_bytes),
                 show_size(self.spiller.record_bytes),
             )
-
-    @property
-    def grid(self) -> int:
-        return 0
 
     # -- nodes --------------------------------------------------------------------------------------------
 

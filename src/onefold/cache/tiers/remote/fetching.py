@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -33,18 +34,19 @@ from onefold.cache.memory.ledger import Account, Purpose
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.payloads import Node, Tree
 from onefold.cache.memory.pieces import Piece
-from onefold.cache.memory.reach import resume_point
 from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
 from onefold.cache.tiers import host
 from onefold.cache.tiers.pace import is_slower
-from onefold.cache.tiers.remote.grid import name_of, part_address, point_address, tag_of
-from onefold.cache.tiers.remote.points import Manifest, PointBuffer, read_manifest
+from onefold.cache.tiers.remote.asking import WORTH_ASKING, Found, Unusable, Wanted, look, wanted_of
+from onefold.cache.tiers.remote.grid import name_of, part_address
+from onefold.cache.tiers.remote.points import Manifest, PointBuffer
+from onefold.cache.tiers.remote.reading import Reading
 from onefold.cache.tiers.remote.reasons import RemoteReason
-from onefold.cache.tiers.remote.sharing import KV, PART, POINT, Sharing
-from onefold.cache.tiers.remote.stores.store import Point, StoreError
+from onefold.cache.tiers.remote.sharing import Sharing
+from onefold.cache.tiers.remote.stores.store import StoreError
 from onefold.errors import BudgetError, RecordError
 
 log = logging.getLogger("onefold")
@@ -53,62 +55,14 @@ AHEAD = 3
 """Values that are read at the same time."""
 STEP_SECONDS = 0.05
 """The most that a step waits."""
-WORTH_ASKING = 16
-"""Fewer tokens than this are computed without asking."""
-QUEUED_MOST = 10
-"""So many deadlines may pass before a value that other fetches keep waiting is begun."""
 _FAULTS = (RuntimeError, ValueError, TypeError, MemoryError)
-
-
-class Wanted(NamedTuple):
-    """What is asked of the store for a request."""
-
-    tokens: Tokens
-    tag: str
-    before: int
-    """Tokens whose KV memory has."""
-    have: int
-    """Where a request could be resumed with memory alone."""
-    records: list[bytes]
-    """Addresses, from the one in which `before` lies."""
-    points: list[tuple[int, bytes]]
-    """Positions and addresses of checkpoints behind `have`."""
-    room: int
-    """Tokens of the request, with those that are to come."""
-
-
-class Found(NamedTuple):
-    """What the store has of that."""
-
-    n_records: int
-    position: int = 0
-    """Of the last checkpoint; 0 without one."""
-    address: bytes = b""
-    manifest: Manifest | None = None
-
-
-class Reading:
-    """One value that a thread reads, or will read."""
-
-    def __init__(self, address: bytes, at: int, n_tokens: int, n_bytes: int) -> None:
-        """`n_tokens` of KV, which belong `at` tokens into the slab; or a part of a checkpoint, with 0 tokens, which
-        begins `at` bytes into it."""
-        self.address, self.at, self.n_tokens, self.n_bytes = address, at, n_tokens, n_bytes
-        self.queued = time.monotonic()
-        self.begun: float | None = None
-        self.future: concurrent.futures.Future[memoryview | None]
-
-    def is_late(self, deadline: float) -> bool:
-        if self.begun is None:
-            return time.monotonic() - self.queued > QUEUED_MOST * deadline
-        return time.monotonic() - self.begun > deadline
 
 
 def planned(
     state: CacheState, shared: Sharing, tree: Tree, root: bytes, tokens: Tokens, reserve_tokens: int
 ) -> RemoteFetch | None:
     """Returns a fetch of what the store may have of these tokens; None if nothing is worth asking for."""
-    wanted, end = _wanted(state, shared, tree, root, tokens, reserve_tokens)
+    wanted, end = wanted_of(state, shared, tree, root, tokens, reserve_tokens)
     if wanted is None or not shared.health.usable:
         return None
     fetch = RemoteFetch(state, shared, tree, wanted, end)
@@ -124,51 +78,11 @@ def is_read_elsewhere(
     """Whether another thread, which does nothing else meanwhile, fetches what these tokens need next."""
     if not any(isinstance(found, RemoteFetch) for found in state.restores):
         return False
-    wanted, _ = _wanted(state, shared, tree, root, tokens, 0)
+    wanted, _ = wanted_of(state, shared, tree, root, tokens, 0)
     return wanted is not None and any(
         isinstance(found, RemoteFetch) and found.is_read_elsewhere and found.begins_like(wanted)
         for found in state.restores
     )
-
-
-def _wanted(
-    state: CacheState, shared: Sharing, tree: Tree, root: bytes, tokens: Tokens, reserve_tokens: int
-) -> tuple[Wanted | None, Node | None]:
-    """Returns what to ask for, None if nothing is worth it, and the last node that memory has of the tokens."""
-    path, matched = tree.match(tokens)
-    before = _in_memory(path, matched) if state.store.specs else 0
-    usable, n = len(tokens) - 1, shared.n_tokens
-    have = before
-    if shared.has_points:
-        readable = min(before, usable) if state.store.specs else min(matched, usable)
-        have, _, _ = resume_point(state, path, readable, min(matched, usable))
-    if min(len(tokens) // n * n, usable) - have < WORTH_ASKING:
-        return None, None
-    chain = list(shared.addresses(root, tokens))
-    points = [
-        (end, point_address(address))
-        for end, address in zip(range(n, len(tokens), n), chain, strict=False)
-        if have + WORTH_ASKING <= end <= usable
-    ]
-    records = chain[before // n :] if state.store.specs else []
-    if shared.has_points:
-        asked = [address for _, address in points[:1]]
-    else:
-        points, asked = [], records[:1]
-    if not asked or asked[0] in shared.missed:
-        return None, None
-    end = next((node for node in reversed(path) if node.start < max(before, have)), None)
-    return Wanted(tokens, tag_of(root), before, have, records, points, len(tokens) + reserve_tokens), end
-
-
-def _in_memory(path: list[Node], matched: int) -> int:
-    """Returns how many of the path's tokens have KV in memory, whether or not another thread is writing there now."""
-    end = 0
-    for node in path:
-        if node.span is None:
-            break
-        end = node.end
-    return min(end, matched)
 
 
 class RemoteFetch:
@@ -256,7 +170,7 @@ class RemoteFetch:
         if self._loading:
             return self._loading[0].future
         if self._looking is None:
-            self._looking = self._shared.threads.submit(_look, self._shared, self._wanted)
+            self._looking = self._shared.threads.submit(look, self._shared, self._wanted)
             self._since = time.monotonic()
         return self._looking
 
@@ -403,16 +317,7 @@ class RemoteFetch:
             assert self._slab is not None
             places = host.places(self._slab, reading.at, reading.at + reading.n_tokens)
 
-        def load() -> memoryview | None:
-            reading.begun = time.monotonic()
-            kind = KV if reading.n_tokens else PART
-            payload = shared.fetched(kind, tag, reading.address, reading.n_bytes)
-            if places is None:
-                return payload
-            host.scatter(places, payload)
-            return None
-
-        return load
+        return functools.partial(reading.read, shared, tag, places)
 
     def _took(self) -> None:
         """One more value is there and right. Raises StoreError and RecordError."""
@@ -522,32 +427,6 @@ class RemoteFetch:
             return 0
         self._shared.known.add(found.address)
         return found.position - wanted.have
-
-
-class Unusable(RecordError):
-    """A value that was found while the store was asked what it has, and that cannot be used."""
-
-    def __init__(self, address: bytes, reason: str) -> None:
-        super().__init__(reason)
-        self.address, self.reason = address, reason
-
-
-def _look(shared: Sharing, wanted: Wanted) -> Found:
-    """On another thread. Raises StoreError, and Unusable if the checkpoint's manifest is of no use."""
-    n, tag = shared.n_tokens, wanted.tag
-    base = wanted.before // n
-    names = [name_of(tag, a) for a in wanted.records]
-    needs = (max(0, end // n - base) if names and end > wanted.before else 0 for end, _ in wanted.points)
-    points = [Point(k, name_of(tag, a)) for k, (_, a) in zip(needs, wanted.points, strict=True)]
-    look = shared.store.look(names, points)
-    if look.point < 0:
-        return Found(look.leading)
-    position, address = wanted.points[look.point]
-    try:
-        manifest = read_manifest(shared.fetched(POINT, tag, address), position, shared.points)
-    except RecordError as error:
-        raise Unusable(address, str(error)) from error
-    return Found(look.leading, position, address, manifest)
 
 
 def _remove(shared: Sharing, names: list[str]) -> None:

@@ -28,8 +28,9 @@ VALUE_BYTES = 4 << 20
 """The most that a value has: stores are quickest with values of about this size."""
 HEAD_BYTES = 16 << 10
 """The most of a value that is not KV."""
-MOST_TOKENS = 256
-"""Of a record: what lies behind the last whole record is computed again."""
+MOST_TOKENS, STEP = 256, 8
+"""Of a record: what lies behind the last whole record is computed again. Records of 64 tokens and more have a multiple
+of 8."""
 PREFIX = "onefold/1/"
 """What all names in a store begin with."""
 ABOUT = "about"
@@ -42,11 +43,16 @@ _TAG = b"onefold remote tag 1\0"
 _TAG_BYTES = 8
 
 
-def record_tokens(token_bytes: int) -> int:
-    """Returns how many tokens a record has, for so many bytes of KV a token: a power of two, so that the grid of a
-    format that takes fewer bytes has some of the same edges. 0 if not even one token fits into a value."""
-    n = min(MOST_TOKENS, (VALUE_BYTES - HEAD_BYTES) // max(1, token_bytes))
-    return 1 << (n.bit_length() - 1) if n else 0
+def record_tokens(token_bytes: int, *, edges: bool = False) -> int:
+    """Returns how many tokens a record has, for so many bytes of KV a token; 0 if not even one token fits into a value.
+    Values are a little smaller than a power of two: Redis takes memory in steps of an eighth to a quarter, and one that
+    is a little larger would take the next. `edges`: checkpoints are taken where records end, so it is a power of two,
+    at which loops of callers end their chunks."""
+    n = (VALUE_BYTES - HEAD_BYTES) // max(1, token_bytes)
+    if edges:
+        return 1 << (min(MOST_TOKENS, n).bit_length() - 1) if n else 0
+    n = min(MOST_TOKENS - STEP, n)
+    return n // STEP * STEP if n >= 8 * STEP else n
 
 
 def root_of(about: dict[str, Any], salt: str, secret: bytes = b"") -> bytes:

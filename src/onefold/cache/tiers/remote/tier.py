@@ -40,7 +40,7 @@ from onefold.cache.tiers.remote.sharing import Sharing
 from onefold.cache.tiers.remote.stores.registry import address_of, open_store
 from onefold.cache.tiers.remote.stores.store import StoreSettings
 from onefold.cache.tiers.remote.values import Sealing
-from onefold.cache.tiers.remote.writing import RemoteWriter
+from onefold.cache.tiers.remote.writing import REST, REST_BESIDE_GPU, RemoteWriter
 from onefold.errors import BudgetError, ConfigError
 
 log = logging.getLogger("onefold")
@@ -114,7 +114,7 @@ class RemoteTier(NoTier):
             Health("read", address.shown, reasons),
             Health("written", address.shown, reasons),
             concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="onefold-remote-read"),
-            record_tokens(state.store.token_bytes),
+            record_tokens(state.store.token_bytes, edges=state.model.needs_checkpoints),
             state.store.specs,
             points=Layout(None, identity.points),
             has_points=state.model.needs_checkpoints,
@@ -138,12 +138,16 @@ class RemoteTier(NoTier):
                 "device": made_by,
             }
             self._writer = RemoteWriter(
-                self._shared, state.store, state.lock, policy, about, lambda: len(leases) > 0
+                self._shared,
+                state.store,
+                state.lock,
+                policy,
+                about,
+                rest=REST_BESIDE_GPU if device.on_cuda() or device.on_metal() else REST,
+                are_running=lambda: len(leases) > 0,
             )
 
-    @property
-    def grid(self) -> int:
-        return self._shared.n_tokens if self._shared.has_points and self._writer is not None else 0
+        self.grid = self._shared.n_tokens if self._shared.has_points and policy.writes else 0
 
     # -- requests ------------------------------------------------------------------------------------
 

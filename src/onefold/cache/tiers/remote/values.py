@@ -3,7 +3,7 @@
     "onefold\\x01" | length of the head, 4 bytes | head, JSON | payload | seal, 32 bytes
 
 - The store is written by others, so nothing is believed before the seal agrees: HMAC-SHA256 with the secret that all
-  machines share, over everything before it. Without a secret it is SHA-256, which shows damage and no forgery.
+  machines share, over everything before it. Without a secret it is a checksum, which shows damage and no forgery.
 - The name under which a value lies is part of what is sealed: a value that was copied to another name is rejected.
 - JSON and bytes; nothing is unpickled. Sizes are compared before anything is allocated for them.
 
@@ -18,6 +18,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import xxhash
+
 from onefold.cache.tiers.remote.grid import HEAD_BYTES, VALUE_BYTES
 from onefold.cache.tiers.remote.reasons import RemoteReason
 from onefold.errors import RecordError
@@ -26,7 +28,8 @@ MAGIC = b"onefold\x01"
 SEAL_BYTES = 32
 _LENGTH_BYTES = 4
 _HEAD_AT = len(MAGIC) + _LENGTH_BYTES
-_NO_SECRET = b"onefold: a checksum, and no proof of who wrote it"
+_NO_SECRET = b"only a checksum:"
+"""The first half of the seal of a value that was not sealed with a secret."""
 
 Head = dict[str, Any]
 
@@ -34,6 +37,19 @@ Head = dict[str, Any]
 class _Digest(Protocol):
     def update(self, data: Any, /) -> None: ...
     def digest(self) -> bytes: ...
+
+
+class _Checksum:
+    """xxh3, which takes a hundredth of the time of SHA-256 where the processor has no instructions for that."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+
+    def update(self, data: Any) -> None:
+        self._digest.update(data)
+
+    def digest(self) -> bytes:
+        return _NO_SECRET + self._digest.digest()
 
 
 class Sealing:
@@ -79,9 +95,7 @@ class Sealing:
         return head, sealed[_HEAD_AT + length :]
 
     def _digest(self, name: bytes) -> _Digest:
-        digest: _Digest = (
-            hmac.new(self._secret, digestmod=hashlib.sha256) if self._secret else hashlib.sha256(_NO_SECRET)
-        )
+        digest: _Digest = hmac.new(self._secret, digestmod=hashlib.sha256) if self._secret else _Checksum()
         digest.update(len(name).to_bytes(_LENGTH_BYTES, "little") + name)
         return digest
 

@@ -48,8 +48,12 @@ WAITING_MOST = 1024
 """Paths that wait to be written."""
 LOOK_AGAIN = 0.5
 """Seconds after which the waiting thread looks again without being notified."""
-REST = 40.0
-"""While requests run: so many times as long as a value took of the processor, the thread rests."""
+REST, REST_BESIDE_GPU = 40.0, 4.0
+"""While requests run: so many times as long as a value took of the processor, the thread rests. Beside a GPU most of
+the processor is idle; to seal a value takes most of that time, and no interpreter."""
+FULL = 0.85
+"""A share of the budget: when more is used, the ends of turns that were committed first are written before they are
+due, because they may be evicted soon."""
 STOPPING_MOST = 30.0
 """Seconds that a value which is being sent is waited for at the end."""
 _UNEXPECTED = (RuntimeError, ValueError, TypeError, MemoryError, OSError)
@@ -70,19 +74,21 @@ class RemoteWriter:
         lock: CacheLock,
         policy: Policy,
         about: dict[str, Any],
+        rest: float,
         are_running: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`about` describes a namespace, for people; its "device" names what computes here. `are_running()`: whether
-        requests run. Raises BudgetError."""
+        """`about` describes a namespace, for people; its "device" names what computes here. `rest` is `REST`, or that
+        beside a GPU. `are_running()`: whether requests run. Raises BudgetError."""
         self._shared, self._slabs, self._lock, self._policy, self._about = shared, slabs, lock, policy, about
-        self._are_running, self._clock = are_running, clock
+        self._rest_times, self._are_running, self._clock = rest, are_running, clock
         self._due: dict[Node, tuple[float, bytes]] = {}
         """By the node where a path ends: when it is to be written, and the root of its chain."""
         self._busy = self._stop = self._given_up = False
         self._hurries = 0
         value = max(shared.record_bytes, shared.part_bytes if shared.has_points else 0)
-        self._account = slabs.ledger.open(Purpose.DISK, COPIES * value, "values on their way to a shared store")
+        copies = COPIES + (0 if shared.direct else host.COPIED)
+        self._account = slabs.ledger.open(Purpose.DISK, copies * value, "values on their way to a shared store")
         self._buffer = np.empty(value, np.uint8)
         self._described: set[str] = set()
         """Tags whose namespace is described in the store."""
@@ -180,7 +186,9 @@ class RemoteWriter:
 
     def _next_due(self) -> Node | None:
         """Returns the end of a path that is due, all are while a caller waits; None if there is none."""
-        now = float("inf") if self._hurries else self._clock()
+        ledger = self._slabs.ledger
+        is_full = ledger.used_bytes > FULL * ledger.budget_bytes
+        now = float("inf") if self._hurries or is_full else self._clock()
         return next((node for node, (due, _) in self._due.items() if due <= now), None)
 
     def _next(self) -> Path | None:
@@ -335,7 +343,7 @@ class RemoteWriter:
         return None
 
     def _rest(self, worked: float) -> None:
-        until = time.monotonic() + REST * worked
+        until = time.monotonic() + self._rest_times * worked
         with self._lock.inner:
             while (
                 (left := until - time.monotonic()) > 0 and not self._stop and not self._hurries and self._are_running()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import statistics
 import subprocess
@@ -38,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from redis_server import redis_server
 
 from onefold.cache.tiers.remote.fetching import AHEAD
-from onefold.cache.tiers.remote.grid import PREFIX
+from onefold.cache.tiers.remote.grid import PREFIX, VALUE_BYTES
 from onefold.cache.tiers.remote.stores.registry import address_of, open_store
 from onefold.cache.tiers.remote.stores.store import Store, StoreSettings
 from onefold.cache.tiers.remote.tier import RemoteSettings
@@ -52,10 +53,11 @@ class Settings(NamedTuple):
     folder: str
     tokens: int
     repeats: int
+    secret: str = ""
 
 
 def settings_of(given: Settings, write: str) -> RemoteSettings:
-    return RemoteSettings(given.url, insecure=True, deadline=DEADLINE, write=write)
+    return RemoteSettings(given.url, given.secret.encode(), insecure=True, deadline=DEADLINE, write=write)
 
 
 def opened(model: Any, given: Settings, write: str = "all") -> onefold.PrefixCache:
@@ -154,11 +156,13 @@ def part_restore(given: Settings) -> dict[str, Any]:
 
 
 def read_all(store: Store, names: list[str], threads: int) -> float:
-    """Returns the seconds that so many threads take to read these values, each on a connection of its own."""
+    """Returns the seconds that so many threads take to read these values into memory, each on a connection of its
+    own."""
+    values: list[bytes | None] = []
 
     def read(begin: int) -> None:
         for name in names[begin::threads]:
-            store.get(name)
+            values.append(store.get(name))
 
     running = [threading.Thread(target=read, args=(i,)) for i in range(threads)]
     began = time.perf_counter()
@@ -202,6 +206,7 @@ PARTS: dict[str, Callable[[Settings], dict[str, Any]]] = {
 
 def in_a_process(part: str, given: Settings) -> dict[str, Any]:
     command = [sys.executable, __file__, "--part", part, "--url", given.url, "--folder", given.folder]
+    command += ["--secret", given.secret] if given.secret else []
     ran = subprocess.run(
         [*command, "--tokens", str(given.tokens), "--repeats", str(given.repeats)], stdout=subprocess.PIPE, check=True
     )
@@ -235,16 +240,31 @@ def bench_turn(given: Settings) -> Iterator[Row]:
 
 def bench_restore(given: Settings) -> Iterator[Row]:
     found = in_a_process("restore", given)
-    runs = {name: found[name][1:] for name in ("restore", "plain", "one")}  # the first ones warm up
-    rates = {name: found["bytes"] / statistics.median(x) / 1e9 for name, x in runs.items()}
-    for name, what in (("plain", f"plain GETs on {AHEAD} connections"), ("one", "plain GETs on one connection")):
-        ratios = [theirs / ours for ours, theirs in zip(runs["restore"], runs[name], strict=True)]
+    sealed = in_a_process("restore", given._replace(secret="a secret for this benchmark alone"))
+    for run, name, what, target in (
+        (found, "plain", f"plain GETs on {AHEAD} connections", True),
+        (found, "one", "plain GETs on one connection", True),
+        (sealed, "one", "the same, sealed with a secret", False),
+    ):
+        ours, theirs = (run[which][1:] for which in ("restore", name))  # the first ones warm up
+        ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
         ratio = statistics.median(ratios)
-        note = f"{rates['restore']:.2f} GB/s and {rates[name]:.2f} GB/s; each: " + " ".join(f"{r:.2f}" for r in ratios)
+        rates = [run["bytes"] / statistics.median(x) / 1e9 for x in (ours, theirs)]
+        note = f"{rates[0]:.2f} GB/s and {rates[1]:.2f} GB/s; each: " + " ".join(f"{r:.2f}" for r in ratios)
+        if not target:
+            note += f"; SHA-256 on one core: {sha256_rate() / 1e9:.2f} GB/s"
         yield Row(f"restore bandwidth / {what}", f"{ratio:.2f}", "≥ 0.70", ratio >= 0.7, note)
     peak = found["peak"] / found["entry"]
     note = f"{show_size(found['peak'])} of {show_size(found['entry'])}"
     yield Row("peak memory of a restore / the entry", f"{peak:.3f}", "≤ 1.05", peak <= 1.05, note)
+
+
+def sha256_rate() -> float:
+    """Returns how many bytes a second this machine hashes."""
+    data, began = bytes(VALUE_BYTES), time.perf_counter()
+    for _ in range(8):
+        hashlib.sha256(data).digest()
+    return 8 * len(data) / (time.perf_counter() - began)
 
 
 def bench_decode(given: Settings) -> Iterator[Row]:
@@ -267,10 +287,11 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--url", help="a store to use in place of a redis-server on loopback; what is written stays")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--secret", default="", help=argparse.SUPPRESS)
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
-        print(json.dumps(PARTS[args.part](Settings(args.url, args.folder, args.tokens, args.repeats))))
+        print(json.dumps(PARTS[args.part](Settings(args.url, args.folder, args.tokens, args.repeats, args.secret))))
         return 0
     title = f"Onefold {onefold.__version__}, MLX {version('mlx')}, {mx.default_device()}"
     with contextlib.ExitStack() as stack:

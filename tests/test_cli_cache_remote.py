@@ -20,13 +20,12 @@ from test_remote_tier import SECRET, machine, served, words
 from tiny import tiny
 
 from onefold.cache.tiers.remote import census, sharing
-from onefold.cache.tiers.remote.grid import PREFIX, VALUE_BYTES, about_name, name_of
+from onefold.cache.tiers.remote.grid import HEAD_BYTES, PREFIX, VALUE_BYTES, about_name, name_of
 from onefold.cache.tiers.remote.reasons import RemoteReason
 from onefold.cache.tiers.remote.stores.registry import address_of, open_store
 from onefold.cache.tiers.remote.stores.store import Held, StoreError, StoreSettings
-from onefold.cache.tiers.remote.tier import RemoteSettings
 from onefold.cache.tiers.remote.values import Sealing
-from onefold.cli import cache_report, cache_store, main
+from onefold.cli import cache_report, main
 from onefold.cli.secret_file import MOST_BYTES, read_secret
 from onefold.errors import ConfigError
 
@@ -229,6 +228,15 @@ def test_a_description_that_says_nonsense_is_shown_as_unknown(said: str, run, to
     assert run("ls")[0] == 0 and run("verify", "--namespace", tag)[0] == (0 if said.startswith("{") else 1)
 
 
+def test_a_description_that_is_too_large_is_not_read(told, store) -> None:
+    tag = tag_of(told, "tiny/plain")
+    (store / about_name(tag)).unlink()
+    said = json.dumps({"model": "x" * HEAD_BYTES}).encode()
+    put(store, about_name(tag), Sealing().seal(tag.encode(), {"kind": "about"}, [said]))
+    (space,) = [s for s in told("ls")["namespaces"] if s["id"] == tag]
+    assert (space["model"], space["unknown"]) == (None, "too large")
+
+
 # -- verifying ---------------------------------------------------------------------------------------
 
 
@@ -351,9 +359,8 @@ def test_a_name_that_is_listed_twice_is_removed_once() -> None:
     assert sorted(shaky.removed) == names
 
 
-def test_kinds_and_times_are_those_of_the_tier() -> None:
+def test_kinds_are_those_of_the_tier() -> None:
     assert sharing.KV == census.KV and sharing.ABOUT == census.ABOUT
-    assert RemoteSettings("file:///a").ttl == cache_store.TTL
 
 
 # -- clearing ----------------------------------------------------------------------------------------
@@ -372,9 +379,7 @@ def test_clear_one_namespace(run, told, store) -> None:
     tag = tag_of(told, "tiny/plain")
     others = [p for p in files(store) if p.parent.name != tag]
     n, n_bytes = len(files(store, tag)), size(files(store, tag))
-    assert run("clear", "--namespace", tag, "--yes")[1] == (
-        f"deleted {n} values, {cache_report.show_size(n_bytes)}\n"
-    )
+    assert run("clear", "--namespace", tag, "--yes")[1] == (f"deleted {n} values, {cache_report.show_size(n_bytes)}\n")
     assert files(store) == others
 
 
@@ -411,7 +416,9 @@ def test_stores_that_are_none(action: str, refused, tmp_path) -> None:
     assert "cannot be reached" in refused(action, *yes, "--remote", f"redis://127.0.0.1:{free_port()}/0")
 
 
-@pytest.mark.parametrize("url", ["redis://:hunter2/x@10.0.0.1/0", "redis://me:hunter2#x@10.0.0.1/0", "redis://[hunter2"])
+@pytest.mark.parametrize(
+    "url", ["redis://:hunter2/x@10.0.0.1/0", "redis://me:hunter2#x@10.0.0.1/0", "redis://[hunter2"]
+)
 def test_a_url_that_is_none_does_not_show_its_password(url: str, refused) -> None:
     said = refused("stat", "--remote", url)
     assert "no URL" in said and "hunter2" not in said

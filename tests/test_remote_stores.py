@@ -110,6 +110,12 @@ def test_a_look_at_a_chain_is_one_round_trip_and_reading_renews(tmp_path: Path) 
         client = store._client  # type: ignore[attr-defined]
         client.expire("of/a", 5)
         assert store.get("of/a") == b"x" and client.ttl("of/a") > 900
+        looking = opened(server.url, ttl=0)
+        client.expire("of/a", 500)
+        assert looking.get("of/a") == b"x" and looking.look(["of/a"]).leading == 1 and client.ttl("of/a") <= 500
+        assert looking.add("of/stays", b"x") and client.ttl("of/stays") == -1
+        looking.close()
+        assert store.look(["of/a"]).leading == 1 and client.ttl("of/a") > 900
         before = client.info("stats")["total_reads_processed"]
         assert store.look(["of/a"] * 500).leading == 500
         assert client.info("stats")["total_reads_processed"] - before <= 4  # 500 questions, in a few packets
@@ -130,6 +136,8 @@ def test_what_lies_there_and_is_no_value_is_refused(tmp_path: Path) -> None:
             store.remove(name)
             assert store.get(name) is None
         assert store.get("of/empty") == b""
+        client.lpush("of/list", "x")
+        assert ("of/list", 0) in list(store.names("of/"))
         store.close()
 
 

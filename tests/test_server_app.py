@@ -761,3 +761,14 @@ def test_requests_that_do_not_end_in_time_are_told_so():
         thread.join(30)
     by_status = {answer.status_code: answer for answer in answers}
     assert '"engine_stopped"' in by_status[200].text and error_of(by_status[503])["code"] == "engine_stopped"
+
+
+def test_the_name_of_a_conversation_is_repeated_and_logged(client, caplog):
+    caplog.set_level(logging.INFO)
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    name = {"x-onefold-conversation": 'tea "for" two\tand caf\u00e9'.encode("latin-1")}
+    found = client.post("/v1/chat/completions", json=body, headers=name)
+    assert found.headers["x-onefold-conversation"] == 'tea "for" two%09and caf%C3%A9'
+    assert 'conversation="tea %22for%22 two%09and' in caplog.text
+    assert "x-onefold-conversation" not in client.post("/v1/chat/completions", json=body).headers
+    assert found.headers["x-onefold-remote-tokens"] == "0"

@@ -28,8 +28,6 @@ from onefold.sizes import show_size
 
 DEADLINE = 10.0
 """Seconds that a store may take to answer: nobody waits for a first token here."""
-TTL = 30 * 24 * 3600
-"""Seconds that Redis keeps a value that was read here from then on: what caches use by default."""
 
 
 class Shared(NamedTuple):
@@ -46,7 +44,7 @@ def opened(url: str, secret_file: str | None) -> Iterator[Shared]:
     """Opens the store for the block. Raises ConfigError; whether the store answers is not known then."""
     address = _address(url)
     sealing = Sealing(read_secret(secret_file) if secret_file else b"")
-    store = open_store(StoreSettings(address, DEADLINE, TTL))
+    store = open_store(StoreSettings(address, DEADLINE, ttl=0))
     try:
         yield Shared(store, sealing, address.shown)
     finally:
@@ -55,12 +53,7 @@ def opened(url: str, secret_file: str | None) -> Iterator[Shared]:
 
 def _address(url: str) -> Address:
     """Returns where the store is. Raises ConfigError, also if it is a folder that is not there: it is not made."""
-    try:
-        address = address_of(url)
-    except ConfigError as error:
-        if isinstance(error.__cause__, ValueError):  # its text may have a part of the password
-            raise ConfigError("remote is no URL: write / # ? @ : [ ] in a password as %2F %23 %3F ...") from None
-        raise
+    address = address_of(url)
     if urlsplit(url).scheme == "file" and not os.path.isdir(path := unquote(urlsplit(url).path)):
         raise ConfigError(f"there is no folder {path}")
     return address

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onefold.server.metrics import Metrics
 from onefold.server.paths import endpoint_of
-from onefold.server.record import Record
+from onefold.server.record import CONVERSATION, Record, header_text
 
 QUIET = frozenset({"/health", "/metrics"})
 """Asked every few seconds, by machines."""
@@ -24,7 +24,8 @@ class Accounting:
             await self._app(scope, receive, send)
             return
         endpoint = endpoint_of(scope["path"])
-        record = Record(scope["method"], endpoint)
+        named = next((value for name, value in scope["headers"] if name == CONVERSATION.encode()), b"")
+        record = Record(scope["method"], endpoint, conversation=header_text(named.decode("latin-1")))
         scope.setdefault("state", {})["record"] = record
 
         async def noted(message: Message) -> None:

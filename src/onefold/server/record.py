@@ -20,6 +20,8 @@ log = logging.getLogger("onefold.server")
 HUNG_UP = 499
 """What nginx calls it, too. No client ever sees it."""
 
+CONVERSATION = "x-onefold-conversation"
+"""A header of requests, for proxies; the response repeats it."""
 PRINTABLE = "".join(chr(c) for c in range(0x20, 0x7F) if chr(c) != "%")
 LONGEST_HEADER = 200
 """Characters, before they are encoded."""
@@ -48,6 +50,8 @@ class Record:
     last_token_at: dict[int, float] = field(default_factory=dict)
     error: str = ""
     """The name of the exception, if there was one."""
+    conversation: str = ""
+    """What the client calls the conversation; a proxy in front of several servers keeps equal ones together."""
 
     def __post_init__(self) -> None:
         self.began_at = self.now()
@@ -106,6 +110,8 @@ class Record:
 
     def headers(self) -> dict[str, str]:
         made = {"x-request-id": self.id, "request-id": self.id}
+        if self.conversation:
+            made[CONVERSATION] = self.conversation
         hit = self.hit()
         if hit is not None:
             made["x-onefold-prompt-tokens"] = str(hit.prompt_tokens)
@@ -137,6 +143,8 @@ class Record:
             said.append(f'reason="{header_text(hit.reason)}"')
         if hit is not None and hit.diverged:
             said.append(f'diverged="{header_text(hit.diverged)}"')
+        if self.conversation:
+            said.append('conversation="{}"'.format(self.conversation.replace('"', "%22")))
         if self.error:
             said.append(f"error={self.error}")
         return " ".join([*said, f"seconds={self.now() - self.began_at:.3f} id={self.id}"])

@@ -103,12 +103,12 @@ def allocate(slab: Slab, n_tokens: int, *, direct: bool) -> None:
         clear(slab, n_tokens, slab.capacity)
 
 
-def scatter(places: list[Any], data: Bytes | memoryview) -> None:
-    """Copy bytes in the order of `range_tensors` into their places."""
-    at = 0
+def scatter(places: Iterable[Bytes], data: Bytes | memoryview) -> None:
+    """Copy bytes into their places, which are arrays of any shape, one after the other."""
+    whole, at = np.frombuffer(data, np.uint8), 0
     for place in places:
-        place[:] = data[at : at + place.nbytes]
-        at += place.nbytes
+        place[...] = whole[at : at + place.size].reshape(place.shape)
+        at += place.size
 
 
 def split(specs: Iterable[LayerSpec], n_tokens: int, data: Bytes) -> list[Bytes]:

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from onefold.cache.memory.arrays import Bytes
 from onefold.cache.memory.ledger import Account, Purpose
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.payloads import Node, Tree
@@ -103,6 +104,8 @@ class RemoteFetch:
         self._n_records = 0
         self._read_bytes = 0
         self._slab: Slab | None = None
+        self._rows: list[Bytes] = []
+        """Its arrays, as the processor sees them."""
         self._point: PointBuffer | None = None
         self._buffers: Account | None = None
         self._holder = Track(state.store)
@@ -282,6 +285,8 @@ class RemoteFetch:
             self._slab = self._state.store.slab_for(need)
             self._slab.enter(self._holder)
             host.allocate(self._slab, stop - self._base, direct=shared.direct)
+            if shared.direct:
+                self._rows = [host.rows(array) for layer in self._slab.layers for array in layer or ()]
         for i, address in enumerate(wanted.records[: self._n_records]):
             self._left.append(Reading(address, i * shared.n_tokens, shared.n_tokens, shared.record_bytes))
         if manifest is not None:
@@ -314,8 +319,7 @@ class RemoteFetch:
             assert self._point is not None
             places = self._point.places(reading.at, reading.n_bytes)
         elif shared.direct:
-            assert self._slab is not None
-            places = host.places(self._slab, reading.at, reading.at + reading.n_tokens)
+            places = [rows[:, reading.at : reading.at + reading.n_tokens] for rows in self._rows]
 
         return functools.partial(reading.read, shared, tag, places)
 
@@ -369,6 +373,7 @@ class RemoteFetch:
     def _release(self) -> None:
         """No thread reads any more: the buffers are the nodes' alone."""
         self._released = True
+        self._rows = []
         slab = self._slab
         if slab is not None:
             if self._shared.direct and slab in slab.store.slabs and slab.layers[0] is not None:

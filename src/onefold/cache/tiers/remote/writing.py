@@ -90,8 +90,6 @@ class RemoteWriter:
         copies = COPIES + (0 if shared.direct else host.COPIED)
         self._account = slabs.ledger.open(Purpose.DISK, copies * value, "values on their way to a shared store")
         self._buffer = np.empty(value, np.uint8)
-        self._described: set[str] = set()
-        """Tags whose namespace is described in the store."""
         self._thread = Worker(self._run, "onefold-remote")
         self._thread.start()
 
@@ -266,11 +264,13 @@ class RemoteWriter:
 
     def _describe(self, tag: str) -> None:
         """Say in the store what this namespace is, for its administrator, unless another machine did."""
-        if tag not in self._described:
+        shared, address = self._shared, tag.encode()
+        if address in shared.known:
+            return
+        if not shared.store.look([about_name(tag)]).leading:  # a look begins its time anew
             payload = json.dumps(self._about).encode()
-            value = self._shared.sealed(ABOUT, tag.encode(), [payload], self._about["device"])
-            self._shared.store.add(about_name(tag), value)
-            self._described.add(tag)
+            shared.store.add(about_name(tag), shared.sealed(ABOUT, address, [payload], self._about["device"]))
+        shared.known.add(address)
 
     # -- records -------------------------------------------------------------------------------------
 

@@ -33,16 +33,23 @@ class RedisStore:
             return Look(0)
         with self._translated(), self._client.pipeline(transaction=False) as pipeline:
             for name in (*names, *(p.name for p in points)):
-                pipeline.expire(name, self._ttl)
+                self._ask(pipeline, name)
             found = pipeline.execute()
         leading = next((i for i, there in enumerate(found[: len(names)]) if not there), len(names))
         usable = (i for i, p in enumerate(points) if p.needs <= leading and found[len(names) + i])
         return Look(leading, max(usable, default=-1))
 
+    def _ask(self, pipeline: Any, name: str) -> None:
+        """Ask whether there is a value. Its time begins anew, unless this process only looks."""
+        if self._ttl:
+            pipeline.expire(name, self._ttl)
+        else:
+            pipeline.exists(name)
+
     def get(self, name: str) -> bytes | None:
         with self._translated(), self._client.pipeline(transaction=False) as pipeline:
             pipeline.getrange(name, 0, VALUE_BYTES)  # one byte more than a value has
-            pipeline.expire(name, self._ttl)
+            self._ask(pipeline, name)
             value, there = pipeline.execute(raise_on_error=False)
             if isinstance(value, self._errors.ResponseError) and "WRONGTYPE" in str(value):
                 raise RecordError(RemoteReason.OTHER_FORMAT)
@@ -57,7 +64,7 @@ class RedisStore:
 
     def add(self, name: str, value: bytes) -> bool:
         with self._translated():
-            return bool(self._client.set(name, value, nx=True, ex=self._ttl))
+            return bool(self._client.set(name, value, nx=True, ex=self._ttl or None))
 
     def remove(self, name: str) -> None:
         with self._translated():
@@ -71,9 +78,10 @@ class RedisStore:
                 with self._client.pipeline(transaction=False) as pipeline:
                     for name in found:
                         pipeline.strlen(name)
-                    sizes = pipeline.execute()
+                    sizes = pipeline.execute(raise_on_error=False)
             for name, size in zip(found, sizes, strict=True):
-                yield Held(name.decode(errors="replace"), size)
+                n_bytes = size if isinstance(size, int) else 0  # of what is no value
+                yield Held(name.decode(errors="replace"), n_bytes)
             if not at:
                 return
 

@@ -33,8 +33,11 @@ def address_of(url: str) -> Address:
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError as error:
-        raise ConfigError(f"remote is no URL: {error}") from error
+    except ValueError:
+        raise ConfigError(
+            "remote is no URL: a port is a number, an address with colons is in brackets, as in redis://[::1]:6379/0, "
+            "and / # ? @ : [ ] in a password are %2F %23 %3F %40 %3A %5B %5D"
+        ) from None  # the error's own text may have a part of the password
     kind = STORES.get(parts.scheme)
     if kind is None:
         examples = ", ".join(kind.example for kind in STORES.values())

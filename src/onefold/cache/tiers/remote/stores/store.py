@@ -88,7 +88,8 @@ class StoreSettings(NamedTuple):
     deadline: float
     """Seconds that a call may take."""
     ttl: int
-    """Seconds that a value stays, if the store can forget values by itself; each read begins them again."""
+    """Seconds that a value stays, if the store can forget values by itself; each use begins them again. 0: values that
+    are written stay, and looking at others changes nothing."""
 
 
 Opener = Callable[[StoreSettings], Store]

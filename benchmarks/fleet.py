@@ -1,15 +1,14 @@
 """Simulates 1 to 64 servers on a trace: what they find in their own caches, and what in a store that they share.
 
     python benchmarks/fleet.py TRACE.jsonl [--servers 1,2,4,8,16,32,64] [--writes shared|all] [--room 256k]
-                               [--store 512GB] [--ttl 30d] [--token 37888] [--refresh] [--real]
+                               [--store 512GB] [--ttl 30d] [--token 37888] [--no-refresh] [--real]
 
 THIS IS A SIMULATION. Nothing is served, computed or sent; caches and the store are lists of blocks of 512 tokens, and a
 request takes no time. `traces.py --show bounds cache` compares such a list (block LRU) with the real cache.
 
 - Requests come at the trace's times. A server's cache and the store evict what was used least recently. Of blocks that
   a server used together the last one goes first; of those that the store was asked for together, any.
-- Only a write and a read count as a use in the store. Looking whether a record is there does not, as in Redis
-  (`--refresh`: it does, for what a server writes).
+- A write, a read and a server's look before it writes count as uses in the store (`--no-refresh`: a look does not).
 - Round robin sends each request to the next server. Affinity sends all requests of a conversation to one server, by
   consistent hashing. All prompts of the trace begin with the same blocks, if any; two requests are of the same
   conversation if they also have the next block in common. So no two conversations share more than that beginning.
@@ -71,7 +70,7 @@ class Setup:
     """Blocks of the store."""
     ttl: float = 30 * 86400.0
     """Seconds after its last use that the store forgets a block."""
-    refresh: bool = False
+    refresh: bool = True
     """Whether a server that writes a prompt has the store keep what it already has of it."""
 
     @property
@@ -306,7 +305,7 @@ COLUMNS = [
     "store serves, MB/s (busiest 10 s)",
     "store takes, MB/s (busiest 10 s)",
     "stored, GB",
-    "EXISTS/s",
+    "looks/s",
 ]
 
 
@@ -379,7 +378,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--token", type=int, default=37888, help="bytes of KV of a token (37888: Llama-8B in `4`)")
     parser.add_argument("--writes", choices=["shared", "all"], default="shared", help="what is written, and when")
-    parser.add_argument("--refresh", action="store_true", help="writing a prompt also renews what the store has of it")
+    parser.add_argument(
+        "--no-refresh", dest="refresh", action="store_false", help="writing a prompt renews nothing of it in the store"
+    )
     parser.add_argument("--real", action="store_true", help="without a store, also replay through the real cache")
     parser.add_argument("--requests", type=int, help="only the first so many requests")
     args = parser.parse_args(arguments)
@@ -391,7 +392,7 @@ def main(arguments: list[str] | None = None) -> None:
     fleets = setups(numbers, args.room // HASHED, store, args.writes, args.ttl, args.refresh)
     what = (
         f"A simulation: caches of {args.room * args.token / 1e9:.1f} GB, a store of {args.store / 1e9:,.0f} GB, "
-        f"{args.token:,} bytes a token, writes: {args.writes}{', renewed' if args.refresh else ''}"
+        f"{args.token:,} bytes a token, writes: {args.writes}{'' if args.refresh else ', not renewed'}"
     )
     table = Table(*COLUMNS, *(["found in real caches"] if args.real else []), title=what)
     for n, setup in enumerate(fleets, 1):

@@ -51,9 +51,6 @@ LOOK_AGAIN = 0.5
 REST, REST_BESIDE_GPU = 40.0, 4.0
 """While requests run: so many times as long as a value took of the processor, the thread rests. Beside a GPU most of
 the processor is idle; to seal a value takes most of that time, and no interpreter."""
-FULL = 0.85
-"""A share of the budget: when more is used, the ends of turns that were committed first are written before they are
-due, because they may be evicted soon."""
 STOPPING_MOST = 30.0
 """Seconds that a value which is being sent is waited for at the end."""
 _UNEXPECTED = (RuntimeError, ValueError, TypeError, MemoryError, OSError)
@@ -184,9 +181,7 @@ class RemoteWriter:
 
     def _next_due(self) -> Node | None:
         """Returns the end of a path that is due, all are while a caller waits; None if there is none."""
-        ledger = self._slabs.ledger
-        is_full = ledger.used_bytes > FULL * ledger.budget_bytes
-        now = float("inf") if self._hurries or is_full else self._clock()
+        now = float("inf") if self._hurries else self._clock()
         return next((node for node, (due, _) in self._due.items() if due <= now), None)
 
     def _next(self) -> Path | None:

@@ -17,6 +17,7 @@
     ├── RequestError                 a request that will not be run
     │   ├── BadRequest (ValueError)  ... because it is not one: says which field is wrong, and how
     │   ├── UnknownModel             ... because it is for another model than the one that is served
+    │   ├── UnknownNode              ... because it names a prefix that is not held
     │   ├── PromptError (ValueError) ... because its messages cannot be made into a prompt
     │   ├── TooLong                  ... because its prompt can never fit; says how many tokens would
     │   └── Busy                     ... now: the queue is full, or it waited too long; says when to try again
@@ -120,6 +121,10 @@ class BadRequest(RequestError, ValueError):
 
 
 class UnknownModel(RequestError):
+    pass
+
+
+class UnknownNode(RequestError):
     pass
 
 

@@ -43,6 +43,7 @@ from onefold.cache.request.lease import Lease
 from onefold.cache.stats import Stats
 from onefold.cache.tiers.identity import Identity
 from onefold.cache.tiers.registry import open_tier
+from onefold.cache.view import View
 from onefold.errors import ConfigError, IntegrityError
 from onefold.options import shown_as
 from onefold.sizes import parse_size, show_count, show_size
@@ -60,6 +61,8 @@ class PrefixCache:
     """The format of stored KV, as `CacheConfig.kv` names it."""
     inventory: Inventory
     """Queries for servers: how many tokens are known, held, or would fit."""
+    view: View
+    """What is held, node by node, for people."""
     budget: Budget
     """The memory budget, which may follow the machine. Servers call its `look` between two steps."""
     ending: Ending
@@ -336,6 +339,7 @@ def _assemble(cache: PrefixCache, parts: Parts) -> None:
     cache._pins = Pins(parts.state)
     cache._clearing = Clearing(parts, cache._pins)
     cache.inventory = Inventory(parts, cache._leasing)
+    cache.view = View(parts, cache._pins)
     cache.ending = Ending(parts, cache._clearing)
     cache.budget = Budget(parts, cache.inventory, None)
 

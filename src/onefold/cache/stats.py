@@ -63,7 +63,6 @@ def count(state: CacheState, tier: TierStats, tier_reasons: Counter[str]) -> Sta
     disk, remote = (TierStats(), tier) if is_remote else (tier, tier.below or TierStats())
     for lease in state.leases:
         lease.usage.recount()
-    nodes = list(state.nodes.nodes())
     t, counts = state.totals, state.nodes.counts
     return Stats(
         requests=t["requests"],
@@ -73,9 +72,9 @@ def count(state: CacheState, tier: TierStats, tier_reasons: Counter[str]) -> Sta
         tokens_cached=t["tokens_cached"],
         moves=t["moves"],
         borrows=t["borrows"],
-        stored_tokens=sum(n.end - n.start for n in nodes if n.span is not None),
-        nodes=len(nodes),
-        checkpoints=sum(n.checkpoint is not None for n in nodes),
+        stored_tokens=state.store.owned,
+        nodes=sum(tree.size for tree in state.nodes.trees.values()),
+        checkpoints=state.nodes.points.count,
         open_leases=len(state.leases),
         evicted_tokens=counts["evicted_tokens"],
         discarded_tokens=t["discarded_tokens"] + counts["discarded_tokens"],

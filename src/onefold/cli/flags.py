@@ -142,7 +142,7 @@ class Flag:
         given = os.environ.get(self.variable, "").strip()
         kind = partial(self._read, parser)
         if self.type is bool:
-            on = given.lower() in ("1", "true", "yes", "on")
+            on = (given or self.default or "").lower() in ("1", "true", "yes", "on")
             parser.add_argument(f"--{self.name}", action=argparse.BooleanOptionalAction, default=on, help=told)
         elif self.many:
             parser.add_argument(f"--{self.name}", action="append", type=kind, metavar=self.metavar, help=told)
@@ -189,6 +189,8 @@ FLAGS = (
     CORS_ORIGIN,
     ALLOWED_HOST,
     Flag("namespace-per-key", "share KV only among requests with the same API key", bool),
+    Flag("page", "a page at / that shows what is held, by whom, and what is evicted next", bool, "yes"),
+    Flag("show-text", "show on that page what prompts say, to everyone who may see it", bool),
     Flag("budget", "memory for KV and activations: 8GB, 24GiB, 60%%; auto is four fifths of the device's memory less "
          "the weights, and less while the machine's memory is short", _budget, "auto", "SIZE"),
     Flag("disk", f"a folder that keeps conversations across restarts, or auto: {AUTO_FOLDER}; by default nothing is "

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import ipaddress
 import logging
 import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -111,6 +111,8 @@ def _settings(given: argparse.Namespace) -> Settings:
         cors_origins=CORS_ORIGIN.listed(given),
         allowed_hosts=ALLOWED_HOST.listed(given),
         namespace_per_key=given.namespace_per_key,
+        page=given.page,
+        show_text=given.show_text,
         body_limit=parse_size(given.body_limit),
         keep_alive_seconds=given.keep_alive,
         send_timeout_seconds=given.send_timeout,
@@ -207,7 +209,8 @@ def _listen(engine: Engine, settings: Settings, bound: list[socket.socket], endi
     from onefold.server.running import Server
 
     ready = partial(_greet, engine, settings, bound[0])
-    server = Server(make_app(engine, settings), engine, settings, ready, ending)
+    leaving = threading.Event()
+    server = Server(make_app(engine, settings, leaving), engine, settings, ready, ending, leaving.set)
     # A signal may come before uvicorn has installed its handlers. When uvicorn has ended, it raises the signal again
     # for the handlers that were there before: to end twice does no harm.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -223,12 +226,15 @@ def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    from onefold.server.hosts import is_loopback
+
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     url = f"http://{host}:{sock.getsockname()[1]}"
     rows = [
         ("model", engine.model_id),
         ("OpenAI", f"{url}/v1"),
         ("Anthropic", url),
+        *([("page", f"{url}/")] if settings.page else []),
         ("budget", _budget_line(engine)),
         ("disk", _disk_line(engine)),
         *_remote_lines(engine),
@@ -243,7 +249,7 @@ def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
     console = Console(highlight=False)
     for name, value in rows:
         console.print(Text(f"{name:<11}{value}"), soft_wrap=True)
-    if not _loopback(settings.host) and not settings.api_keys:
+    if not is_loopback(settings.host) and not settings.api_keys:
         warning = f"Warning: anyone who can reach {host} can use this server. Set --api-key-file."
         Console(stderr=True).print(Text(warning, "bold"), soft_wrap=True)
 
@@ -284,13 +290,6 @@ def _room(engine: Engine) -> str:
 def _not_listening(settings: Settings, error: OSError) -> str:
     said = f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}"
     return f"{said}. Choose another with --port" if error.errno == errno.EADDRINUSE else said
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 _complain = partial(complain, "onefold serve")

@@ -255,6 +255,13 @@ class Engine:
         self._do(self.cache.clear)
         return max(0, before - self.cache.inventory.held_bytes), max(0, on_disk - self.cache.stats().disk.used_bytes)
 
+    def forget(self, number: int) -> int:
+        """Drops a node of the tree and what is below it, except what a request or a pin holds (`PrefixCache.view`).
+        Returns how many tokens were dropped. Raises UnknownNode and EngineStopped."""
+        dropped: list[int] = []
+        self._do(lambda: dropped.append(self.cache.view.forget(number)))
+        return dropped[0]
+
     def check(self) -> None:
         """Recounts everything that the cache holds. Raises IntegrityError."""
         self._do(self.cache.check)

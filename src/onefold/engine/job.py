@@ -27,7 +27,19 @@ from onefold.cache.request.lease import Lease
 from onefold.engine.answer import Answer
 from onefold.engine.guidance.compiler import Guided
 from onefold.engine.prompt import describe_divergence
-from onefold.engine.request import Done, Event, Failed, Finish, Generated, Hit, Logprob, Progress, Request, Started
+from onefold.engine.request import (
+    Done,
+    Event,
+    Failed,
+    Finish,
+    Generated,
+    Hit,
+    Logprob,
+    Place,
+    Progress,
+    Request,
+    Started,
+)
 from onefold.engine.sampling import Chosen, Row, Turn
 from onefold.errors import DeviceError, OnefoldError
 
@@ -65,6 +77,8 @@ class Job:
         self.n_chosen = 0
         self.hit: Hit | None = None
         self.over = False
+        self._place: Place | None = None
+        """Where what was kept of it ends in the tree."""
         self.gave_way_at = -1
         """Its position when it was last preempted."""
         self.passed_over = 0
@@ -122,7 +136,7 @@ class Job:
             diverged = describe_divergence(prompt, lease.matched, known.tolist(), self._tokenizer)
             found = (lease.matched, lease.cached, lease.reason, diverged, lease.restored, lease.hold.from_remote)
             self.hit = Hit(len(prompt), *found)
-            self._events.append(Started(self.hit))
+            self._events.append(Started(self.hit, lease.hold.place))
 
     def _forget_restores(self) -> None:
         self.restore, self.looked, self._read = None, False, []
@@ -147,6 +161,7 @@ class Job:
                 lease.commit(self.tokens[: self.position], turn_over=over)
             else:
                 lease.cancel()
+            self._place = lease.hold.place
         except DeviceError as error:  # what was being computed is lost, and the cache has counted it
             return error
         return None
@@ -223,7 +238,8 @@ class Job:
             finish = "tool_calls"
         hit = self.hit or Hit(len(self.request.prompt), 0, 0)
         answer = self._answer
-        self._events.append(Done(finish, self.n_read, hit, answer.stopped_by, answer.reasoning_tokens))
+        done = Done(finish, self.n_read, hit, answer.stopped_by, answer.reasoning_tokens, self._place)
+        self._events.append(done)
         self.over = True
 
     def fail(self, error: OnefoldError) -> None:

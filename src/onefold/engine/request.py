@@ -8,6 +8,7 @@ Knows nothing of MLX, of HTTP, or of any API's shapes.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -19,6 +20,8 @@ from onefold.cache.memory.tokens import frozen
 from onefold.engine.constraint import Constraint
 from onefold.errors import OnefoldError
 
+Place = weakref.ref[Any]
+"""A node of the cache's tree, for `PrefixCache.view`."""
 Finish = Literal["stop", "length", "tool_calls"]
 """`stop`: the model ended, or a stop string came. `length`: max_tokens was reached, or memory ran out."""
 
@@ -111,6 +114,8 @@ class Started:
     """Admitted: memory is reserved and prefill begins. Nothing was sent to the client before this."""
 
     hit: Hit
+    place: Place | None = field(default=None, compare=False, repr=False)
+    """Where its path in the tree ends; None if it has none."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,8 @@ class Done:
     stop_sequence: str | None = None
     """The stop string that ended it."""
     reasoning_tokens: int = 0
+    place: Place | None = field(default=None, compare=False, repr=False)
+    """Where what is kept of it ends in the tree; None if nothing is."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Makes one record, one log line and one count for every request, refused ones included."""
+"""Makes one record, one log line and one count for every request, refused ones included; those of the APIs are kept for
+the page."""
 
 from __future__ import annotations
 
@@ -6,18 +7,24 @@ import logging
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from onefold.page.history import History
+from onefold.server import registry
+from onefold.server.limits import PAGE_FILES
 from onefold.server.metrics import Metrics
 from onefold.server.paths import endpoint_of
 from onefold.server.record import CONVERSATION, Record, header_text
 
-QUIET = frozenset({"/health", "/metrics"})
-"""Asked every few seconds, by machines."""
+QUIET = frozenset({"/health", "/metrics", PAGE_FILES})
+"""Asked every few seconds, by machines, or many times at once, by a browser."""
+LISTED = frozenset(endpoint.path for api in registry.APIS for endpoint in api.endpoints)
+"""What the history has: requests of the APIs."""
 
 
 class Accounting:
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, history: History) -> None:
         self._app = app
         self._metrics = metrics
+        self._history = history
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -27,6 +34,9 @@ class Accounting:
         named = next((value for name, value in scope["headers"] if name == CONVERSATION.encode()), b"")
         record = Record(scope["method"], endpoint, conversation=header_text(named.decode("latin-1")))
         scope.setdefault("state", {})["record"] = record
+        listed = endpoint in LISTED
+        if listed:
+            self._history.began(record)
 
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -39,5 +49,7 @@ class Accounting:
         try:
             await self._app(scope, receive, noted)
         finally:
+            if listed:
+                self._history.ended(record)
             self._metrics.ended(record, endpoint)
             record.write(logging.DEBUG if endpoint in QUIET and record.status == 200 else logging.INFO)

@@ -8,6 +8,7 @@ Whatever goes wrong in there leaves in the shape of the API that the client spea
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
@@ -20,12 +21,14 @@ from starlette.types import ASGIApp
 from onefold import __version__
 from onefold.engine.engine import Engine
 from onefold.errors import OnefoldError
-from onefold.server import info, registry
+from onefold.page.page import Page
+from onefold.page.viewers import Viewers
+from onefold.server import info, page_routes, registry
 from onefold.server.accounting import Accounting
 from onefold.server.api import Endpoint
 from onefold.server.errors import BROKEN, Problem, problem_of
 from onefold.server.hang_up import HangUp
-from onefold.server.hosts import Hosts
+from onefold.server.hosts import Hosts, is_loopback
 from onefold.server.limits import BodyLimit, Keys, Origins
 from onefold.server.openapi import described, document, errors
 from onefold.server.paths import Paths
@@ -35,7 +38,12 @@ from onefold.server.service import Service
 from onefold.server.settings import Settings
 
 
-def make_app(engine: Engine, settings: Settings = Settings()) -> ASGIApp:  # noqa: B008  frozen
+def make_app(
+    engine: Engine,
+    settings: Settings = Settings(),  # noqa: B008  frozen
+    ending: threading.Event | None = None,
+) -> ASGIApp:
+    """`ending` is set when the server is about to end, for those who only look."""
     service = Service(engine, settings)
 
     @contextlib.asynccontextmanager
@@ -46,6 +54,8 @@ def make_app(engine: Engine, settings: Settings = Settings()) -> ASGIApp:  # noq
     app = FastAPI(title="Onefold", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.include_router(generation(service))
     app.include_router(info.routes(service))
+    if settings.page:
+        app.include_router(_page(service, ending or threading.Event()))
     schemas = [endpoint.schema for api in registry.APIS for endpoint in api.endpoints]
     app.openapi = document(app, schemas)  # type: ignore[method-assign]
     app.add_exception_handler(OnefoldError, _ours)
@@ -60,7 +70,15 @@ def make_app(engine: Engine, settings: Settings = Settings()) -> ASGIApp:  # noq
         anything = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["*"]}
         wrapped = CORSMiddleware(wrapped, allow_origins=list(settings.cors_origins), **anything)  # type: ignore[arg-type]
     wrapped = Hosts(wrapped, settings.host, settings.allowed_hosts)
-    return Paths(Accounting(wrapped, service.metrics))
+    return Paths(Accounting(wrapped, service.metrics, service.history))
+
+
+def _page(service: Service, ending: threading.Event) -> APIRouter:
+    """Returns the routes of the page."""
+    engine, settings = service.engine, service.settings
+    may_change = bool(settings.api_keys) or is_loopback(settings.host)
+    page = Page(engine, service.history, show_text=settings.show_text, may_change=may_change)
+    return page_routes.routes(page, Viewers(page, lambda: ending.is_set() or not engine.alive))
 
 
 def generation(service: Service) -> APIRouter:

@@ -20,6 +20,7 @@ from onefold.errors import (
     TokenError,
     TooLong,
     UnknownModel,
+    UnknownNode,
 )
 
 
@@ -61,6 +62,8 @@ def problem_of(error: OnefoldError) -> Problem:
             return Problem(400, str(error))
         case UnknownModel():
             return Problem(404, str(error), "model_not_found", "model")
+        case UnknownNode():
+            return Problem(404, str(error), "node_not_found")
         case Busy():
             return Problem(503, str(error), "overloaded", retry_after=error.retry_after)
         case BudgetError():

@@ -59,6 +59,12 @@ def name_of(host: str) -> str:
     return (found[1] or found[2]).rstrip(".") if found else host
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens there."""
+    at = _address(name_of(host))
+    return name_of(host) == "localhost" if at is None else at.is_loopback
+
+
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return ipaddress.ip_address(name)

@@ -6,11 +6,11 @@ import dataclasses
 import time
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
-from onefold.server import registry
+from onefold.server import page_routes, registry
 from onefold.server.openapi import errors
 from onefold.server.service import Service
 
@@ -23,9 +23,11 @@ def routes(service: Service) -> APIRouter:
 
     @router.head("/", include_in_schema=False)
     @router.get("/", include_in_schema=False)
-    async def root() -> dict[str, str]:
-        """Answers clients that check whether a server is there."""
-        return {"server": "onefold"}
+    def root(request: Request) -> Response:
+        """Answers clients that check whether a server is there, and browsers with the page."""
+        if service.settings.page and page_routes.wants_page(request):
+            return page_routes.index(request)
+        return JSONResponse({"server": "onefold"}, headers={"vary": "accept"})
 
     @router.head("/v1/models", include_in_schema=False)
     @router.get("/v1/models", responses=errors(shape))

@@ -1,7 +1,7 @@
 """Checks origin, API key and size of a request. Pure ASGI middleware: a refused request never reaches an endpoint.
 
-    Origins     a web page that was not named may not ask, whether or not it could read the answer
-    Keys        an API key, if the settings have any; / and /health are open
+    Origins     a web page that was not named may not ask, whether or not it could read the answer; the server's own may
+    Keys        an API key, if the settings have any; /, /health and the files of the page are open
     BodyLimit   a body is counted as it comes, whatever its headers say, and never held beyond the limit
 """
 
@@ -18,6 +18,8 @@ from onefold.server.errors import Problem
 from onefold.server.respond import respond
 
 OPEN_PATHS = frozenset({"/", "/health"})
+PAGE_FILES = "/page/"
+"""Files of the page, which are open, too: they hold nothing of this server."""
 
 
 class Origins:
@@ -27,7 +29,7 @@ class Origins:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         origin = header(scope, b"origin") if scope["type"] == "http" else ""
-        if origin and not self._allowed & {"*", origin.lower()}:
+        if origin and not self._allowed & {"*", origin.lower()} and not _is_own(origin, header(scope, b"host")):
             said = "Origin not allowed. Start the server with --cors-origin to allow it."
             await respond(scope, Problem(403, said, "origin_not_allowed"))(scope, receive, send)
             return
@@ -48,7 +50,7 @@ class Keys:
         given = presented(scope)
         known = [key for key in given if self._known(key)]
         scope.setdefault("state", {})["api_key"] = next(iter(known or given), "")
-        if self._digests and scope["path"] not in OPEN_PATHS and not known:
+        if self._digests and not _is_open(scope["path"]) and not known:
             said = "The API key is not valid." if given else "An API key is required."
             said += " Send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
             await respond(scope, Problem(401, said, "invalid_api_key"))(scope, receive, send)
@@ -109,6 +111,17 @@ class BodyLimit:
             chunks.append(message.get("body", b""))
             if not more:
                 return b"".join(chunks)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(PAGE_FILES)
+
+
+def _is_own(origin: str, host: str) -> bool:
+    """Whether a page of this server asks: its origin has the Host that it asks, and `Hosts` has let that pass. Only the
+    page that this server serves has that origin. A proxy may speak HTTPS in front of it."""
+    scheme, separator, name = origin.lower().partition("://")
+    return bool(host and separator) and scheme in ("http", "https") and name == host.lower()
 
 
 def presented(scope: Scope) -> list[str]:

@@ -9,10 +9,13 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from onefold.server import registry
+from onefold.server.limits import PAGE_FILES
 
 VERSION = "/v1"
 OWN_VERSIONED = frozenset({"/v1/models", "/v1/cache"})
 OWN = OWN_VERSIONED | {"/", "/health", "/metrics", "/openapi.json"}
+PAGE_DATA = "/v1/page"
+"""What the page shows, and what it does, begins so."""
 
 
 class Paths:
@@ -41,4 +44,7 @@ def endpoint_of(path: str) -> str:
     """One of a few names: a path is a client's own text, which neither a log nor a metric is to be filled with."""
     if path in OWN or path in versioned_paths():
         return path
-    return "/v1/models" if path.startswith("/v1/models/") else "other"
+    for own in ("/v1/models", PAGE_DATA):
+        if path.startswith(own + "/"):
+            return own
+    return PAGE_FILES if path.startswith(PAGE_FILES) else "other"

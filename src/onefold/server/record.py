@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
-from onefold.engine.request import Done, Event, Generated, Hit, Progress, Started
+from onefold.engine.request import Done, Event, Generated, Hit, Place, Progress, Started
 
 log = logging.getLogger("onefold.server")
 
@@ -52,6 +52,8 @@ class Record:
     """The name of the exception, if there was one."""
     conversation: str = ""
     """What the client calls the conversation; a proxy in front of several servers keeps equal ones together."""
+    place: Place | None = None
+    """Where the path of the choice that began or ended last ends in the cache's tree."""
 
     def __post_init__(self) -> None:
         self.began_at = self.now()
@@ -61,7 +63,9 @@ class Record:
         match event:
             case Started(hit):
                 self.hits.setdefault(choice // self.choices_per_prompt, hit)
+                self.place = event.place
             case Done():
+                self.place = event.place or self.place
                 self.finish[choice] = event.finish
                 self.tokens[choice] = event.completion_tokens
             case Generated():
@@ -80,6 +84,16 @@ class Record:
     def generated(self) -> int:
         """Tokens of all answers."""
         return sum(self.tokens.values())
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return self.now() - self.began_at
+
+    @property
+    def finishes(self) -> str:
+        """Why its answers ended, with commas; empty if none has."""
+        return ",".join(self.finish.values())
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -134,7 +148,7 @@ class Record:
                 said.append(f"restored={hit.restored}")
             if hit.remote:
                 said.append(f"remote={hit.remote}")
-            said.append(f"generated={self.generated} finish={','.join(self.finish.values()) or 'none'}")
+            said.append(f"generated={self.generated} finish={self.finishes or 'none'}")
         if self.time_to_first_token is not None:
             said.append(f"first_token={self.time_to_first_token:.3f}s")
         if self.tokens_per_second is not None:
@@ -147,7 +161,7 @@ class Record:
             said.append('conversation="{}"'.format(self.conversation.replace('"', "%22")))
         if self.error:
             said.append(f"error={self.error}")
-        return " ".join([*said, f"seconds={self.now() - self.began_at:.3f} id={self.id}"])
+        return " ".join([*said, f"seconds={self.seconds:.3f} id={self.id}"])
 
     def write(self, level: int = logging.INFO) -> None:
         log.log(level, "%s", self.line())

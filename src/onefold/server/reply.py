@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -133,7 +133,7 @@ class Reply(Response):
             self._record.error = type(event.error).__name__
             return
         if isinstance(event, Started):
-            event = Started(self._service.shown(event.hit))
+            event = replace(event, hit=self._service.shown(event.hit))
         if (seconds := self._record.note(choice, event)) is not None:
             self._service.metrics.between(seconds)
 

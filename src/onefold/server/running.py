@@ -38,7 +38,8 @@ LOOK_SECONDS = 0.05
 
 class Server(uvicorn.Server):
     """Stops the engine when it ends. Logging is the caller's: requests have a line of ours, and uvicorn's own loggers
-    are left as they are. Calls `ready` when it listens, and `ending` before it stops the engine."""
+    are left as they are. Calls `ready` when it listens, `leaving` when it begins to end, and `ending` before it stops
+    the engine."""
 
     def __init__(
         self,
@@ -47,10 +48,12 @@ class Server(uvicorn.Server):
         settings: Settings,
         ready: Callable[[], None] = lambda: None,
         ending: Callable[[], None] = lambda: None,
+        leaving: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._ready = ready
         self._ending = ending
+        self._leaving = leaving
         self._grace_seconds = settings.grace_seconds
         self._hurried = False
         config = uvicorn.Config(
@@ -76,6 +79,7 @@ class Server(uvicorn.Server):
             self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._leaving()
         if running := len(self.server_state.tasks):
             told = "%s may take %g s to end; interrupt again to end %s now"
             log.info(told, show_count(running, "request"), self._grace_seconds, "it" if running == 1 else "them")

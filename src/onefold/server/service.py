@@ -19,6 +19,7 @@ from onefold.engine import wanted
 from onefold.engine.engine import Engine
 from onefold.engine.request import Hit, Sampling
 from onefold.errors import BadRequest, Busy, UnknownModel
+from onefold.page.history import History
 from onefold.server.metrics import Metrics
 from onefold.server.settings import Settings
 
@@ -37,6 +38,7 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.metrics = Metrics(engine.stats)
+        self.history = History()
         self._threads: ThreadPoolExecutor | None = None
         self._preparing = 0
         self._counting = threading.Lock()

@@ -27,6 +27,10 @@ class Settings:
     """Host names that clients may use, in addition to localhost, its addresses and `host`; "*" is any."""
     namespace_per_key: bool = False
     """KV is shared only among requests with the same API key."""
+    page: bool = True
+    """The page at `/`."""
+    show_text: bool = False
+    """The page shows what prompts say, to everyone who may see it."""
     body_limit: int = 32 << 20
     """Bytes."""
     keep_alive_seconds: float = 5.0
@@ -50,6 +54,10 @@ class Settings:
             raise ConfigError(f"grace_seconds must not be negative, got {self.grace_seconds}")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.show_text and self.namespace_per_key:
+            raise ConfigError(
+                "show_text would show the prompts of each API key to all others: leave it out with namespace_per_key"
+            )
         if any(not key or key != key.strip() or not key.isascii() for key in self.api_keys):
             raise ConfigError("an API key is ASCII text that is not empty and neither begins nor ends with a space")
         if unknown := set(self.sampling) - set(SAMPLING):

@@ -248,6 +248,11 @@ class Points:
         self.crowded: dict[Node, None] = {}
         """The ends of paths with surplus checkpoints, those that were committed first before the others."""
 
+    @property
+    def count(self) -> int:
+        """How many checkpoints there are."""
+        return len(self._held)
+
     def crowd(self, end: Node) -> None:
         """Note whether the path that ends at this node has surplus checkpoints."""
         held = 0

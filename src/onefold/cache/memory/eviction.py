@@ -118,10 +118,12 @@ def _pause_rank(node: Node) -> tuple[float, float, int]:
 def leaves(nodes: Iterable[Node], now: float) -> list[Node]:
     """Returns the leaves among these nodes, in the order of eviction at this time."""
 
-    def rank(node: Node) -> tuple[float, float, int]:
-        return -max(node.pause, IDLE_FACTOR * (now - node.last_use)), node.last_use, -node.end
+    return sorted((n for n in nodes if is_leaf(n)), key=lambda n: rank(n.pause, n.last_use, n.end, now))
 
-    return sorted((n for n in nodes if is_leaf(n)), key=rank)
+
+def rank(pause: float, last_use: float, end: int, now: float) -> tuple[float, float, int]:
+    """Returns the key by which leaves are ordered at this time: the smallest is evicted first."""
+    return -max(pause, IDLE_FACTOR * (now - last_use)), last_use, -end
 
 
 def consider(node: Node, missing: int, freed: int, token_bytes: int, *, may_cut: bool) -> Victim | None:

@@ -105,15 +105,15 @@ class CacheLock:
         with self._counting:
             self._waiting += n
 
-    def run(self, work: Work[Result]) -> Result:
-        """Runs all steps of some work and returns its result. Releases the lock after every `STRETCH_SECONDS`, so that
+    def run(self, work: Work[Result], stretch_seconds: float = STRETCH_SECONDS) -> Result:
+        """Runs all steps of some work and returns its result. Releases the lock after every `stretch_seconds`, so that
         waiting threads get it. If this thread held the lock before, it keeps it throughout."""
         if self.is_held_here:
             return self.run_held(work)
         try:
             while True:
                 with self:
-                    stop = time.monotonic() + STRETCH_SECONDS
+                    stop = time.monotonic() + stretch_seconds
                     while True:
                         try:
                             pause = next(work)

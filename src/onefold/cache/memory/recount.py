@@ -40,6 +40,8 @@ def _recounted(nodes: NodeStore, ledger: Ledger) -> list[str]:
     found += nodes.leaves.check(nodes.nodes()) + nodes.points.check(nodes.nodes())
     spans = set()
     for tree in nodes.trees.values():
+        if tree.size != (real := sum(1 for _ in tree.root.walk())):
+            found.append(f"a tree counts {tree.size} nodes, and has {real}")
         for node in tree.root.walk():
             found += _check_node(node)
             if node.span is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -110,9 +110,17 @@ class Fetch(Protocol):
         ...
 
 
+def nothing_shared(tree: Tree, tokens: Tokens) -> int:
+    """The `shared_tokens` of a tier without a store that machines share."""
+    return 0
+
+
 class Tier(Protocol):
     grid: int
     """At multiples of so many tokens the tier can store checkpoints; 0 if it can anywhere, or nowhere."""
+    shared_tokens: Callable[[Tree, Tokens], int]
+    """Returns how many of these tokens, from the first on, a store that machines share is known to have. Does not ask
+    it, and does not need the lock."""
 
     # -- nodes -----------------------------------------------------------------------------------
 
@@ -255,6 +263,7 @@ class NoTier:
     """A tier that holds nothing."""
 
     grid = 0
+    shared_tokens: Callable[[Tree, Tokens], int] = staticmethod(nothing_shared)
 
     def attach(self, tree: Tree, namespace: Hashable) -> None: ...
     def touch(self, path: list[Node], used: float) -> None: ...

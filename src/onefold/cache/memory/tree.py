@@ -13,6 +13,7 @@ No MLX in this file.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
@@ -100,8 +101,12 @@ class Watch(Protocol):
         """The node gained or lost a child."""
 
 
+_numbers = itertools.count(1)
+
+
 class Node(Generic[S, C]):
     __slots__ = (
+        "__weakref__",
         "_below",
         "_checkpoint",
         "_last_use",
@@ -113,6 +118,7 @@ class Node(Generic[S, C]):
         "children",
         "end",
         "held_below",
+        "number",
         "parent",
         "start",
         "tokens",
@@ -124,6 +130,8 @@ class Node(Generic[S, C]):
         self.end = start + len(tokens)
         self.parent = parent
         self.children: dict[int, Node[S, C]] = {}
+        self.number = next(_numbers)
+        """Tells it from all other nodes of this process. When a node is split, the lower part keeps it."""
         self.held_below = 0
         """How many children have something in memory, or a descendant that has."""
         self._watch = watch
@@ -293,6 +301,8 @@ class Tree(Generic[S, C]):
     def __init__(self, watch: Watch | None = None) -> None:
         self._watch = watch
         self.root: Node[S, C] = Node(np.empty(0, np.int32), 0, None)
+        self.size = 0
+        """How many nodes there are, without the root."""
         self._version = 0
         """Counts the changes to which nodes there are."""
         self._last: tuple[Tokens, int, Match[S, C]] | None = None
@@ -352,6 +362,7 @@ class Tree(Generic[S, C]):
             raise ValueError(f"the node that ends at {parent.end} already has a child that begins with token {first}")
         node = Node(np.array(tokens, np.int32), parent.end, parent, self._watch)
         self._version += 1
+        self.size += 1
         parent.children[first] = node
         parent.count_branch(1)
         self._notify(node)
@@ -365,6 +376,7 @@ class Tree(Generic[S, C]):
         if not node.start < at < node.end or node.parent is None:
             raise ValueError(f"cannot split [{node.start}, {node.end}) at {at}")
         self._version += 1
+        self.size += 1
         k, above, held = at - node.start, node.parent, node.holds
         upper = Node(node.tokens[:k].copy(), node.start, above, self._watch)
         above.children[int(upper.tokens[0])] = upper
@@ -390,6 +402,7 @@ class Tree(Generic[S, C]):
         if (upper._span is None) != (lower._span is None):
             raise ValueError(f"only one of the nodes that meet at {upper.end} has KV in memory")
         self._version += 1
+        self.size -= 1
         above, held = upper.parent, upper.holds
         if lower._span is not None and upper._span is not None:
             lower._span.join(upper._span)
@@ -411,6 +424,7 @@ class Tree(Generic[S, C]):
         if node.children or node.parent is None:
             raise ValueError(f"node [{node.start}, {node.end}) is not a leaf")
         self._version += 1
+        self.size -= 1
         above = node.parent
         del above.children[int(node.tokens[0])]
         node.parent = None

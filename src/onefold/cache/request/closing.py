@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 
 from onefold.cache.memory import device
 from onefold.cache.memory.checkpoints import PER_PATH, POINTS_SHARE, Checkpoint, Place, surplus
@@ -54,6 +55,7 @@ def settle(hold: Hold, tokens: Tokens, *, close: bool, turn_over: bool = False) 
         finally:
             if close:
                 node, slabs = hold.node, _release(hold)
+                hold.ended_at = None if node is None else weakref.ref(node)
     if close:
         hold.state.lock.run(_trimming(hold.state, slabs))
         _lower_water(hold.state, node)

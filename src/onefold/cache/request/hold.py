@@ -83,6 +83,8 @@ class Hold:
         self.track = Track(state.store, contiguous=state.model.contiguous)
         self.node: Node | None = None
         """The last node of the path that it holds in the tree."""
+        self.ended_at: weakref.ref[Node] | None = None
+        """The last node of its path when it was closed."""
         self.points: Account = state.ledger.open(Purpose.LIVE, 0)
         """The account of windows and states."""
         self.watchers: list[Any] = []
@@ -142,6 +144,11 @@ class Hold:
         """Raises LeaseClosed if the lease is closed. Another thread may close it whenever the lock is released."""
         if self.closed:
             raise LeaseClosed("this lease is closed, and its layers are empty: open another one")
+
+    @property
+    def place(self) -> weakref.ref[Node] | None:
+        """The node at which its path in the tree ends, or ended when it was closed."""
+        return self.ended_at if self.node is None else weakref.ref(self.node)
 
     @property
     def path(self) -> list[Node]:

@@ -46,7 +46,7 @@ class Failed(NoTier):
 class Stack:
     def __init__(self, lock: CacheLock, disk: Tier, remote: Tier) -> None:
         self._lock, self.disk, self.remote = lock, disk, remote
-        self.grid = remote.grid
+        self.grid, self.shared_tokens = remote.grid, remote.shared_tokens
         # Nodes are the disk's. `clear` removes what it has: what lies in the store is other machines', too.
         self.touch, self.is_clean, self.saving = disk.touch, disk.is_clean, disk.saving
         self.count_lost, self.leave, self.drop_below, self.clear = (

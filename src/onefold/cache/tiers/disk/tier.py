@@ -16,14 +16,14 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.payloads import Node, Tree
 from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.state import CacheState
-from onefold.cache.memory.tier import Fetch, TierStats
+from onefold.cache.memory.tier import Fetch, TierStats, nothing_shared
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.tiers.disk import ondisk, restoring
 from onefold.cache.tiers.disk.linking import Links
@@ -86,6 +86,7 @@ def open_disk(settings: DiskSettings, state: CacheState, identity: Identity) -> 
 
 class Disk:
     grid = 0
+    shared_tokens: Callable[[Tree, Tokens], int] = staticmethod(nothing_shared)
 
     def __init__(self, settings: DiskSettings, state: CacheState, identity: Identity) -> None:
         """Raises OSError if the folder cannot be used, ConfigError if it is not one of ours, and FolderInUse."""

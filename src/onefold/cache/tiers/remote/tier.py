@@ -14,12 +14,13 @@ It keeps nothing of nodes: what memory evicts is asked for again, like what anot
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import logging
 import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from onefold.cache.memory import device
@@ -122,6 +123,7 @@ class RemoteTier(NoTier):
             deadline=settings.deadline,
             reasons=reasons,
         )
+        self.shared_tokens = functools.partial(_shared_tokens, self._roots, self._shared)
         self._paces = None if settings.paces is None else KeptPaces(settings.paces, f"{address.shown} {identity.label}")
         if self._paces is not None:
             self._paces.load(self._shared.read_pace, self._shared.prefill_pace)
@@ -236,6 +238,15 @@ class RemoteTier(NoTier):
 
     def reasons(self) -> Counter[str]:
         return Counter({f"remote: {reason}": n for reason, n in self._shared.reasons.items()})
+
+
+def _shared_tokens(roots: Mapping[Tree, bytes | None], shared: Sharing, tree: Tree, tokens: Tokens) -> int:
+    root, found = roots.get(tree), 0
+    for address in () if root is None else shared.addresses(root, tokens):
+        if address not in shared.known:
+            break
+        found += shared.n_tokens
+    return found
 
 
 def check_store(settings: RemoteSettings) -> None:

@@ -1,0 +1,257 @@
+"""The page without HTTP: the list of requests, hit rates, boxes, what changes, viewers."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onefold.cache.memory.outline import NodeFacts, Outline
+from onefold.engine.request import Done, Hit, Started, Text
+from onefold.errors import Busy, EngineStopped
+from onefold.page.changes import Picture, changes
+from onefold.page.history import MOST_ENDED, History, HitRates
+from onefold.page.icicle import boxes
+from onefold.page.viewers import BACKLOG, MOST_VIEWERS, Viewers
+from onefold.server.record import Record
+
+# -- requests ----------------------------------------------------------------------------------------
+
+
+def record(now: list[float], prompt: int = 100, cached: int = 60, status: int = 200) -> Record:
+    made = Record("POST", "/v1/messages", now=lambda: now[0])
+    made.status = status
+    made.note(0, Started(Hit(prompt, cached, cached)))
+    return made
+
+
+def test_a_request_is_live_until_it_ends() -> None:
+    now, history = [0.0], History()
+    one = record(now)
+    history.began(one)
+    assert history.known() == ([one], [])
+    now[0] = 2.0
+    one.note(0, Text("a"))
+    one.note(0, Done("stop", 3, Hit(100, 60, 60)))
+    now[0] = 3.0
+    history.ended(one)
+    live, (ended,) = history.known()
+    assert live == [] and ended.request is one and ended.seconds == 3.0
+    assert history.typical() == (2.0, 103)
+    assert history.rates(60.0) == [0.6]
+
+
+def test_only_the_last_are_kept_and_those_that_came_to_nothing_are_not() -> None:
+    history, quiet = History(), Record("POST", "/v1/messages/count_tokens")
+    quiet.status = 200
+    history.ended(quiet)
+    assert history.known() == ([], []) and history.typical() == (None, None) and history.rates(60.0) == [None]
+    for _ in range(MOST_ENDED + 5):
+        history.ended(record([0.0]))
+    assert len(history.known()[1]) == MOST_ENDED
+
+
+def test_refusals_are_counted() -> None:
+    history = History()
+    for status in (200, 503, 429, 400):
+        refused = Record("POST", "/v1/messages")
+        refused.status = status
+        history.ended(refused)
+    assert history.refused == 2 and len(history.known()[1]) == 3
+
+
+def test_hit_rates_forget_what_is_older() -> None:
+    now = [1000.0]
+    rates = HitRates(lambda: now[0])
+    assert rates.share(60) is None
+    rates.add(100, 100)
+    now[0] += 120
+    rates.add(100, 0)
+    assert rates.share(60) == 0.0 and rates.share(300) == 0.5
+    now[0] += 850
+    assert rates.share(900) == 0.0, "the first is older"
+    now[0] += 100
+    assert rates.share(900) is None
+    rates.add(50, 25)
+    assert rates.share(900) == 0.5
+
+
+# -- boxes -------------------------------------------------------------------------------------------
+
+
+def facts(number: int, above: int, n_bytes: int, space: int = 0, **more: Any) -> NodeFacts:
+    given: dict[str, Any] = {"start": 0, "end": 10, "checkpoint_bytes": 0, "in_memory": True, "stored_below": 0}
+    given |= {"last_use": float(number), "pause": 0.0, "readers": 0, "pins": 0, "node": lambda: None} | more
+    return NodeFacts(number=number, above=above, space=space, kv_bytes=n_bytes, **given)
+
+
+def test_boxes_have_their_own_bytes_and_those_of_all_below() -> None:
+    outline = Outline([""], [facts(1, 0, 500), facts(2, 1, 300), facts(3, 1, 200, readers=2), facts(4, 0, 1000)], 10.0)
+    made = boxes(outline, 1)
+    assert {name: (b["above"], b["bytes"], b["total"]) for name, b in made.items()} == {
+        "1": ("", 500, 1000), "2": ("1", 300, 300), "3": ("1", 200, 200), "4": ("", 1000, 1000)
+    }  # fmt: skip
+    assert made["3"]["turn"] is None and made["1"]["turn"] is None, "it is above a node that is read"
+    assert {made["2"]["turn"], made["4"]["turn"]} == {1, 2}
+
+
+def test_what_is_narrow_is_merged_with_its_siblings() -> None:
+    small = [facts(10 + i, 1, 3) for i in range(50)]
+    below = [facts(100 + i, 10 + i, 2) for i in range(50)]
+    others = [facts(200 + i, 0, 1, space=1) for i in range(7)]
+    made = boxes(Outline(["", "other"], [facts(1, 0, 100_000), *small, *below, *others], 1000.0), 1)
+    assert set(made) == {"1", "+1", "+s1"}
+    assert made["+1"]["merged"] == 50 and made["+1"]["total"] == 250 and made["+1"]["above"] == "1"
+    assert made["+s1"]["merged"] == 7 and made["+s1"]["above"] == ""
+    assert made["1"]["total"] == 100_250
+
+
+def test_five_thousand_nodes_are_at_most_some_hundred_boxes() -> None:
+    nodes = [facts(1, 0, 1000)] + [facts(i, 1, 100 + i % 7) for i in range(2, 5000)]
+    assert len(boxes(Outline([""], nodes, 0.0), 1)) == 2
+    wide = [facts(i, 0, 1000) for i in range(1, 900)]
+    assert len(boxes(Outline([""], wide, 0.0), 1)) == 899
+
+
+def test_nothing_has_no_boxes() -> None:
+    assert boxes(Outline([], [], 0.0), 1) == {}
+
+
+# -- changes -----------------------------------------------------------------------------------------
+
+SECTION = st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 2) | st.lists(st.integers(0, 1), max_size=1))
+PICTURE = st.fixed_dictionaries({"tree": SECTION, "now": SECTION})
+
+
+def apply(picture: Picture, changed: dict[str, Any]) -> Picture:
+    """As `feed.js` does it."""
+    made = copy.deepcopy(picture)
+    for section, names in changed["gone"].items():
+        for name in names:
+            del made[section][name]
+    for section, values in changed["set"].items():
+        made[section].update(values)
+    return made
+
+
+@given(PICTURE, PICTURE)
+def test_changes_make_the_one_picture_into_the_other(before: Picture, after: Picture) -> None:
+    changed = changes(before, after)
+    assert apply(before, changed) == after
+    assert all(value != before[s].get(n, object()) for s, found in changed["set"].items() for n, value in found.items())
+    if before == after:
+        assert changed == {"set": {}, "gone": {}}
+
+
+# -- viewers -----------------------------------------------------------------------------------------
+
+
+class Drawn:
+    """A page whose pictures are numbers."""
+
+    def __init__(self) -> None:
+        self.n = self.rests = 0
+        self.fails: Exception | None = None
+        self.threads: set[str] = set()
+
+    def picture(self) -> Picture:
+        if self.fails is not None:
+            raise self.fails
+        self.n += 1
+        self.threads.add(threading.current_thread().name)
+        return {"now": {"n": self.n, "same": 0}}
+
+    def rest(self) -> None:
+        self.rests += 1
+
+
+def read(event: bytes) -> tuple[str, Any]:
+    name, data, *_ = event.decode().split("\n")
+    return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
+
+
+def viewers(page: Drawn, over: Any = lambda: False) -> Viewers:
+    return Viewers(page, over, every_seconds=0.01)  # type: ignore[arg-type]
+
+
+def test_a_viewer_gets_a_picture_and_then_what_changes() -> None:
+    async def look() -> None:
+        page = Drawn()
+        seen = viewers(page)
+        events = seen.events()
+        assert (await anext(events)).startswith(b":")
+        name, drawn = read(await anext(events))
+        assert name == "picture" and drawn["now"]["same"] == 0
+        at = drawn["now"]["n"]
+        for _ in range(3):
+            name, changed = read(await anext(events))
+            assert name == "changes" and changed == {"set": {"now": {"n": at + 1}}, "gone": {}}
+            at += 1
+        late = seen.events()
+        await anext(late)
+        assert read(await anext(late))[0] == "picture", "one that comes later gets a whole one, too"
+        assert seen.count == 2
+        await events.aclose()
+        await late.aclose()
+        assert seen.count == 0
+        while page.rests == 0:
+            await asyncio.sleep(0.01)
+        drawn_so_far = page.n
+        await asyncio.sleep(0.1)
+        assert page.n == drawn_so_far, "nothing is drawn when nobody looks"
+        assert threading.current_thread().name not in page.threads
+        again = seen.events()
+        await anext(again)
+        assert read(await anext(again))[0] == "picture"
+        await again.aclose()
+
+    asyncio.run(look())
+
+
+def test_a_viewer_that_does_not_read_gets_a_new_picture() -> None:
+    async def look() -> None:
+        page = Drawn()
+        seen = viewers(page)
+        slow, quick = seen.events(), seen.events()
+        await anext(slow)
+        await anext(quick)
+        while page.n < BACKLOG + 3:
+            await anext(quick)
+        got = read(await anext(slow))
+        assert got[0] == "picture" and got[1]["now"]["n"] > 1
+        await slow.aclose()
+        await quick.aclose()
+
+    asyncio.run(look())
+
+
+def test_streams_end_with_the_server() -> None:
+    async def look(page: Drawn, over: Any) -> list[bytes]:
+        return [event async for event in viewers(page, over).events()]
+
+    page = Drawn()
+    assert len(asyncio.run(look(page, lambda: page.n >= 3))) == 4
+    broken = Drawn()
+    broken.fails = EngineStopped("gone")
+    assert len(asyncio.run(look(broken, lambda: False))) == 1 and broken.rests == 1
+
+
+def test_viewers_beyond_the_limit_are_refused() -> None:
+    async def look() -> None:
+        seen = viewers(Drawn())
+        events = [seen.events() for _ in range(MOST_VIEWERS)]
+        for each in events:
+            await anext(each)
+        with pytest.raises(Busy, match="viewers"):
+            await anext(seen.events())
+        for each in events:
+            await each.aclose()
+        assert seen.count == 0
+
+    asyncio.run(look())

@@ -1,0 +1,296 @@
+"""The page over HTTP, on a real engine: who may see it, who may change something, what is shown, and what is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from listening import WAIT, listening, wait_until
+
+import onefold
+from onefold.engine.engine import Engine
+from onefold.errors import ConfigError
+from onefold.server.settings import Settings
+
+KEY = {"authorization": "Bearer secret"}
+BROWSER = {"accept": "text/html,application/xhtml+xml"}
+SECRET_TEXT = "<img src=x onerror=alert(1)> the code is 7391"
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[Engine]:
+    with Engine(*onefold.load(model), model_id="tiny", budget="64MB") as made:
+        yield made
+
+
+Client = Callable[..., AbstractContextManager[httpx.Client]]
+
+
+@pytest.fixture
+def serve(engine: Engine) -> Iterator[Client]:
+    engine.clear()
+
+    @contextmanager
+    def made(**settings: Any) -> Iterator[httpx.Client]:
+        given = Settings(grace_seconds=0.5, **settings)
+        with listening(engine, given) as url, httpx.Client(base_url=url, timeout=WAIT) as client:
+            yield client
+
+    yield made
+
+
+def chat(client: httpx.Client, text: str, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, **more}
+    response = client.post("/v1/chat/completions", json=body, headers=headers or {})
+    assert response.status_code == 200, response.text
+    return response
+
+
+def picture(client: httpx.Client, **more: Any) -> dict[str, Any]:
+    found: dict[str, Any] = client.get("/v1/page", **more).json()
+    return found
+
+
+# -- the files -------------------------------------------------------------------------------------
+
+
+def test_a_browser_gets_the_page_and_others_what_they_always_got(serve: Client) -> None:
+    with serve() as client:
+        page = client.get("/", headers=BROWSER)
+        assert page.status_code == 200 and page.text.startswith("<!doctype html>")
+        assert page.headers["content-type"] == "text/html; charset=utf-8" and page.headers["vary"] == "accept"
+        assert "default-src 'self'" in page.headers["content-security-policy"]
+        assert "unsafe" not in page.headers["content-security-policy"]
+        assert page.headers["x-content-type-options"] == "nosniff"
+        assert client.get("/").json() == {"server": "onefold"} and client.head("/", headers=BROWSER).text == ""
+        for name in ("main.js", "style.css", "vendor/uPlot.js", "vendor/uPlot-LICENSE.txt", "icon.svg"):
+            found = client.get(f"/page/{name}")
+            assert found.status_code == 200 and "content-security-policy" in found.headers, name
+        for name in ("nothing.js", "../page.py", "%2e%2e/page.py", "", "vendor", "/etc/passwd"):
+            assert client.get(f"/page/{name}").status_code == 404, name
+
+
+def test_the_page_has_no_inline_script_or_style_and_names_no_other_host() -> None:
+    static = Path(onefold.__file__).parent / "page" / "static"
+    html = (static / "index.html").read_text()
+    assert "<script>" not in html and "<style" not in html and "style=" not in html and " on" + "click" not in html
+    for file in static.rglob("*"):
+        if file.suffix in (".html", ".js", ".css") and file.parent.name != "vendor":
+            text = file.read_text()
+            assert "://" not in text.replace("http://www.w3.org", ""), file.name
+            for name in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+                assert name not in text, f"{file.name} has {name}"
+
+
+def test_without_the_page_there_is_nothing_of_it(serve: Client) -> None:
+    with serve(page=False) as client:
+        assert client.get("/", headers=BROWSER).json() == {"server": "onefold"}
+        for path in ("/page/main.js", "/v1/page", "/v1/page/events", "/v1/page/nodes/1"):
+            assert client.get(path).status_code == 404
+        assert client.post("/v1/page/nodes/1/pin").status_code == 404
+
+
+# -- who may see and change ------------------------------------------------------------------------
+
+
+def test_the_data_needs_the_key_and_the_files_do_not(serve: Client) -> None:
+    with serve(api_keys=("secret",)) as client:
+        assert client.get("/", headers=BROWSER).status_code == 200 and client.get("/page/main.js").status_code == 200
+        for path in ("/v1/page", "/v1/page/events", "/v1/page/nodes/1"):
+            assert client.get(path).status_code == 401
+            assert client.get(path, headers={"authorization": "Bearer wrong"}).status_code == 401
+        for action in ("pin", "unpin", "forget"):
+            assert client.post(f"/v1/page/nodes/1/{action}").status_code == 401
+        assert picture(client, headers=KEY)["server"]["may_change"] is True
+
+
+def test_another_page_may_not_ask_and_the_server_s_own_may(serve: Client) -> None:
+    with serve() as client:
+        own = {"origin": f"http://{client.base_url.netloc.decode()}"}
+        assert client.post("/v1/page/nodes/1/pin", headers=own).status_code == 404, "it may, and there is no such node"
+        port = client.base_url.port
+        for origin in (
+            "http://evil.example", f"http://localhost:{port}", "http://127.0.0.1", f"http://127.0.0.1:{port}.evil",
+            f"ftp://127.0.0.1:{port}", "null", f"http://x@127.0.0.1:{port}",
+        ):  # fmt: skip
+            response = client.post("/v1/page/nodes/1/pin", headers={"origin": origin})
+            assert response.status_code == 403 and "Origin" in response.json()["error"]["message"], origin
+        rebound = {"host": f"evil.example:{port}", "origin": f"http://evil.example:{port}"}
+        assert client.post("/v1/page/nodes/1/pin", headers=rebound).status_code == 403
+
+
+def test_without_a_key_only_the_loopback_may_change_anything(engine: Engine) -> None:
+    from starlette.testclient import TestClient
+
+    from onefold.server.app import make_app
+
+    for settings, allowed in (
+        (Settings(host="0.0.0.0"), False),
+        (Settings(host="0.0.0.0", api_keys=("secret",)), True),
+        (Settings(host="::1"), True),
+        (Settings(host="localhost"), True),
+        (Settings(host="box.local"), False),
+    ):
+        with TestClient(make_app(engine, settings), base_url="http://127.0.0.1") as client:
+            response = client.post("/v1/page/nodes/1/pin", headers=KEY)
+            assert response.status_code == (404 if allowed else 403), settings.host
+            if not allowed:
+                assert "--api-key-file" in response.json()["error"]["message"]
+            assert client.get("/v1/page", headers=KEY).json()["server"]["may_change"] is allowed
+
+
+def test_text_and_namespaces_of_keys_do_not_go_together() -> None:
+    with pytest.raises(ConfigError, match="show_text"):
+        Settings(show_text=True, namespace_per_key=True)
+
+
+# -- what is shown ---------------------------------------------------------------------------------
+
+
+def test_what_a_picture_has(serve: Client, engine: Engine) -> None:
+    with serve() as client:
+        before = picture(client)["now"]
+        chat(client, "a question that is long enough to be kept", {"x-onefold-conversation": "desk 1"})
+        again = chat(client, "a question that is long enough to be asked again")
+        found = picture(client)
+        now, stats = found["now"], engine.cache.stats()
+        assert now["budget"] == stats.budget_bytes and now["stored_tokens"] == stats.stored_tokens > 40
+        assert sum(v for k, v in now.items() if k.startswith("purpose_")) == now["used"]
+        assert now["finished"] == before["finished"] + 2 and now["weights"] > 0
+        assert 0 < now["hits_1"] < 1 and now["first_token"] > 0 and now["conversation_tokens"] > 40
+        assert now["evictable_tokens"] >= now["free_tokens"] > 0
+        boxes = found["tree"]
+        assert sum(b["bytes"] for b in boxes.values()) == stats.stored_tokens * stats.token_bytes
+        assert len(boxes) == 3 and {b["where"] for b in boxes.values()} == {"m"}
+        row = found["requests"][again.headers["x-request-id"]]
+        for name in ("prompt", "matched", "cached", "restored", "remote"):
+            assert row[name] == int(again.headers[f"x-onefold-{name}-tokens"])
+        assert row["computed"] == row["prompt"] - row["cached"] > 0 and row["generated"] == 4 and not row["live"]
+        assert row["finish"] == "length" and row["diverged"].startswith("token ")
+        assert "desk 1" in {r["conversation"] for r in found["requests"].values()}
+        assert found["disk"]["mode"] == found["remote"]["mode"] == "off"
+        assert client.get("/v1/page", headers={"accept": "text/html"}).headers["content-type"] == "application/json"
+
+
+def test_prompts_are_shown_only_if_the_server_was_told_to(serve: Client) -> None:
+    for show in (False, True):
+        with serve(show_text=show) as client:
+            chat(client, SECRET_TEXT + " first")
+            chat(client, SECRET_TEXT + " other")
+            found = picture(client)
+            shown = json.dumps(found)
+            nodes = [client.get(f"/v1/page/nodes/{n}").json() for n in found["tree"]]
+            texts = "".join(node.get("text", "") for node in nodes)
+            assert ("other" in shown) is show and (SECRET_TEXT in texts) is show
+            assert all(("text" in node) is show for node in nodes)
+
+
+def test_which_requests_computed_and_reused_a_node(serve: Client) -> None:
+    with serve() as client:
+        ids = [chat(client, f"what is said by all of them and by {i}").headers["x-request-id"] for i in "ab"]
+        tree = picture(client)["tree"]
+        (top,) = [n for n, box in tree.items() if not box["above"]]
+        found = client.get(f"/v1/page/nodes/{top}").json()
+        assert {r["id"]: r["did"] for r in found["requests"]} == {ids[0]: "computed", ids[1]: "reused"}
+        assert found["tokens"] == found["path_tokens"] == tree[top]["end"]
+        leaves = [n for n, box in tree.items() if box["above"]]
+        own = [client.get(f"/v1/page/nodes/{n}").json()["requests"] for n in leaves]
+        assert sorted(r["id"] for rows in own for r in rows) == sorted(ids)
+
+
+def test_pin_unpin_and_forget(serve: Client, engine: Engine) -> None:
+    with serve() as client:
+        chat(client, "something that shall stay in memory")
+        ((name, box),) = picture(client)["tree"].items()
+        node = f"/v1/page/nodes/{name}"
+        assert client.post(f"{node}/unpin").status_code == 409
+        for _ in range(2):
+            assert client.post(f"{node}/pin").json() == {"pinned_here": True}
+        assert client.get(node).json()["pinned_here"] and picture(client)["tree"][name]["pins"] in (0, 1)
+        engine.cache.inventory.shrink(0)
+        assert len(engine.cache) == box["end"], "a pin keeps it"
+        assert client.post(f"{node}/forget").json() == {"forgotten_tokens": 0}
+        assert client.post(f"{node}/unpin").json() == {"pinned_here": False}
+        assert client.post(f"{node}/forget").json() == {"forgotten_tokens": box["end"]}
+        assert len(engine.cache) == 0
+        for path in (node, "/v1/page/nodes/999999999"):
+            gone = client.get(path)
+            assert gone.status_code == 404 and "not held any more" in gone.json()["error"]["message"]
+        assert client.post(f"{node}/pin").status_code == 404
+        assert client.post(f"{node}/explode").status_code == 404
+        assert client.get("/v1/page/nodes/x").status_code in (404, 422)
+        engine.check()
+
+
+def test_a_pin_of_the_page_ends_with_clear(serve: Client, engine: Engine) -> None:
+    with serve() as client:
+        chat(client, "something that shall stay in memory")
+        (name,) = picture(client)["tree"]
+        client.post(f"/v1/page/nodes/{name}/pin")
+        client.delete("/v1/cache")
+        assert len(engine.cache) == 0 and client.post(f"/v1/page/nodes/{name}/unpin").status_code == 409
+
+
+def test_events_are_a_picture_and_what_changes(serve: Client) -> None:
+    with serve() as client, client.stream("GET", "/v1/page/events") as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        lines = stream.iter_lines()
+
+        def event() -> tuple[str, Any]:
+            name = next(line for line in lines if line.startswith("event: "))
+            return name.removeprefix("event: "), json.loads(next(lines).removeprefix("data: "))
+
+        name, drawn = event()
+        assert (name == "picture" and not drawn["requests"]) or drawn["tree"] == {}
+        asked = chat(client, "is this seen by those who look?").headers["x-request-id"]
+        for _ in range(20):
+            name, changed = event()
+            assert name == "changes"
+            if changed["set"].get("requests", {}).get(asked, {}).get("live") is False:
+                return
+    raise AssertionError("the request was not shown")
+
+
+def test_a_viewer_does_not_hold_up_the_end(engine: Engine) -> None:
+    from starlette.testclient import TestClient
+
+    from onefold.server.app import make_app
+
+    leaving = threading.Event()
+    with (
+        TestClient(make_app(engine, Settings(), leaving), base_url="http://127.0.0.1") as client,
+        client.stream("GET", "/v1/page/events") as stream,
+    ):
+        leaving.set()
+        assert sum(1 for line in stream.iter_lines() if line.startswith("event: ")) <= 2
+
+
+def test_requests_that_fail_and_that_were_refused_are_listed(serve: Client) -> None:
+    with serve() as client:
+        failed = client.post("/v1/chat/completions", json={"messages": "no"})
+        row = picture(client)["requests"][failed.headers["x-request-id"]]
+        assert row["status"] == 400 and row["live"] is False and "prompt" not in row
+        client.get("/v1/models")
+        assert all(r["path"].startswith("/v1/") for r in picture(client)["requests"].values())
+
+
+def test_nothing_runs_when_nobody_looks(serve: Client, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    outline = engine.cache.view.outline
+    monkeypatch.setattr(engine.cache.view, "outline", lambda: drawn.append(1) or outline())
+    with serve() as client:
+        chat(client, "nobody looks")
+        assert drawn == []
+        with client.stream("GET", "/v1/page/events") as stream:
+            lines = stream.iter_lines()
+            next(line for line in lines if line.startswith("event: "))
+        wait_until(lambda: True, "")
+            threading.Event().wait(1.5)
+        at = len(drawn)
+        threading.Event().wait(1.5)
+        assert len(drawn) == at >= 1

@@ -23,6 +23,8 @@ from onefold.page.icicle import boxes
 
 TREE_SHARE = 0.01
 """Of one core, for drawing the tree."""
+SOONEST = 0.5
+"""Seconds after which it is drawn again."""
 RATE_SECONDS = (60.0, 300.0, 900.0)
 EXCERPT_TOKENS = 200
 """At the beginning and at the end of a node's text."""
@@ -51,11 +53,13 @@ class Page:
 
     # -- the picture -------------------------------------------------------------------------------
 
-    def picture(self) -> Picture:
-        """Returns everything that the page shows. Blocks for some milliseconds."""
+    def picture(self, *, now: bool = False) -> Picture:
+        """Returns everything that the page shows. Blocks for some milliseconds. `now`: with the tree as it is now,
+        however long drawing it takes."""
         stats = self._engine.stats()
         with self._drawing:
-            self._draw()
+            if now or time.monotonic() - self._drawn_at >= max(SOONEST, self._draw_seconds / TREE_SHARE):
+                self._draw()
             tree, spaces = self._tree, self._spaces
             self._measure(stats)
         tiers = self._engine.cache.view.tiers()
@@ -137,10 +141,8 @@ class Page:
         self._counted = now, stats
 
     def _draw(self) -> None:
-        began = time.monotonic()
-        if began - self._drawn_at < max(0.5, self._draw_seconds / TREE_SHARE):
-            return
-        cpu = time.thread_time()
+        """Draw the tree."""
+        began, cpu = time.monotonic(), time.thread_time()
         outline = self._engine.cache.view.outline()
         self._tree = boxes(outline, self._engine.cache.inventory.token_bytes)
         self._spaces = outline.spaces

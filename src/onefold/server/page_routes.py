@@ -57,7 +57,7 @@ def routes(page: Page, viewers: Viewers) -> APIRouter:
     @router.get(PAGE_DATA)
     def picture() -> dict[str, Any]:
         """Everything that the page shows, once."""
-        return page.picture()
+        return page.picture(now=True)
 
     @router.get(PAGE_DATA + "/events")
     async def events() -> Response:

@@ -23,10 +23,11 @@ WAIT = 60.0
 
 
 @contextmanager
-def listening(engine: Any, settings: Settings | None = None) -> Iterator[str]:
+def listening(engine: Any, settings: Settings | None = None, port: int = 0) -> Iterator[str]:
     settings = settings or Settings(grace_seconds=1.0)
-    server = Server(make_app(engine, settings), engine, settings)
-    (sock,) = bind("127.0.0.1", 0)
+    leaving = threading.Event()
+    server = Server(make_app(engine, settings, leaving), engine, settings, leaving=leaving.set)
+    (sock,) = bind("127.0.0.1", port)
     port = sock.getsockname()[1]
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), name="server")
     thread.start()

@@ -17,7 +17,7 @@ from onefold.engine.request import Done, Hit, Started, Text
 from onefold.errors import Busy, EngineStopped
 from onefold.page.changes import Picture, changes
 from onefold.page.history import MOST_ENDED, History, HitRates
-from onefold.page.icicle import boxes
+from onefold.page.icicle import MOST_BOXES, boxes
 from onefold.page.viewers import BACKLOG, MOST_VIEWERS, Viewers
 from onefold.server.record import Record
 
@@ -117,6 +117,13 @@ def test_five_thousand_nodes_are_at_most_some_hundred_boxes() -> None:
     assert len(boxes(Outline([""], nodes, 0.0), 1)) == 2
     wide = [facts(i, 0, 1000) for i in range(1, 900)]
     assert len(boxes(Outline([""], wide, 0.0), 1)) == 899
+
+
+def test_a_deep_tree_has_no_more_boxes_than_a_browser_can_show() -> None:
+    nodes = [facts(100 * i + j, 0 if j == 1 else 100 * i + j - 1, 10) for i in range(50) for j in range(1, 101)]
+    made = boxes(Outline([""], nodes, 0.0), 1)
+    assert 100 < len(made) <= 2 * MOST_BOXES
+    assert sum(b["total"] for b in made.values() if not b["above"]) == 50_000
 
 
 def test_nothing_has_no_boxes() -> None:

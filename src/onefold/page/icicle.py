@@ -15,6 +15,8 @@ from onefold.cache.memory.outline import NodeFacts, Outline
 
 NARROWEST = 1 / 1000
 """Of the whole width."""
+MOST_BOXES = 1000
+"""In a deep tree boxes lie below one another: what is wider is merged too, until so many are left."""
 MEMORY, DISK = "m", "d"
 
 Box = dict[str, Any]
@@ -29,6 +31,9 @@ def boxes(outline: Outline, token_bytes: int) -> dict[str, Box]:
         if n.above:
             totals[n.above] += totals[n.number]
     whole = sum(totals[n.number] for n in outline.nodes if not n.above)
+    least = whole * NARROWEST
+    while sum(total >= least for total in totals.values()) > MOST_BOXES:
+        least *= 2
     turn = evictions(outline)
     made: dict[str, Box] = {}
     merged: dict[tuple[int, int], list[NodeFacts]] = defaultdict(list)
@@ -36,7 +41,7 @@ def boxes(outline: Outline, token_bytes: int) -> dict[str, Box]:
     for n in outline.nodes:
         if n.above not in shown:
             continue
-        if totals[n.number] < whole * NARROWEST:
+        if totals[n.number] < least:
             merged[n.above, n.space].append(n)
             continue
         shown.add(n.number)

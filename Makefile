@@ -20,7 +20,7 @@ OTHERS   := $(filter-out $(patsubst cuda%,mlx-cuda-%,$(BACKEND:cpu=mlx-cpu)),$(P
 CLIENTS  := .clients
 PIP      := $(PY) -m pip --disable-pip-version-check --quiet
 
-.PHONY: help setup doctor lint types test test-all test-system dist demo models bench-core bench-dropin bench-serve bench-latency bench-disk bench-remote bench-scale bench-fleet bench-traces bench-turns bench-kv soak \
+.PHONY: help setup doctor lint types test test-all test-system dist demo models bench-core bench-dropin bench-serve bench-latency bench-disk bench-remote bench-page bench-scale bench-fleet bench-traces bench-turns bench-kv soak \
 	mac-check torture mutants problems schemas clients agents clean
 
 help: ## List the targets.
@@ -62,8 +62,8 @@ test-system: setup ## Run the tests that need programs which pip does not instal
 dist: setup ## Build the wheel and the sdist into dist.
 	$(PY) -m build
 
-demo: setup ## A server with a small real model, and agents that share a system prompt.
-	$(PY) -m onefold demo
+demo: setup ## A server with a small real model, and agents that share a system prompt; ARGS=--keep leaves it, and its page, running.
+	$(PY) -m onefold demo $(ARGS)
 
 bench-core: setup ## Run the core benchmark.
 	$(PY) benchmarks/core.py
@@ -82,6 +82,9 @@ bench-disk: setup ## Run the disk benchmark: a restart against a cold prefill, a
 
 bench-remote: setup ## Run the benchmark of a shared store: a second server against a cold prefill, and what writing costs; needs redis-server.
 	$(PY) benchmarks/remote.py $(ARGS)
+
+bench-page: setup ## Measure what the page costs: how long a picture holds the lock, and the speed of answers with a viewer.
+	$(PY) benchmarks/page.py $(ARGS)
 
 bench-scale: setup ## Print when a shared store pays, and how many conversations one holds; computed, not measured.
 	$(PY) benchmarks/scale.py $(ARGS)

@@ -49,7 +49,7 @@ def gone(pid: int) -> bool:
 
 @pytest.mark.slow
 def test_the_whole_of_it_with_the_servers_own_figures(model: Path) -> None:
-    arguments = ("demo", "--model", str(model), "--agents", "3", "--turns", "2", "--keep-running")
+    arguments = ("demo", "--model", str(model), "--agents", "3", "--turns", "2", "--keep")
     with piped(*arguments) as process:
         assert process.stdout is not None
         shown = ""

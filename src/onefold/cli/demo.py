@@ -37,7 +37,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--turns", type=partial(flags.positive, most=32), default=3, metavar="N", help="default 3")
     told = 'a folder, a Hugging Face id, or "demo": a small model, fetched once (93 MB). That is the default'
     made.add_argument("--model", default="demo", metavar="MODEL", help=told)
-    made.add_argument("--keep-running", action="store_true", help="keep the server running until Ctrl-C")
+    told = "keep the server, with its page, running until Ctrl-C"
+    made.add_argument("--keep", "--keep-running", action="store_true", help=told)
     return made
 
 
@@ -106,13 +107,14 @@ def _with(server: ServerProcess, given: argparse.Namespace, screen: Console) -> 
     with demo_report.waiting(screen, f"Starting onefold serve {given.model}") as show:
         server.wait_until_up(show)
     screen.print(f"The server is up at {server.url}, process {server.pid}.", soft_wrap=True)
+    screen.print(f"Its page, which shows what is held and by whom: {server.url}/", soft_wrap=True)
     screen.print(_plan(given))
     client = Client(server.url, silence_seconds=SILENCE_SECONDS)
     names = [role(number).desk for number in range(given.agents)]
     with demo_report.stage(screen, names, given.turns) as hear:
         played = demo_agents.play(client, given.agents, given.turns, hear)
     demo_report.report(screen, played, client.get("/v1/cache"))
-    if given.keep_running:
+    if given.keep:
         _keep(server, screen)
 
 

@@ -14,7 +14,7 @@ from onefold.cache.memory.lock import Work
 from onefold.cache.memory.nodes import NodeStore
 from onefold.cache.memory.payloads import Node
 
-NODES_PER_STEP = 32
+NODES_PER_STEP = 16
 
 
 class NodeFacts(NamedTuple):

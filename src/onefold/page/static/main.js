@@ -50,7 +50,8 @@ byId("login").addEventListener("submit", (event) => {
 });
 window.addEventListener("hashchange", () => {
   show();
-  byId("main").focus();
+  byId("main").focus({ preventScroll: true });
+  scrollTo(0, 0);  // the browser has scrolled to the view's element
 });
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();  // the address names the view

@@ -105,15 +105,16 @@ class CacheLock:
         with self._counting:
             self._waiting += n
 
-    def run(self, work: Work[Result], stretch_seconds: float = STRETCH_SECONDS) -> Result:
-        """Runs all steps of some work and returns its result. Releases the lock after every `stretch_seconds`, so that
-        waiting threads get it. If this thread held the lock before, it keeps it throughout."""
+    def run(self, work: Work[Result], stretch_seconds: float | None = None) -> Result:
+        """Runs all steps of some work and returns its result. Releases the lock after every `stretch_seconds`
+        (`STRETCH_SECONDS` if None), so that waiting threads get it. If this thread held the lock before, it keeps it
+        throughout."""
         if self.is_held_here:
             return self.run_held(work)
         try:
             while True:
                 with self:
-                    stop = time.monotonic() + stretch_seconds
+                    stop = time.monotonic() + (STRETCH_SECONDS if stretch_seconds is None else stretch_seconds)
                     while True:
                         try:
                             pause = next(work)

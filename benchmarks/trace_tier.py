@@ -146,7 +146,7 @@ class StandInDisk(NoTier):
 class Read:
     """What was read for a request. All of it is done at once."""
 
-    done, rejected = True, False
+    done, rejected, waits = True, False, False
     remote_tokens = 0
 
     def __init__(self, state: CacheState, slab: Slab, nodes: list[Node], before: int) -> None:
@@ -161,7 +161,7 @@ class Read:
         slab.leave(self._track)
         slab.settle()
 
-    def step(self) -> bool:
+    def step(self, seconds: float = 0.0) -> bool:
         return False
 
     def finish(self) -> None: ...

@@ -181,7 +181,9 @@ class KeptFetch:
             self.tokens += node.end - node.start
         self.finish()
 
-    def step(self) -> bool:
+    waits = False
+
+    def step(self, seconds: float = 0.0) -> bool:
         return False
 
     def finish(self) -> None:

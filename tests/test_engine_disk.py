@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx_lm
 import pytest
-from asking import ask, ask_all, cold, prompt_of, request
+from asking import Pending, ask, ask_all, cold, prompt_of, request
 from disk_caches import Held, files, flip, small_records
 from listening import wait_until
 from test_engine import words
@@ -20,6 +20,8 @@ from test_engine import words
 from onefold.cache.tiers.disk.restoring import Restore
 from onefold.cache.tiers.disk.tier import DiskSettings
 from onefold.cache.tiers.pace import Pace
+from onefold.cache.tiers.remote.fetching import RemoteFetch
+from onefold.cache.tiers.remote.tier import RemoteSettings
 from onefold.cli.serve_ending import Ending
 from onefold.engine.engine import Engine
 from onefold.engine.job import READS
@@ -114,7 +116,7 @@ def test_reading_from_disk_holds_no_stream_up(
         order: list[str] = []
         step, decode = Restore.step, second._scheduler._decode._step
 
-        def slow(self: Restore) -> bool:
+        def slow(self: Restore, seconds: float = 0.0) -> bool:
             order.append("record")
             return step(self)
 
@@ -143,7 +145,7 @@ def test_what_was_evicted_before_there_was_a_row_for_it_is_read_again(
     with engine(loaded, tmp_path) as second:
         step, reads = Restore.step, 0
 
-        def evicted(self: Restore) -> bool:
+        def evicted(self: Restore, seconds: float = 0.0) -> bool:
             nonlocal reads
             more = step(self)
             if not more:
@@ -264,3 +266,41 @@ def test_what_was_written_while_the_server_ended_is_said(
     finally:
         signal.signal(signal.SIGINT, handler)
     assert "were written in" in caplog.text and "nothing had to be written" not in caplog.text
+
+
+def test_a_slow_store_holds_no_stream_up(
+    loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = RemoteSettings(f"file://{tmp_path}/store", deadline=60.0, write="all")
+    prompt = words(700)
+    with Engine(*loaded, budget="256MB", remote=settings) as first:
+        ask(first, prompt, 1)
+        assert first.cache.flush(60)
+    waited: list[tuple[bool, float]] = []
+    go = threading.Event()
+    with Engine(*loaded, budget="256MB", remote=settings) as second:
+        tier = second.cache.parts.tier
+        get, step = tier._shared.store.get, RemoteFetch.step  # type: ignore[union-attr]
+
+        def held_up(name: str) -> bytes | None:
+            go.wait(60)
+            found: bytes | None = get(name)
+            return found
+
+        def stepping(fetch: RemoteFetch, seconds: float = 1.0) -> bool:
+            waited.append((second.stats().decoding > 0, seconds))
+            return step(fetch, seconds)
+
+        tier._shared.store.get = held_up  # type: ignore[union-attr]
+        monkeypatch.setattr(RemoteFetch, "step", stepping)
+        later, seen = None, 0
+        for _ in second.ask(request(prompt_of(words(20, 9)), 400)):
+            seen += 1
+            if seen == 20:
+                later = Pending(second, request(prompt_of([*prompt, 1]), 3))
+            if seen == 200:
+                go.set()
+        assert later is not None and later.wait().hit.remote > 400
+        assert any(is_live for is_live, _ in waited)
+        assert all(seconds == 0.0 for is_live, seconds in waited if is_live)
+        second.check()

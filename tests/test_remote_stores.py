@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 import threading
@@ -14,6 +15,7 @@ from redis_server import free_port, redis_server
 
 from onefold.cache.tiers.remote.grid import VALUE_BYTES
 from onefold.cache.tiers.remote.reasons import RemoteReason
+from onefold.cache.tiers.remote.stores.redis_connection import MOST_ANSWERED
 from onefold.cache.tiers.remote.stores.registry import STORES, address_of, open_store
 from onefold.cache.tiers.remote.stores.store import Point, Store, StoreError, StoreSettings
 from onefold.errors import ConfigError, RecordError
@@ -202,6 +204,92 @@ def test_a_server_that_accepts_and_never_answers_is_given_up_at_the_deadline() -
         store.close()
 
 
+class Answering:
+    """A server that answers the first GETRANGE bit by bit, or without end."""
+
+    def __init__(self, begin: bytes, then: bytes, pause: float) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._socket.getsockname()[1]}/0"
+        self._begin, self._then, self._pause = begin, then, pause
+        self.sent, self.ended = 0, 0
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client = self._socket.accept()[0]
+                with client, contextlib.suppress(OSError):
+                    client.settimeout(60)
+                    while b"GETRANGE" not in (asked := client.recv(1 << 16)):
+                        client.sendall(b"+OK\r\n" * asked.count(b"SETINFO"))
+                    client.sendall(self._begin)
+                    while True:
+                        client.sendall(self._then)
+                        self.sent += len(self._then)
+                        time.sleep(self._pause)
+                self.ended += 1
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.mark.parametrize(
+    "then, pause, reason", [(b"x", 0.02, RemoteReason.SLOW), (bytes(1 << 16), 0.0, RemoteReason.UNREACHABLE)]
+)
+def test_an_answer_without_end_ends_at_the_deadline_or_at_its_most(
+    then: bytes, pause: float, reason: RemoteReason
+) -> None:
+    server = Answering(b"$100000000000\r\n", then, pause)
+    store = opened(server.url, deadline=0.5 if pause else 20)
+    begun = time.monotonic()
+    with pytest.raises(StoreError) as failed:
+        store.get("a")
+    assert failed.value.reason is reason and time.monotonic() - begun < 15
+    store.close()
+    deadline = time.monotonic() + 60
+    while not server.ended:  # the connection is closed: nothing is read any more
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert server.sent < 30 * MOST_ANSWERED
+    server.close()
+
+
+@REDIS
+def test_a_replica_is_read_and_cannot_be_written(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server:
+        store = opened(server.url)
+        assert store.add("of/a", b"x")
+        store._client.replicaof("127.0.0.1", free_port())  # type: ignore[attr-defined]
+        assert store.get("of/a") == b"x" and store.look(["of/a", "of/b"]).leading == 1
+        with pytest.raises(StoreError) as failed:
+            store.add("of/b", b"x")
+        assert failed.value.reason is RemoteReason.REFUSED
+        store.close()
+
+
+@REDIS
+def test_a_store_that_is_closed_in_mid_call_leaves_no_connection(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server:
+        store = opened(server.url)
+        client = store._client  # type: ignore[attr-defined]
+        assert store.get("a") is None
+        asking = [threading.Thread(target=ask, args=(store,)) for _ in range(3)]
+        client.client_pause(300)
+        for thread in asking:
+            thread.start()
+        time.sleep(0.1)
+        store.close()
+        for thread in asking:
+            thread.join(60)
+        pool = client.connection_pool
+        assert all(c._sock is None for c in (*pool._available_connections, *pool._in_use_connections))
+
+
+def ask(store: Store) -> None:
+    with contextlib.suppress(StoreError):
+        store.get("a")
+
+
 def test_a_server_that_is_not_there_is_unreachable() -> None:
     store = opened(f"redis://127.0.0.1:{free_port()}/0", deadline=5)
     with pytest.raises(StoreError) as failed:
@@ -235,11 +323,18 @@ def test_a_url_that_names_no_store_is_refused(url: str, said: str) -> None:
 
 @pytest.mark.parametrize(
     "url, said",
-    [("redis://127.0.0.1:6379/0?socket_timeout=x", "no URL of a Redis server"), ("file://a/b", "whole path")],
+    [
+        ("redis://127.0.0.1:6379/0?db=x", "no URL of a Redis server"),
+        ("redis://127.0.0.1:6379/0?foo=bar", "no URL of a Redis server"),
+        ("rediss://127.0.0.1:6379/0?ssl_cert_reqs=bogus", "no URL of a Redis server"),
+        ("redis://127.0.0.1:6379/0?socket_timeout=7", "cannot set socket_timeout"),
+        ("file:b", "whole path"),
+        ("file://machine/srv/a", "on this machine"),
+        ("file:///srv/a?b", "on this machine"),
+        ("file:///srv/a#b", "on this machine"),
+    ],
 )
 def test_a_url_with_other_faults_is_refused_when_the_store_is_opened(url: str, said: str) -> None:
-    if url.startswith("file"):
-        url = "file:b"
     with pytest.raises(ConfigError, match=said):
         opened(url)
 
@@ -247,7 +342,8 @@ def test_a_url_with_other_faults_is_refused_when_the_store_is_opened(url: str, s
 @pytest.mark.parametrize(
     "url, shown, local",
     [
-        ("redis://me:secret@127.0.0.1:1/2", "redis://me@127.0.0.1:1/2", True),
+        ("redis://me:secret@127.0.0.1:1/2", "redis://127.0.0.1:1/2", True),
+        ("redis://secret@127.0.0.1:1/2", "redis://127.0.0.1:1/2", True),
         ("rediss://:secret@cache.example/0?x=secret", "rediss://cache.example/0", False),
         ("redis://[::1]:6379/0", "redis://[::1]:6379/0", True),
         ("redis://localhost/0", "redis://localhost/0", True),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import json
 import random
 import socket
 import threading
@@ -27,13 +28,17 @@ from onefold.cache.memory.checkpoints import POINTS_SHARE
 from onefold.cache.memory.ledger import Purpose
 from onefold.cache.tiers.pace import Pace
 from onefold.cache.tiers.records.folder import Folder
-from onefold.cache.tiers.remote import asking, fetching, health, sharing, tier
+from onefold.cache.tiers.records.layout import Layout
+from onefold.cache.tiers.remote import asking, health, sharing, tier
+from onefold.cache.tiers.remote.fetching import AHEAD
 from onefold.cache.tiers.remote.grid import ABOUT
+from onefold.cache.tiers.remote.points import MANIFEST_MOST, read_manifest
 from onefold.cache.tiers.remote.reasons import RemoteReason
 from onefold.cache.tiers.remote.stores.store import StoreError
 from onefold.cache.tiers.remote.tier import RemoteSettings
 from onefold.cache.tiers.remote.values import Sealing
 from onefold.cache.tiers.remote.writing import COPIES
+from onefold.errors import RecordError
 
 LONG = 1e6
 """Seconds: more than a test takes, however busy the machine is."""
@@ -267,7 +272,7 @@ def test_a_store_that_is_emptied_is_a_miss(model: Any, url: str) -> None:
         assert reason(cache, RemoteReason.GONE) == 1
         known = fetch.tokens
         cached, found = served(cache, model, tokens)
-        assert cached == known <= fetching.AHEAD * RECORD and same(found, expected)
+        assert cached == known <= AHEAD * RECORD and same(found, expected)
         assert cache.flush(60)
     assert len(values(url)) == 20 - known // RECORD
 
@@ -960,3 +965,180 @@ def test_two_threads_fetch_the_same_prompt_once(model: Any, url: str) -> None:
             thread.join(60)
         assert len(fetched) == 3 and len(reads) == 8
         assert cache.stats().remote.restored_tokens == 8 * RECORD
+
+
+def slowed(cache: onefold.PrefixCache, seconds: float) -> list[str]:
+    """From now on each value takes so long to read. Returns the names of those that are read."""
+    store, reads = cache.parts.tier._shared.store, []  # type: ignore[union-attr]
+    get = store.get
+
+    def slowly(name: str) -> bytes | None:
+        reads.append(name)
+        time.sleep(seconds)
+        found: bytes | None = get(name)
+        return found
+
+    store.get = slowly  # type: ignore[method-assign]
+    return reads
+
+
+def test_a_store_that_has_become_slow_is_left_after_a_value(model: Any, url: str) -> None:
+    tokens = words(40 * RECORD)
+    with machine(model, url, "128MB") as first:
+        served(first, model, tokens)
+        assert first.flush(60)
+    with machine(model, url, "128MB") as cache:
+        shared = cache.parts.tier._shared  # type: ignore[union-attr]
+        shared.prefill_pace = Pace()
+        shared.prefill_pace.took(1.0, len(tokens))
+        reads = slowed(cache, 0.2)
+        fetch = cache.restore([*tokens, 1])
+        while fetch is not None and fetch.step():
+            pass
+        assert fetch is not None and len(reads) <= 2 * AHEAD and reason(cache, RemoteReason.SLOWER) == 1
+        assert RECORD <= fetch.tokens < 8 * RECORD  # what was read and right is kept
+        assert cache.stats().remote.skipped_tokens == len(tokens) - fetch.tokens
+        assert not shared.health.fault
+        cache.check()
+
+
+def test_a_fetch_takes_no_longer_than_computing_and_a_deadline(model: Any, url: str) -> None:
+    tokens = words(8 * RECORD)
+    with machine(model, url) as first:
+        served(first, model, tokens)
+        assert first.flush(60)
+    with machine(model, url, deadline=0.5) as cache:
+        shared = cache.parts.tier._shared  # type: ignore[union-attr]
+        shared.prefill_pace = Pace()
+        shared.prefill_pace.took(0.1, len(tokens))
+        busy = threading.Event()
+        for _ in range(tier.THREADS + 1):  # with other prompts
+            shared.threads.submit(busy.wait, LONG)
+        fetch = cache.restore([*tokens, 1])
+        assert fetch is not None
+        assert fetch.step(0.0) and fetch.waits
+        while fetch.step():
+            pass
+        assert fetch.tokens == 0 and not fetch.waits and reason(cache, RemoteReason.SLOW) == 1
+        busy.set()
+
+
+def test_a_thread_reads_the_disk_while_another_fetches_from_the_store(url: str, tmp_path: Path, model: Any) -> None:
+    here, there = words(700), words(6 * RECORD, seed=1)
+    with machine(model, url) as first:
+        served(first, model, there)
+        assert first.flush(60)
+    disk = {"disk": tmp_path / "disk", "disk_mode": "through"}
+    with machine(model, url, extra=disk, write="none") as second:
+        served(second, model, here)
+        assert second.flush(60)
+    with machine(model, url, extra=disk) as third:
+        remote = third.parts.tier.remote  # type: ignore[union-attr]
+        begun, go = threading.Event(), threading.Event()
+        get = remote._shared.store.get
+
+        def held_up(name: str) -> bytes | None:
+            begun.set()
+            go.wait(60)
+            found: bytes | None = get(name)
+            return found
+
+        remote._shared.store.get = held_up
+        fetched: list[int] = []
+
+        def lease() -> None:
+            with third.lease([*there, 1]) as lease:
+                fetched.append(lease.cached)
+
+        thread = threading.Thread(target=lease)
+        thread.start()
+        assert begun.wait(60)
+        with third.lease([*here, 1]) as lease_here:
+            assert lease_here.cached == 700
+        go.set()
+        thread.join(60)
+        assert fetched == [6 * RECORD]
+
+
+def test_machines_that_write_one_checkpoint_leave_the_parts_of_one(
+    hybrid: Any, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "PART_SHARE", 1 << 16)
+    monkeypatch.setattr(tier, "LEAST_PART", 1 << 10)
+    caches = [machine(hybrid, url, write="shared", delay=3600.0) for _ in range(3)]
+    looked = threading.Barrier(3)
+    for cache in caches:
+        served(cache, hybrid, words(700))
+        store = cache.parts.tier._shared.store  # type: ignore[union-attr]
+        look = store.look
+
+        def together(names: Any, points: Any = (), *, patient: bool = False, look: Any = look) -> Any:
+            found = look(names, points, patient=patient)
+            if patient and len(names) == 1:  # of the checkpoint
+                looked.wait(60)
+            return found
+
+        store.look = together  # type: ignore[method-assign]
+    threads = [threading.Thread(target=cache.flush, args=(60,)) for cache in caches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(90)
+    for cache in caches:
+        cache.close()
+    kinds = by_kind(url)
+    assert len(kinds["point"]) == 1
+    _, payload = Sealing().open(bytes.fromhex(kinds["point"][0].name), kinds["point"][0].read_bytes(), {})
+    assert len(kinds["part"]) == len(json.loads(bytes(payload))["parts"]) > 2
+    with machine(hybrid, url) as cache:
+        assert served(cache, hybrid, words(700))[0] == 2 * EDGE
+
+
+def test_a_checkpoint_that_is_tried_again_has_the_same_parts(
+    hybrid: Any, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "PART_SHARE", 1 << 16)
+    monkeypatch.setattr(tier, "LEAST_PART", 1 << 10)
+    monkeypatch.setattr(health, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(health, "LONGEST_PAUSE", 0.01)
+    with machine(hybrid, url) as cache:
+        store = cache.parts.tier._shared.store  # type: ignore[union-attr]
+        add, tries = store.add, []
+
+        def failing(name: str, value: bytes) -> bool:
+            tries.append(name)
+            if len(tries) % 3 == 0:
+                raise StoreError(RemoteReason.UNREACHABLE, "cannot be reached")
+            return bool(add(name, value))
+
+        store.add = failing  # type: ignore[method-assign]
+        served(cache, hybrid, words(700))
+        deadline = time.monotonic() + 60
+        while not cache.flush(1):
+            assert time.monotonic() < deadline
+    kinds = by_kind(url)
+    _, payload = Sealing().open(bytes.fromhex(kinds["point"][0].name), kinds["point"][0].read_bytes(), {})
+    assert len(kinds["part"]) == len(json.loads(bytes(payload))["parts"]) > 2
+    assert len(tries) > len(set(tries)) == len(kinds["kv"]) + len(kinds["part"]) + len(kinds["point"]) + 1  # about
+
+
+def test_a_manifest_of_huge_numbers_is_refused_at_once() -> None:
+    digits = "9" * 4000
+    for shape in (f"[{digits}]", "[" + ",".join(["2"] * 1000) + "]", "[-1]"):
+        text = f'{{"tensors": [["a", "F16", {shape}]], "parted": false, "position": 1, "state": "", "parts": [1]}}'
+        with pytest.raises(RecordError, match="layout"):
+            read_manifest(memoryview(text.encode()), 1, Layout(None, ()))
+    with pytest.raises(RecordError, match="large"):
+        read_manifest(memoryview(b" " * (MANIFEST_MOST + 1)), 1, Layout(None, ()))
+
+
+def test_what_may_have_expired_is_looked_for_again(model: Any, url: str) -> None:
+    with machine(model, url, ttl=1) as cache:
+        served(cache, model, words(700))
+        assert cache.flush(60) and len(values(url)) == 2
+        for path in values(url):
+            path.unlink()
+        time.sleep(0.6)
+        served(cache, model, [*words(700), *words(300, seed=1)])
+        assert cache.flush(60)
+    assert len(values(url)) == 4

@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 
+from onefold.cache.memory.tier import LONGEST_WAIT
 from onefold.cache.memory.tokens import common_length
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.engine.job import Job
@@ -75,14 +77,18 @@ class Admission:
             job.tell()
 
     def read_records(self) -> None:
-        """Reads some of what waiting requests have on disk: one record, and more while there is time."""
-        until = time.monotonic() + (READ_SECONDS if self._jobs.live else READ_SECONDS_ALONE)
+        """Reads some of what waiting requests have below memory: one record, and more while there is time. While others
+        run, nothing waits here for another machine."""
+        alone = not self._jobs.live
+        until = time.monotonic() + (READ_SECONDS_ALONE if alone else READ_SECONDS)
         for job in list(self._jobs.waiting):
             restore = job.restore
             while restore is not None and not restore.done and job in self._jobs.waiting:
-                self._recovery.run([job], restore.step)
+                self._recovery.run([job], functools.partial(restore.step, LONGEST_WAIT if alone else 0.0))
                 if time.monotonic() > until:
                     return
+                if restore.waits and not alone:
+                    break
 
     # -- waiting for memory ----------------------------------------------------------------------
 

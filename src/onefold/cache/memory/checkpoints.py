@@ -38,6 +38,7 @@ class Checkpoint:
     """One snapshot for each leaf; None where the leaf's state lies in the path's segments."""
 
     __slots__ = (
+        "__weakref__",
         "_closing",
         "_holders",
         "account",

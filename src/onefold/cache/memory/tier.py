@@ -67,6 +67,10 @@ class TierStats:
     """The statistics of the tier below this one, if there are two."""
 
 
+LONGEST_WAIT = 0.05
+"""Seconds that a step of a fetch waits for another machine, unless its caller has less time."""
+
+
 class Fetch(Protocol):
     """Tokens of one request on their way back into memory."""
 
@@ -97,8 +101,14 @@ class Fetch(Protocol):
         """The position at which the request could have been resumed without the fetch."""
         ...
 
-    def step(self) -> bool:
-        """Fetch a part. Returns False when the fetch is complete. Called without the lock."""
+    @property
+    def waits(self) -> bool:
+        """Whether nothing can be done but wait for another machine."""
+        ...
+
+    def step(self, seconds: float = LONGEST_WAIT) -> bool:
+        """Fetch a part, or wait for it, for so long at most. Returns False when the fetch is complete. Called without
+        the lock."""
         ...
 
     def finish(self) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from onefold.cache.memory.lock import CacheLock, Work
 from onefold.cache.memory.payloads import Node, Tree
 from onefold.cache.memory.state import CacheState
-from onefold.cache.memory.tier import Fetch, NoTier, Tier, TierStats
+from onefold.cache.memory.tier import LONGEST_WAIT, Fetch, NoTier, Tier, TierStats
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
 from onefold.cache.tiers.disk.tier import DiskSettings, open_disk
@@ -147,10 +147,14 @@ class FetchFromBoth:
     def before(self) -> int:
         return self._first.before
 
-    def step(self) -> bool:
+    @property
+    def waits(self) -> bool:
+        return not self.done and (self._second or self._first).waits
+
+    def step(self, seconds: float = LONGEST_WAIT) -> bool:
         at = self._second or self._first
         at.owner, at.driver = self.owner, self.driver
-        if self.done or at.step():
+        if self.done or at.step(seconds):
             return not self.done
         if self._second is None and not self.rejected:
             self._second = self._next()

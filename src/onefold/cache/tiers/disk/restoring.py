@@ -20,6 +20,7 @@ import numpy as np
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.payloads import Tree
 from onefold.cache.memory.state import CacheState
+from onefold.cache.memory.tier import LONGEST_WAIT
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
 from onefold.cache.tiers.disk.plan import Plan, plan_for
@@ -70,7 +71,8 @@ def planning(
 def awaiting_others(state: CacheState, tree: Tree, tokens: Tokens) -> Work[None]:
     """Wait while another thread, which does nothing else meanwhile, reads a record that these tokens need."""
     while (found := plan_for(state, tree, tokens)) is not None and any(
-        restore.is_read_elsewhere and restore.reads(found.records) for restore in state.restores
+        isinstance(restore, Restore) and restore.is_read_elsewhere and restore.reads(found.records)
+        for restore in state.restores
     ):
         yield READ_ELSEWHERE_SECONDS
 
@@ -79,6 +81,7 @@ class Restore:
     """Made by `planning`. Call `step` until it returns False, or `finish` to end it before."""
 
     remote_tokens = 0
+    waits = False
 
     def __init__(self, state: CacheState, shared: Reading, tree: Tree, plan: Plan) -> None:
         self._state, self._shared, self._tree, self._plan = state, shared, tree, plan
@@ -136,8 +139,9 @@ class Restore:
         self.done = True
         self._release()
 
-    def step(self) -> bool:
-        """Read one record. Returns False when there is nothing more to do. Waits for the disk without the lock."""
+    def step(self, seconds: float = LONGEST_WAIT) -> bool:
+        """Read one record. Returns False when there is nothing more to do. Waits for the disk without the lock, as long
+        as a record takes."""
         with self._state.lock:
             reading = self._begin_reading()
         if reading is not None:

@@ -7,9 +7,11 @@
     buffer             ^ base                       ^ reached
 
 - The first step asks the store for the whole chain at once; the others read values, a few at the same time.
-- A step waits for a twentieth of a second at the most, so that other requests go on meanwhile. What the store has not
-  done within its deadline is a miss.
-- Where computing the tokens is quicker than reading them, they are not read: both are measured as they happen.
+- A step waits for a twentieth of a second at the most, so that other requests go on meanwhile. A look, and each value,
+  that the store has not answered within the deadline is a miss.
+- Where computing the tokens is quicker than reading them, they are not read: both are measured as they happen. That is
+  asked again after each value, so a store that has become slow is left after one of them; and the whole fetch takes no
+  longer than computing would, and a deadline.
 - A value is copied to its place after its seal, its head and its size agree. The first that cannot be used ends the
   fetch, and is removed from the store. Without its checkpoint, KV of a model that needs one is not kept.
 
@@ -20,7 +22,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import functools
 import logging
 import threading
 import time
@@ -37,12 +38,13 @@ from onefold.cache.memory.payloads import Node, Tree
 from onefold.cache.memory.pieces import Piece
 from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.state import CacheState
-from onefold.cache.memory.tokens import Tokens
+from onefold.cache.memory.tier import LONGEST_WAIT
 from onefold.cache.memory.track import Track
 from onefold.cache.tiers import host
 from onefold.cache.tiers.pace import is_slower
-from onefold.cache.tiers.remote.asking import WORTH_ASKING, Found, Unusable, Wanted, look, wanted_of
+from onefold.cache.tiers.remote.asking import WORTH_ASKING, Found, Unusable, Wanted, look
 from onefold.cache.tiers.remote.grid import name_of, part_address
+from onefold.cache.tiers.remote.patience import Patience
 from onefold.cache.tiers.remote.points import Manifest, PointBuffer
 from onefold.cache.tiers.remote.reading import Reading
 from onefold.cache.tiers.remote.reasons import RemoteReason
@@ -54,40 +56,11 @@ log = logging.getLogger("onefold")
 
 AHEAD = 3
 """Values that are read at the same time."""
-STEP_SECONDS = 0.05
-"""The most that a step waits."""
 _FAULTS = (RuntimeError, ValueError, TypeError, MemoryError)
 
 
-def planned(
-    state: CacheState, shared: Sharing, tree: Tree, root: bytes, tokens: Tokens, reserve_tokens: int
-) -> RemoteFetch | None:
-    """Returns a fetch of what the store may have of these tokens; None if nothing is worth asking for."""
-    wanted, end = wanted_of(state, shared, tree, root, tokens, reserve_tokens)
-    if wanted is None or not shared.health.usable:
-        return None
-    fetch = RemoteFetch(state, shared, tree, wanted, end)
-    for node in [] if end is None else end.path():
-        node.pins += 1  # else making room could evict what the records continue
-    state.restores.add(fetch)
-    return fetch
-
-
-def is_read_elsewhere(
-    state: CacheState, shared: Sharing, tree: Tree, root: bytes, tokens: Tokens
-) -> bool:
-    """Whether another thread, which does nothing else meanwhile, fetches what these tokens need next."""
-    if not any(isinstance(found, RemoteFetch) for found in state.restores):
-        return False
-    wanted, _ = wanted_of(state, shared, tree, root, tokens, 0)
-    return wanted is not None and any(
-        isinstance(found, RemoteFetch) and found.is_read_elsewhere and found.begins_like(wanted)
-        for found in state.restores
-    )
-
-
 class RemoteFetch:
-    """Made by `planned`. Call `step` until it returns False, or `finish` to end it before."""
+    """Made by `planning.planned`. Call `step` until it returns False, or `finish` to end it before."""
 
     rejected = False
     """Never: what comes after a value that cannot be used is no use either."""
@@ -103,6 +76,10 @@ class RemoteFetch:
         self._loading: deque[Reading] = deque()
         self._n_records = 0
         self._read_bytes = 0
+        self._target = self._saves = 0
+        """Where the request can be resumed when all is read, and how many tokens fewer are computed then."""
+        self._patience: Patience | None = None
+        """With the values, from when the first was asked for."""
         self._slab: Slab | None = None
         self._rows: list[Bytes] = []
         """Its arrays, as the processor sees them."""
@@ -112,7 +89,6 @@ class RemoteFetch:
         self._looking: concurrent.futures.Future[Found] | None = None
         self._since = time.monotonic()
         """When the store was asked what it has."""
-        self._began = 0.0
         self._preparing = self._released = False
         self._end = end
         self.done = False
@@ -129,12 +105,6 @@ class RemoteFetch:
     def remote_tokens(self) -> int:
         return self.tokens
 
-    @property
-    def is_read_elsewhere(self) -> bool:
-        """Whether another thread will run all of its steps."""
-        driver = self.driver
-        return not self.done and driver not in (None, threading.current_thread()) and driver.is_alive()  # type: ignore[union-attr]
-
     def begins_like(self, other: Wanted) -> bool:
         """Whether it asks first for what the other would ask for first."""
         ours = self._wanted
@@ -145,13 +115,20 @@ class RemoteFetch:
     def holds(self, track: Track) -> bool:
         return track is self._holder
 
-    def step(self) -> bool:
-        """Ask, or take one value. Returns False when there is nothing more to do. Called without the lock."""
+    @property
+    def waits(self) -> bool:
+        """Whether the store has not answered yet what was asked of it."""
+        with self._state.lock:
+            return not self.done and not self._asked().done()
+
+    def step(self, seconds: float = LONGEST_WAIT) -> bool:
+        """Ask, or take one value; wait for it so long at the most. Returns False when there is nothing more to do.
+        Called without the lock."""
         with self._state.lock:
             waiting = None if self.done else self._asked()
         if waiting is None:
             return False
-        concurrent.futures.wait([waiting], STEP_SECONDS)
+        concurrent.futures.wait([waiting], seconds)
         with self._state.lock:
             if not self.done:
                 self._take()
@@ -185,12 +162,14 @@ class RemoteFetch:
             assert self._looking is not None
             if self._looking.done():
                 self._guarded(self._learn)
-            elif time.monotonic() - self._since > 2 * shared.deadline:  # a look, and a manifest
+            elif time.monotonic() - self._since > shared.deadline:
                 self._fail(late)
         elif self._loading[0].future.done():
             self._guarded(self._took)
         elif self._loading[0].is_late(shared.deadline):
             self._fail(late)
+        elif self._patience is not None and self._patience.is_over:
+            self._leave(RemoteReason.SLOW)  # the threads are busy with other prompts, perhaps
 
     def _guarded(self, act: Callable[[], None]) -> None:
         """Ends the fetch if the act fails."""
@@ -254,6 +233,7 @@ class RemoteFetch:
             shared.reasons[RemoteReason.SLOWER] += 1
             return self._finish()
         self._found, self._preparing = found, True
+        self._target, self._saves = target, saves
         return None
 
     def _prepared(self) -> Work[None]:
@@ -265,9 +245,7 @@ class RemoteFetch:
         try:
             if need:
                 yield from self._state.store.making_room_for(need)
-            if manifest is not None and not (
-                yield from self._state.reclaiming.admitting_checkpoint(manifest.n_bytes)
-            ):
+            if manifest is not None and not (yield from self._state.reclaiming.admitting_checkpoint(manifest.n_bytes)):
                 raise BudgetError("a checkpoint", needed_bytes=manifest.n_bytes, available_bytes=0)
         except BudgetError:
             self._shared.reasons[RemoteReason.NO_ROOM] += 1
@@ -296,7 +274,8 @@ class RemoteFetch:
             for i, n_bytes in enumerate(manifest.parts):
                 self._left.append(Reading(part_address(self._found.address, manifest.nonce, i), at, 0, n_bytes))
                 at += n_bytes
-        self._began = time.perf_counter()
+        n_bytes = sum(reading.n_bytes for reading in self._left)
+        self._patience = Patience(shared.prefill_pace, shared.deadline, self._saves, n_bytes)
         self._ask()
         if not self._loading:
             self._finish()
@@ -304,24 +283,18 @@ class RemoteFetch:
     # -- values ------------------------------------------------------------------------------------
 
     def _ask(self) -> None:
-        """Have the next values read."""
+        """Have the next values read on other threads, each into its place; where the processor cannot address that,
+        into bytes."""
+        shared, places = self._shared, None
         while len(self._loading) < AHEAD and self._left:
             reading = self._left.popleft()
-            reading.queued = time.monotonic()
-            reading.future = self._shared.threads.submit(self._load(reading))
+            if not reading.n_tokens:
+                assert self._point is not None
+                places = self._point.places(reading.at, reading.n_bytes)
+            elif shared.direct:
+                places = [rows[:, reading.at : reading.at + reading.n_tokens] for rows in self._rows]
+            reading.future = shared.threads.submit(reading.read, shared, self._wanted.tag, places)
             self._loading.append(reading)
-
-    def _load(self, reading: Reading) -> Callable[[], memoryview | None]:
-        """Returns what reads a value on another thread: into its place, or where the processor cannot address that,
-        into bytes that it returns. Raises RecordError and StoreError there."""
-        shared, tag, places = self._shared, self._wanted.tag, None
-        if not reading.n_tokens:
-            assert self._point is not None
-            places = self._point.places(reading.at, reading.n_bytes)
-        elif shared.direct:
-            places = [rows[:, reading.at : reading.at + reading.n_tokens] for rows in self._rows]
-
-        return functools.partial(reading.read, shared, tag, places)
 
     def _took(self) -> None:
         """One more value is there and right. Raises StoreError and RecordError."""
@@ -333,6 +306,13 @@ class RemoteFetch:
             assert self._slab is not None
             host.copy_in(self._slab, reading.at, reading.at + reading.n_tokens, np.frombuffer(payload, np.uint8))
         self._reached += reading.n_tokens
+        assert self._patience is not None
+        self._patience.took(reading.n_bytes)
+        # without its checkpoint all of it is computed, otherwise what is left
+        kept = 0 if self._shared.has_points else max(0, self._reached - self._wanted.have)
+        if self._loading and self._patience.is_slower(self._saves - kept):
+            self._leave(RemoteReason.SLOWER)
+            return
         self._ask()
         if not self._loading:
             self._finish()
@@ -341,6 +321,12 @@ class RemoteFetch:
 
     def _fail(self, error: StoreError) -> None:
         self._shared.health.failed(error)
+        self._finish()
+
+    def _leave(self, reason: RemoteReason) -> None:
+        """End the fetch, though the store does what it is asked: it takes too long."""
+        self._shared.reasons[reason] += 1
+        self._shared.counts["skipped_tokens"] += self._target - max(self._reached, self._wanted.have)
         self._finish()
 
     def _finish(self) -> None:
@@ -359,7 +345,7 @@ class RemoteFetch:
             if reading.future.cancel():
                 self._loading.remove(reading)
         if self._buffers is not None:
-            shared.read_pace.took(time.perf_counter() - self._began, self._read_bytes)
+            shared.read_pace.took(0.0 if self._patience is None else self._patience.seconds, self._read_bytes)
             self.tokens = self._attach(is_whole)
             shared.counts["restored_tokens"] += self.tokens
             shared.counts["restored_bytes"] += self._read_bytes if self.tokens else 0

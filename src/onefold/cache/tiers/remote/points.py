@@ -34,6 +34,10 @@ from onefold.errors import RecordError
 
 NONCE_BYTES = 16
 PARTS_MOST = 1 << 14
+MANIFEST_MOST = 1 << 20
+TENSORS_MOST, DIMENSIONS_MOST, LENGTH_MOST = 1 << 14, 8, 1 << 40
+"""Of a manifest: bytes, tensors, dimensions of a tensor and their lengths. Sizes are multiplied before the layout is
+compared, and products of huge numbers would take minutes."""
 _NONSENSE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
@@ -60,28 +64,34 @@ class Manifest(NamedTuple):
         return json.dumps(described, separators=(",", ":"), allow_nan=False).encode()
 
 
-def manifest_of(checkpoint: Checkpoint, position: int, part_bytes: int) -> Manifest:
+def new_nonce() -> bytes:
+    return os.urandom(NONCE_BYTES)
+
+
+def manifest_of(checkpoint: Checkpoint, position: int, part_bytes: int, nonce: bytes) -> Manifest:
     """Returns the manifest of a checkpoint that is written in parts of so many bytes. Raises TypeError and ValueError
     if its state cannot be described."""
     tensors = tuple(host.tensor(name, array) for name, array in checkpoint.arrays().items())
     version = PARTED if checkpoint.parted(0) else VERSION
     content = Content(What.POINT, "", b"", position, NO_TOKENS, tensors, checkpoint.describe(), version)
     whole, rest = divmod(sum(t.nbytes for t in tensors), part_bytes)
-    return Manifest(content, (part_bytes,) * whole + ((rest,) if rest else ()), os.urandom(NONCE_BYTES))
+    return Manifest(content, (part_bytes,) * whole + ((rest,) if rest else ()), nonce)
 
 
 def read_manifest(payload: memoryview, position: int, layout: Layout) -> Manifest:
     """Returns the manifest of the checkpoint at this position. Raises RecordError if it is none, or the model's
     checkpoints are made of something else. Nothing was allocated for it then."""
+    if len(payload) > MANIFEST_MOST:
+        raise RecordError(RemoteReason.TOO_LARGE)
     try:
         found = json.loads(bytes(payload))
+        if len(found["tensors"]) > TENSORS_MOST or any(len(shape) > DIMENSIONS_MOST for *_, shape in found["tensors"]):
+            raise RecordError(RemoteReason.OTHER_LAYOUT)
         tensors = tuple(Tensor(str(n), str(d), tuple(int(x) for x in shape)) for n, d, shape in found["tensors"])
-        if any(t.dtype not in ITEM_BYTES or min(t.shape, default=0) < 0 for t in tensors):
+        if any(t.dtype not in ITEM_BYTES or not all(0 <= x <= LENGTH_MOST for x in t.shape) for t in tensors):
             raise RecordError(RemoteReason.OTHER_LAYOUT)
         version = PARTED if found["parted"] else VERSION
-        content = Content(
-            What.POINT, "", b"", int(found["position"]), NO_TOKENS, tensors, str(found["state"]), version
-        )
+        content = Content(What.POINT, "", b"", int(found["position"]), NO_TOKENS, tensors, str(found["state"]), version)
         parts, nonce = tuple(int(n) for n in found["parts"]), bytes.fromhex(found["nonce"])
     except _NONSENSE as error:
         raise RecordError(RemoteReason.OTHER_FORMAT) from error

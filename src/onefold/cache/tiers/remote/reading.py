@@ -9,9 +9,6 @@ from onefold.cache.memory.arrays import Bytes
 from onefold.cache.tiers import host
 from onefold.cache.tiers.remote.sharing import KV, PART, Sharing
 
-QUEUED_MOST = 10
-"""So many deadlines may pass before a value that other fetches keep waiting is begun."""
-
 
 class Reading:
     """One value that a thread reads, or will read."""
@@ -20,14 +17,12 @@ class Reading:
         """`n_tokens` of KV, which belong `at` tokens into the slab; or a part of a checkpoint, with 0 tokens, which
         begins `at` bytes into it."""
         self.address, self.at, self.n_tokens, self.n_bytes = address, at, n_tokens, n_bytes
-        self.queued = time.monotonic()
         self.begun: float | None = None
         self.future: concurrent.futures.Future[memoryview | None]
 
     def is_late(self, deadline: float) -> bool:
-        if self.begun is None:
-            return time.monotonic() - self.queued > QUEUED_MOST * deadline
-        return time.monotonic() - self.begun > deadline
+        """Whether the store takes longer than the deadline. What waits for a thread is not late."""
+        return self.begun is not None and time.monotonic() - self.begun > deadline
 
     def read(self, shared: Sharing, tag: str, places: list[Bytes] | None) -> memoryview | None:
         """Reads the value, on a thread of its own, into its places; without any, returns its payload. Raises

@@ -28,7 +28,8 @@ from onefold.errors import RecordError
 SEEN_MOST = 1 << 17
 """Addresses that are remembered: some 20 MB, and 8 million tokens of 64 a record."""
 KNOWN_SECONDS = 600.0
-"""How long they are believed to be there without another look, before something that continues them is written."""
+"""How long they are believed to be there without another look, before something that continues them is written; half
+the time to live if that is less."""
 MISSED_SECONDS = 2.0
 """How long they are believed not to be there: a request that waits is looked at more than once."""
 

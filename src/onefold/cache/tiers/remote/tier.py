@@ -27,17 +27,18 @@ from onefold.cache.memory import device
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.payloads import Node, Tree
 from onefold.cache.memory.state import CacheState
-from onefold.cache.memory.tier import REMOTE, Fetch, NoTier, TierStats
+from onefold.cache.memory.tier import LONGEST_WAIT, REMOTE, Fetch, NoTier, TierStats
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.tiers.identity import Identity, salt_of
 from onefold.cache.tiers.records.layout import Layout
-from onefold.cache.tiers.remote import fetching
+from onefold.cache.tiers.remote.fetching import AHEAD
 from onefold.cache.tiers.remote.grid import HEAD_BYTES, VALUE_BYTES, record_tokens, root_of
 from onefold.cache.tiers.remote.health import Health
 from onefold.cache.tiers.remote.keeping import KeptPaces
+from onefold.cache.tiers.remote.planning import is_read_elsewhere, planned
 from onefold.cache.tiers.remote.policy import DELAY, WRITES, Policy
 from onefold.cache.tiers.remote.reasons import RemoteReason
-from onefold.cache.tiers.remote.sharing import Sharing
+from onefold.cache.tiers.remote.sharing import KNOWN_SECONDS, Seen, Sharing
 from onefold.cache.tiers.remote.stores.registry import address_of, open_store
 from onefold.cache.tiers.remote.stores.store import StoreSettings
 from onefold.cache.tiers.remote.values import Sealing
@@ -54,8 +55,11 @@ OTHERS_MOST = 60.0
 """Seconds that a request waits for another thread that fetches the same."""
 WRITING_MOST = 60.0
 """Seconds that closing a cache waits for what is still to be written."""
+SAVE_SECONDS = 60.0
+"""How often it is written down how quickly was read and computed."""
 DAY = 24 * 3600
-THREADS = 2 + fetching.AHEAD
+MOST_TTL = 3650 * DAY
+THREADS = 2 + AHEAD
 _LEAST_SECRET = 16
 
 
@@ -90,8 +94,11 @@ class RemoteSettings:
                 f"{address.shown} is not on this machine: give a secret that all machines share, or insecure=True if "
                 "nobody else can reach it"
             )
-        if not 0 < self.deadline <= 60 or self.ttl < 1:
-            raise ConfigError("the deadline is more than 0 and at most 60 seconds, the time to live at least 1 second")
+        if not 0 < self.deadline <= 60 or not 1 <= self.ttl <= MOST_TTL:
+            raise ConfigError(
+                "the deadline is more than 0 and at most 60 seconds, the time to live at least 1 second and at most "
+                f"{MOST_TTL // DAY} days"
+            )
         if self.write not in WRITES:
             raise ConfigError(f"what is written to a shared store is one of {', '.join(WRITES)}, not {self.write!r}")
         if not 0 <= self.delay <= DAY:
@@ -122,9 +129,12 @@ class RemoteTier(NoTier):
             part_bytes=max(LEAST_PART, min(VALUE_BYTES - HEAD_BYTES, state.ledger.budget_bytes // PART_SHARE)),
             deadline=settings.deadline,
             reasons=reasons,
+            known=Seen(min(KNOWN_SECONDS, settings.ttl / 2)),
         )
         self.shared_tokens = functools.partial(_shared_tokens, self._roots, self._shared)
-        self._paces = None if settings.paces is None else KeptPaces(settings.paces, f"{address.shown} {identity.label}")
+        key = f"{address.shown} {identity.label} {made_by}"
+        self._paces = None if settings.paces is None else KeptPaces(settings.paces, key)
+        self._saved_at = time.monotonic()
         if self._paces is not None:
             self._paces.load(self._shared.read_pace, self._shared.prefill_pace)
         policy, leases = Policy(settings.write, settings.delay), state.leases
@@ -162,15 +172,16 @@ class RemoteTier(NoTier):
         root = self._roots.get(tree)
         until = time.monotonic() + OTHERS_MOST
         while root is not None and not self._state.closing:
-            if time.monotonic() > until or not fetching.is_read_elsewhere(
-                self._state, self._shared, tree, root, tokens
-            ):
-                return fetching.planned(self._state, self._shared, tree, root, tokens, reserve_tokens)
-            yield fetching.STEP_SECONDS
+            if time.monotonic() > until or not is_read_elsewhere(self._state, self._shared, tree, root, tokens):
+                return planned(self._state, self._shared, tree, root, tokens, reserve_tokens)
+            yield LONGEST_WAIT
         return None
 
     def prefilled(self, n_tokens: int, seconds: float) -> None:
         self._shared.prefill_pace.took(seconds, n_tokens)
+        if self._paces is not None and time.monotonic() - self._saved_at > SAVE_SECONDS:
+            self._saved_at = time.monotonic()
+            self._shared.threads.submit(self._paces.save, self._shared.read_pace, self._shared.prefill_pace)
 
     # -- writing ---------------------------------------------------------------------------------------
 

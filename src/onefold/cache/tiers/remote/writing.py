@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from onefold.cache.memory.segment import Span
 from onefold.cache.memory.segment import Store as Slabs
 from onefold.cache.tiers import host
 from onefold.cache.tiers.remote.grid import about_name, name_of, part_address, point_address, tag_of
-from onefold.cache.tiers.remote.points import manifest_of, parts_of
+from onefold.cache.tiers.remote.points import manifest_of, new_nonce, parts_of
 from onefold.cache.tiers.remote.policy import Policy
 from onefold.cache.tiers.remote.reasons import RemoteReason
 from onefold.cache.tiers.remote.sharing import ABOUT, KV, PART, POINT, Sharing
@@ -81,6 +82,8 @@ class RemoteWriter:
         self._rest_times, self._are_running, self._clock = rest, are_running, clock
         self._due: dict[Node, tuple[float, bytes]] = {}
         """By the node where a path ends: when it is to be written, and the root of its chain."""
+        self._nonces: dict[bytes, tuple[weakref.ref[Checkpoint], bytes]] = {}
+        """By the addresses of checkpoints that were begun and are not whole in the store."""
         self._busy = self._stop = self._given_up = False
         self._hurries = 0
         value = max(shared.record_bytes, shared.part_bytes if shared.has_points else 0)
@@ -315,19 +318,38 @@ class RemoteWriter:
             if shared.store.look([name_of(tag, address)], patient=True).leading:
                 shared.known.add(address)
                 return
-            manifest = manifest_of(checkpoint, position, shared.part_bytes)
+            manifest = manifest_of(checkpoint, position, shared.part_bytes, self._nonce(address, checkpoint))
+            parts = [part_address(address, manifest.nonce, i) for i in range(len(manifest.parts))]
             payload = Payload(checkpoint.arrays().values(), shared.part_bytes, direct=shared.direct)
-            for i, part in enumerate(parts_of(payload, shared.part_bytes, self._buffer)):
+            for where, part in zip(parts, parts_of(payload, shared.part_bytes, self._buffer), strict=True):
+                if where in shared.known:
+                    continue  # of a try that failed
                 began = time.thread_time()
-                self._send(PART, tag, part_address(address, manifest.nonce, i), part)
+                self._send(PART, tag, where, part)
                 if self._given_up:
                     return
                 self._rest(time.thread_time() - began)
-            self._send(POINT, tag, address, manifest.text())
-            shared.counts["written_records"] += 1
+            if self._send(POINT, tag, address, manifest.text()):
+                shared.counts["written_records"] += 1
+            else:  # another machine has written one meanwhile
+                shared.known.forget(parts)
+                for where in parts:
+                    shared.store.remove(name_of(tag, where))
+            self._nonces.pop(address, None)
         finally:
             with self._lock.inner:
                 checkpoint.release()
+
+    def _nonce(self, address: bytes, checkpoint: Checkpoint) -> bytes:
+        """Returns the nonce of a checkpoint's parts: that of an earlier try with the same arrays, which wrote some of
+        them, or a new one."""
+        of, nonce = self._nonces.pop(address, (None, b""))
+        if of is None or of() is not checkpoint:
+            nonce = new_nonce()
+        while len(self._nonces) >= WAITING_MOST:
+            del self._nonces[next(iter(self._nonces))]
+        self._nonces[address] = weakref.ref(checkpoint), nonce
+        return nonce
 
     def _last_point(self, end: Node, chain: list[bytes]) -> tuple[int, bytes, Checkpoint] | None:
         n = self._shared.n_tokens

@@ -153,7 +153,13 @@ def open_bucket(settings: StoreSettings) -> Store:
 
 
 def open_folder(settings: StoreSettings) -> Store:
-    path = Path(unquote(urlsplit(settings.address.url).path))
+    parts = urlsplit(settings.address.url)
+    path = Path(unquote(parts.path))
+    if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
+        raise ConfigError(
+            f"{settings.address.shown}: a folder is named by file:// and its whole path on this machine, as in "
+            "file:///srv/onefold; ? and # in a name are %3F and %23"
+        )
     if not path.is_absolute():
         raise ConfigError(f"{settings.address.shown}: name a folder by its whole path, as in file:///srv/onefold")
     return _open(settings, lambda stores, url, options: stores.LocalStore(path, automatic_cleanup=False, mkdir=True))

@@ -55,8 +55,7 @@ def open_store(settings: StoreSettings) -> Store:
 
 def _without_password(parts: SplitResult, port: int | None) -> str:
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname or ""
-    user = f"{parts.username}@" if parts.username else ""
-    return urlunsplit((parts.scheme, f"{user}{host}{'' if port is None else f':{port}'}", parts.path, "", ""))
+    return urlunsplit((parts.scheme, f"{host}{'' if port is None else f':{port}'}", parts.path, "", ""))
 
 
 def _is_this_machine(host: str | None) -> bool:

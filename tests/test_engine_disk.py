@@ -293,9 +293,8 @@ def test_a_slow_store_holds_no_stream_up(
 
         tier._shared.store.get = held_up  # type: ignore[union-attr]
         monkeypatch.setattr(RemoteFetch, "step", stepping)
-        later, seen = None, 0
-        for _ in second.ask(request(prompt_of(words(20, 9)), 400)):
-            seen += 1
+        later = None
+        for seen, _ in enumerate(second.ask(request(prompt_of(words(20, 9)), 400))):
             if seen == 20:
                 later = Pending(second, request(prompt_of([*prompt, 1]), 3))
             if seen == 200:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from bucket_server import BUCKET, bucket_server
 from redis_server import free_port, redis_server
 
 from onefold.cache.tiers.remote.grid import VALUE_BYTES
@@ -27,8 +28,21 @@ def opened(url: str, deadline: float = 30.0, ttl: int = 3600) -> Store:
     return open_store(StoreSettings(address_of(url), deadline, ttl))
 
 
-@pytest.fixture(params=[pytest.param("redis", marks=REDIS), "file"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[dict[str, str]]:
+    with bucket_server() as environment:
+        yield environment
+
+
+@pytest.fixture(params=[pytest.param("redis", marks=REDIS), "file", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    if request.param == "s3":
+        for name, value in request.getfixturevalue("bucket").items():
+            monkeypatch.setenv(name, value)
+        found = opened(f"s3://{BUCKET}/{tmp_path.name}")
+        yield found
+        found.close()
+        return
     if request.param == "file":
         found = opened(f"file://{tmp_path / 'a store'}".replace(" ", "%20"))
         yield found
@@ -66,7 +80,11 @@ def test_a_chain_is_known_up_to_its_first_gap(store: Store, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 31, 32, 33, 34, 40, 999, 1000])
-def test_a_reader_finds_the_end_of_a_long_chain_and_its_last_point(store: Store, n: int) -> None:
+def test_a_reader_finds_the_end_of_a_long_chain_and_its_last_point(
+    store: Store, n: int, request: pytest.FixtureRequest
+) -> None:
+    if n > 100 and "s3" in request.node.name:
+        pytest.skip("a thousand objects take that server ten seconds")
     names = [f"of/{i}" for i in range(1000)]
     for name in names[:n]:
         store.add(name, b"x")
@@ -288,6 +306,21 @@ def test_a_store_that_is_closed_in_mid_call_leaves_no_connection(tmp_path: Path)
 def ask(store: Store) -> None:
     with contextlib.suppress(StoreError):
         store.get("a")
+
+
+def test_a_bucket_that_refuses_or_is_not_there(bucket: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in bucket.items():
+        monkeypatch.setenv(name, value)
+    missing = opened("s3://there-is-none/a", deadline=5)
+    with pytest.raises(StoreError, match="s3://there-is-none/a failed"):
+        missing.add("of/a", b"x")
+    missing.close()
+    monkeypatch.setenv("AWS_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    gone = opened(f"s3://{BUCKET}/a", deadline=1)
+    with pytest.raises(StoreError) as failed:
+        gone.get("of/a")
+    assert failed.value.reason is RemoteReason.UNREACHABLE
+    gone.close()
 
 
 def test_a_server_that_is_not_there_is_unreachable() -> None:

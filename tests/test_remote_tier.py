@@ -20,6 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from bucket_server import BUCKET, bucket_server
 from redis_server import free_port, redis_server
 from tiny import tiny
 
@@ -1142,3 +1143,23 @@ def test_what_may_have_expired_is_looked_for_again(model: Any, url: str) -> None
         served(cache, model, [*words(700), *words(300, seed=1)])
         assert cache.flush(60)
     assert len(values(url)) == 4
+
+
+def test_machines_share_a_bucket_though_their_clocks_differ(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, now = words(700), time.time
+    with bucket_server() as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        url = f"s3://{BUCKET}/kv"
+        with machine(model, url, secret=SECRET) as first:
+            expected = served(first, model, tokens)[1]
+            assert first.flush(60)
+        monkeypatch.setattr(time, "time", lambda: now() + 24 * 3600)
+        with machine(model, url, secret=SECRET) as second:
+            cached, found = served(second, model, tokens)
+            assert cached == 2 * RECORD and same(found, expected)
+            served(second, model, [*tokens, *words(300, seed=2)])
+            assert second.flush(60)
+        monkeypatch.setattr(time, "time", lambda: now() - 24 * 3600)
+        with machine(model, url, secret=SECRET) as third:
+            assert served(third, model, [*tokens, *words(300, seed=2)])[0] == 4 * RECORD

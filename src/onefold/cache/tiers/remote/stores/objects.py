@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -138,8 +139,13 @@ def _open(settings: StoreSettings, make: Callable[[Any, str, dict[str, Any]], An
         raise ConfigError(
             f"{settings.address.shown} needs the package obstore: pip install 'onefold[remote]'"
         ) from error
-    waiting = {"timeout": timedelta(seconds=settings.deadline), "connect_timeout": timedelta(seconds=settings.deadline)}
-    options = {"client_options": waiting, "retry_config": {"max_retries": 0}}
+    deadline = timedelta(seconds=settings.deadline)
+    # options that are given replace those of the environment
+    plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes")
+    options = {
+        "client_options": {"timeout": deadline, "connect_timeout": deadline, "allow_http": plain},
+        "retry_config": {"max_retries": 0},
+    }
     try:
         opened = make(obstore.store, settings.address.url, options)
     except (obstore.exceptions.BaseError, OSError, ValueError, TypeError) as error:

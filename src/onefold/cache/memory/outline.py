@@ -31,7 +31,11 @@ class NodeFacts(NamedTuple):
     """What dropping the checkpoint at its end would free."""
     in_memory: bool
     stored_below: int
-    """How many of its tokens the tier below memory has."""
+    """How many of its tokens' KV the tier below memory has."""
+    is_below: bool
+    """The tier below memory has something of it: KV, a checkpoint, or its tokens alone."""
+    point_below_bytes: int
+    """Of the checkpoint at its end, in that tier."""
     last_use: float
     """Seconds since 1970."""
     pause: float
@@ -88,8 +92,10 @@ def _facts(node: Node, above: int, space: int, store: NodeStore) -> NodeFacts:
         node.end,
         0 if span is None else (span.hi - span.lo) * store.store.token_bytes,
         0 if checkpoint is None else checkpoint.frees,
-        span is not None or checkpoint is not None,
+        node.in_memory,
         0 if below is None else max(0, min(below.kv, node.end) - node.start),
+        below is not None,
+        0 if below is None else below.point_bytes,
         node.last_use,
         node.pause,
         node.leases,

@@ -66,6 +66,17 @@ def test_refusals_are_counted() -> None:
     assert history.refused == 2 and len(history.known()[1]) == 3
 
 
+def test_failures_do_not_take_the_place_of_what_medians_are_of() -> None:
+    now, history = [0.0], History()
+    one = record(now)
+    now[0] = 2.0
+    one.note(0, Text("a"))
+    history.ended(one)
+    for _ in range(MOST_ENDED):
+        history.ended(record_of_a_failure())
+    assert history.typical() == (2.0, 100)
+
+
 def test_hit_rates_forget_what_is_older() -> None:
     now = [1000.0]
     rates = HitRates(lambda: now[0])
@@ -82,12 +93,19 @@ def test_hit_rates_forget_what_is_older() -> None:
     assert rates.share(900) == 0.5
 
 
+def record_of_a_failure() -> Record:
+    made = Record("POST", "/v1/messages")
+    made.status = 400
+    return made
+
+
 # -- boxes -------------------------------------------------------------------------------------------
 
 
 def facts(number: int, above: int, n_bytes: int, space: int = 0, **more: Any) -> NodeFacts:
     given: dict[str, Any] = {"start": 0, "end": 10, "checkpoint_bytes": 0, "in_memory": True, "stored_below": 0}
-    given |= {"is_below": False, "point_below_bytes": 0, "last_use": float(number), "pause": 0.0, "readers": 0, "pins": 0, "node": lambda: None} | more
+    given |= {"is_below": False, "point_below_bytes": 0, "last_use": float(number), "pause": 0.0, "readers": 0, "pins": 0}
+    given |= {"node": lambda: None} | more
     return NodeFacts(number=number, above=above, space=space, kv_bytes=n_bytes, **given)
 
 
@@ -107,7 +125,8 @@ def test_what_is_narrow_is_merged_with_its_siblings() -> None:
     others = [facts(200 + i, 0, 1, space=1) for i in range(7)]
     made = boxes(Outline(["", "other"], [facts(1, 0, 100_000), *small, *below, *others], 1000.0), 1)
     assert set(made) == {"1", "+1", "+s1"}
-    assert made["+1"]["merged"] == 100 and not made["+1"]["crowded"] and made["+1"]["total"] == 250 and made["+1"]["above"] == "1"
+    assert made["+1"]["merged"] == 100 and not made["+1"]["crowded"]
+    assert made["+1"]["total"] == 250 and made["+1"]["above"] == "1"
     assert made["+s1"]["merged"] == 7 and made["+s1"]["above"] == ""
     assert made["1"]["total"] == 100_250
 
@@ -276,6 +295,26 @@ def test_a_viewer_gets_a_picture_and_then_what_changes() -> None:
         await anext(again)
         assert read(await anext(again))[0] == "picture"
         await again.aclose()
+
+    asyncio.run(look())
+
+
+def test_a_picture_that_is_drawn_before_a_viewer_reads_comes_after_its_first() -> None:
+    async def look() -> None:
+        page = Drawn()
+        seen = viewers(page)
+        first = seen.events()
+        await anext(first)
+        await anext(first)
+        late = seen.events()
+        await anext(late)
+        at = page.n
+        while page.n < at + 2:
+            await anext(first)
+        assert read(await anext(late))[0] == "picture"
+        assert read(await anext(late))[0] == "changes"
+        await late.aclose()
+        await first.aclose()
 
     asyncio.run(look())
 

@@ -98,7 +98,7 @@ def _shared(outline: Outline, drawn: set[int], shared: Callable[[NodeFacts], int
 
 
 def _where(nodes: list[NodeFacts]) -> str:
-    """Returns letters for where these nodes lie. Those of a model whose every token takes no bytes lie somewhere, too."""
+    """Returns letters for where these nodes lie, also those that take no bytes."""
     memory, disk = any(n.in_memory for n in nodes), any(n.is_below for n in nodes)
     return (MEMORY if memory else "") + (DISK if disk else "")
 

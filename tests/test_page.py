@@ -104,8 +104,8 @@ def record_of_a_failure() -> Record:
 
 def facts(number: int, above: int, n_bytes: int, space: int = 0, **more: Any) -> NodeFacts:
     given: dict[str, Any] = {"start": 0, "end": 10, "checkpoint_bytes": 0, "in_memory": True, "stored_below": 0}
-    given |= {"is_below": False, "point_below_bytes": 0, "last_use": float(number), "pause": 0.0, "readers": 0, "pins": 0}
-    given |= {"node": lambda: None} | more
+    given |= {"is_below": False, "point_below_bytes": 0, "last_use": float(number), "pause": 0.0}
+    given |= {"readers": 0, "pins": 0, "node": lambda: None} | more
     return NodeFacts(number=number, above=above, space=space, kv_bytes=n_bytes, **given)
 
 

@@ -122,6 +122,7 @@ class Page:
             "weights": held.weight_bytes,
             "room": held.room_bytes,
             **{f"purpose_{name}": n for name, n in held.by_purpose.items()},
+            "pinned": held.pinned_bytes,
             "token_bytes": held.token_bytes,
             "stored_tokens": held.stored_tokens,
             "free_tokens": free // each,
@@ -164,8 +165,9 @@ class Page:
     def _draw(self) -> None:
         """Draw the tree."""
         began, cpu = time.monotonic(), time.thread_time()
-        outline = self._engine.cache.view.outline()
-        self._tree = boxes(outline, self._engine.cache.inventory.token_bytes)
+        view = self._engine.cache.view
+        outline = view.outline()
+        self._tree = boxes(outline, self._engine.cache.inventory.token_bytes, view.sharing(outline))
         self._spaces = [self._space(name) for name in outline.spaces]
         self._drawn_at, self._draw_seconds = began, time.thread_time() - cpu
 

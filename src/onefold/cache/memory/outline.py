@@ -8,11 +8,12 @@ and the next walk is right again. No MLX in this file.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.nodes import NodeStore
-from onefold.cache.memory.payloads import Node
+from onefold.cache.memory.payloads import Node, Tree
 
 NODES_PER_STEP = 16
 
@@ -52,14 +53,18 @@ class Outline(NamedTuple):
     """Parents before children."""
     now: float
     """The time that `last_use` is compared with."""
+    trees: Sequence[Tree] = ()
+    """Those of the namespaces, in their order."""
 
 
 def outlining(store: NodeStore) -> Work[Outline]:
     """Returns an outline of all trees."""
-    made = Outline([], [], store.now())
+    trees: list[Tree] = []
+    made = Outline([], [], store.now(), trees)
     for key, tree in list(store.trees.items()):
         space = len(made.spaces)
         made.spaces.append(name_of(key))
+        trees.append(tree)
         left: list[tuple[Node, Node, int]] = [(tree.root, child, 0) for child in tree.root.children.values()]
         while left:
             above, node, number = left.pop()

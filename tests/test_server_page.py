@@ -289,6 +289,29 @@ def test_pin_unpin_and_forget(serve: Client, engine: Engine) -> None:
         engine.check()
 
 
+def test_a_pin_ends_only_for_a_request_that_has_no_room_beside_it(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Engine(*onefold.load(model), model_id="tiny", budget="16MB") as engine:
+        settings = Settings(grace_seconds=0.5)
+        with listening(engine, settings) as url, httpx.Client(base_url=url, timeout=WAIT) as client:
+            most = engine.cache.inventory.most_tokens()
+
+            def complete(n_tokens: int, first: int) -> None:
+                body = {"prompt": [first, *range(5, 85)] * (n_tokens // 81), "max_tokens": 1}
+                assert client.post("/v1/completions", json=body).status_code == 200
+
+            complete(most * 6 // 10, 3)
+            (name, *_) = picture(client)["tree"]
+            client.post(f"/v1/page/nodes/{name}/pin")
+            for first in (4, 86):
+                complete(most // 4, first)
+            assert client.get(f"/v1/page/nodes/{name}").json()["pinned_here"] is True
+            assert "released" not in caplog.text
+            complete(most * 9 // 10, 87)
+            assert engine.cache.view.pins == 0 and "1 pinned prefixes are released" in caplog.text
+
+
 def test_a_pin_of_the_page_ends_with_clear(serve: Client, engine: Engine) -> None:
     with serve() as client:
         chat(client, "something that shall stay in memory")

@@ -201,6 +201,11 @@ class View:
                 raise ConfigError("this prefix is not whole in memory, and only what is there can be pinned")
             return self._pins.pin(node, owner)
 
+    @property
+    def pins(self) -> int:
+        """How many pins there are, of all callers."""
+        return self._pins.count
+
     def forget(self, number: int) -> int:
         """Drop a node and everything below it, in memory and in the machine's own tier, except what a lease or a pin
         holds. Returns how many tokens were dropped. Raises UnknownNode."""

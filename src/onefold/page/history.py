@@ -99,6 +99,8 @@ class History:
         self._admitted: deque[Request] = deque(maxlen=RECENT)
         """Those of the ended ones that were admitted."""
         self._rates = HitRates()
+        self.from_disk = self.from_remote = 0
+        """Requests for which KV was read from the disk, and from a shared store."""
         self.refused = 0
         """Requests that were refused because the server or its memory was full."""
 
@@ -114,6 +116,8 @@ class History:
             if hit is not None:
                 self._rates.add(hit.prompt_tokens, hit.cached)
                 self._admitted.append(request)
+                self.from_disk += hit.restored > 0
+                self.from_remote += hit.remote > 0
             if hit is not None or request.status >= 400:
                 self._ended.append(Ended(request, request.seconds))
 

@@ -31,6 +31,8 @@ SOONEST = 0.5
 RATE_SECONDS = (60.0, 300.0, 900.0)
 EXCERPT_TOKENS = 200
 """At the beginning and at the end of a node's text."""
+REMOTE_PREFIX = f"{REMOTE}: "
+"""Of the reasons of a shared store."""
 SHORTEST_INTERVAL = 0.2
 """Seconds between two counts, for a speed."""
 
@@ -91,8 +93,8 @@ class Page:
             "tree": tree,
             "spaces": {str(i): name for i, name in enumerate(spaces)},
             "requests": self._requests(),
-            "disk": _tier(disk),
-            "remote": _tier(remote),
+            "disk": _tier(disk) | {"hits": self._history.from_disk},
+            "remote": _tier(remote) | {"hits": self._history.from_remote, "reasons": _of_remote(stats)},
         }
 
     def _server(self) -> dict[str, Any]:
@@ -288,6 +290,12 @@ def _rounded(value: float | None, digits: int = 3) -> float | None:
 def _place_alone(diverged: str) -> str:
     """Returns where a prompt diverged, without what it said there."""
     return diverged.partition(": known ")[0]
+
+
+def _of_remote(stats: EngineStats) -> dict[str, int]:
+    """Returns why a shared store was not read or not written, with counts."""
+    reasons = stats.cache.reasons.items()
+    return {name.removeprefix(REMOTE_PREFIX): n for name, n in reasons if name.startswith(REMOTE_PREFIX)}
 
 
 def _tier(stats: TierStats) -> dict[str, Any]:

@@ -16,9 +16,11 @@ from listening import WAIT, listening
 
 import onefold
 from onefold.engine.engine import Engine
+from onefold.engine.request import Hit, Started
 from onefold.errors import ConfigError
 from onefold.page.history import History
 from onefold.page.page import Page
+from onefold.server.record import Record
 from onefold.server.settings import Settings
 
 KEY = {"authorization": "Bearer secret"}
@@ -390,6 +392,31 @@ def test_with_text_the_words_of_several_keys_are_on_the_page_and_not_in_answers(
         asked = chat(client, "all of them begin alike: strawberries", {"authorization": "Bearer other"})
         assert ": known " in picture(client, headers=KEY)["requests"][asked.headers["x-request-id"]]["diverged"]
         assert "known" not in asked.headers["x-onefold-diverged"]
+
+
+def test_what_a_shared_store_has_and_gave(model: Path, tmp_path: Path) -> None:
+    from onefold.cache.tiers.remote.tier import RemoteSettings
+
+    remote = RemoteSettings(f"file://{tmp_path}/store", deadline=30.0, write="all")
+    with Engine(*onefold.load(model), model_id="tiny", budget="64MB", remote=remote) as engine:
+        body = {"prompt": [5 + i % 80 for i in range(600)], "max_tokens": 1}
+        with listening(engine, Settings(grace_seconds=0.5)) as url, httpx.Client(base_url=url, timeout=WAIT) as client:
+            assert client.post("/v1/completions", json=body).status_code == 200
+            assert engine.cache.flush(60)
+            found = picture(client)
+            (name,) = found["tree"]
+            assert 400 < found["tree"][name]["shared"] <= 600 and found["tree"][name]["where"] == "m"
+            assert client.get(f"/v1/page/nodes/{name}").json()["shared_tokens"] == found["tree"][name]["shared"]
+            assert found["remote"]["hits"] == 0 and found["remote"]["reasons"] == {} and found["remote"]["records"] > 0
+
+
+def test_requests_that_read_from_a_tier_are_counted() -> None:
+    history = History()
+    for restored, remote in ((0, 0), (50, 0), (0, 50), (20, 30)):
+        read = Record("POST", "/v1/messages")
+        read.note(0, Started(Hit(100, 60, 60, restored=restored, remote=remote)))
+        history.ended(read)
+    assert (history.from_disk, history.from_remote) == (2, 2)
 
 
 def test_a_request_began_once(serve: Client) -> None:

@@ -82,8 +82,9 @@ class View:
         return made
 
     def sharing(self, outline: Outline) -> Callable[[NodeFacts], int]:
-        """Returns a function that tells how many tokens of the path to a node of the outline, from the first on, a store
-        of several machines is known to have. It does not take the lock, and so tells 0 if the path has changed."""
+        """Returns a function that tells how many tokens of the path to a node of the outline, from the first on, a
+        store of several machines is known to have. It does not take the lock, and so tells 0 if the path has changed.
+        """
         tier = self._parts.tier
         if tier is None or tier.shared_tokens is nothing_shared:
             return lambda n: 0

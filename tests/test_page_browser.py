@@ -402,11 +402,13 @@ def test_one_stream_for_one_key(show: Show) -> None:
         assert answers.count(200) <= 2
 
 
-def drawn(shown: Shown, change: Callable[[dict[str, Any]], None]) -> None:
-    """Shows a picture of the server that was changed."""
-    picture = httpx.get(shown.url + "/v1/page").json()
-    change(picture)
-    body = f"event: picture\ndata: {json.dumps(picture)}\n\n"
+def drawn(shown: Shown, *changes: Callable[[dict[str, Any]], None]) -> None:
+    """Shows pictures of the server that were changed, one after the other."""
+    body = ""
+    for change in changes:
+        picture = httpx.get(shown.url + "/v1/page").json()
+        change(picture)
+        body += f"event: picture\ndata: {json.dumps(picture)}\n\n"
     shown.page.route("**/v1/page/events", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
     shown.page.reload()
 
@@ -431,6 +433,40 @@ def test_prefixes_without_bytes_are_as_wide_as_what_is_below_them(show: Show) ->
         expect(shown.boxes().nth(3)).to_have_attribute("aria-label", re.compile("used more than a day ago"))
         shown.boxes().nth(3).click()
         expect(shown.page.locator("#node-why")).to_have_text("Only what is in memory can be pinned.")
+
+
+def test_charts_go_on_after_the_server_s_clock_was_set_back(show: Show) -> None:
+    def at(time: float) -> Callable[[dict[str, Any]], None]:
+        return lambda picture: picture["now"].update(time=time)
+
+    with show() as shown:
+        drawn(shown, at(1000.0), at(500.0), at(501.0))
+        chart = shown.page.locator("#charts .uplot").first
+        expect(chart).to_have_attribute("aria-label", re.compile("over 2 seconds"))
+
+
+def test_a_server_that_does_not_answer_is_told(show: Show) -> None:
+    with show() as shown:
+        page = shown.page
+        chat(shown.url, "nothing is heard of this")
+        page.clock.install()
+        page.reload()
+        page.route("**/v1/page/nodes/*", lambda route: None)
+        shown.view("Tree")
+        shown.boxes().first.click()
+        page.clock.fast_forward(21_000)
+        expect(page.locator("#said")).to_have_text("The server has not answered for 20 s.")
+
+
+def test_parts_of_the_budget_and_swatches_have_edges_and_one_size(show: Show) -> None:
+    with show() as shown:
+        expect(figure(shown, "Prefixes held")).to_have_text("0")
+        edges = "(e) => e.map((d) => [getComputedStyle(d).borderRightWidth, getComputedStyle(d).boxShadow])"
+        weights, *others = shown.page.locator("#budget > div:not(.limit)").evaluate_all(edges)
+        assert weights[0] == "3px" and all(shadow != "none" for _, shadow in others)
+        shown.view("Tree")
+        sizes = shown.page.locator("#ages .swatch").evaluate_all("(e) => e.map((s) => [s.offsetWidth, s.offsetHeight])")
+        assert len(sizes) == 7 and all(size == sizes[0] for size in sizes)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -447,6 +447,32 @@ def test_a_program_that_asks_again_and_again_does_not_draw_again_and_again(engin
     assert len(drawn) == 1
 
 
+def test_speeds_are_not_negative_if_two_draw_at_once(engine: Engine) -> None:
+    page = Page(engine, History(), show_text=False, may_change=False)
+    stats, began, shown = engine.stats, threading.Event(), []
+
+    def slow() -> Any:
+        found = stats()
+        if not began.is_set():
+            began.set()
+            time.sleep(1.0)
+        return found
+
+    engine.stats = slow  # type: ignore[method-assign]
+    try:
+        first = threading.Thread(target=lambda: shown.append(page.picture()))
+        first.start()
+        assert began.wait(WAIT)
+        with listening(engine, Settings(grace_seconds=0.5)) as url, httpx.Client(base_url=url, timeout=WAIT) as client:
+            chat(client, "tokens that are counted meanwhile")
+        shown.append(page.picture())
+        first.join()
+    finally:
+        del engine.stats
+    for drawn in shown:
+        assert (drawn["now"]["prefilled_per_second"] or 0) >= 0 and (drawn["now"]["tokens_per_second"] or 0) >= 0
+
+
 def test_the_end_of_the_last_viewer_waits_for_nobody_who_draws(engine: Engine) -> None:
     page = Page(engine, History(), show_text=False, may_change=False)
     inside, go_on = threading.Event(), threading.Event()

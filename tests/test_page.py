@@ -66,6 +66,17 @@ def test_refusals_are_counted() -> None:
     assert history.refused == 2 and len(history.known()[1]) == 3
 
 
+def test_failures_do_not_take_the_place_of_what_medians_are_of() -> None:
+    now, history = [0.0], History()
+    one = record(now)
+    now[0] = 2.0
+    one.note(0, Text("a"))
+    history.ended(one)
+    for _ in range(MOST_ENDED):
+        history.ended(record_of_a_failure())
+    assert history.typical() == (2.0, 100)
+
+
 def test_hit_rates_forget_what_is_older() -> None:
     now = [1000.0]
     rates = HitRates(lambda: now[0])
@@ -82,12 +93,19 @@ def test_hit_rates_forget_what_is_older() -> None:
     assert rates.share(900) == 0.5
 
 
+def record_of_a_failure() -> Record:
+    made = Record("POST", "/v1/messages")
+    made.status = 400
+    return made
+
+
 # -- boxes -------------------------------------------------------------------------------------------
 
 
 def facts(number: int, above: int, n_bytes: int, space: int = 0, **more: Any) -> NodeFacts:
     given: dict[str, Any] = {"start": 0, "end": 10, "checkpoint_bytes": 0, "in_memory": True, "stored_below": 0}
-    given |= {"last_use": float(number), "pause": 0.0, "readers": 0, "pins": 0, "node": lambda: None} | more
+    given |= {"is_below": False, "point_below_bytes": 0, "last_use": float(number), "pause": 0.0}
+    given |= {"readers": 0, "pins": 0, "node": lambda: None} | more
     return NodeFacts(number=number, above=above, space=space, kv_bytes=n_bytes, **given)
 
 
@@ -107,7 +125,8 @@ def test_what_is_narrow_is_merged_with_its_siblings() -> None:
     others = [facts(200 + i, 0, 1, space=1) for i in range(7)]
     made = boxes(Outline(["", "other"], [facts(1, 0, 100_000), *small, *below, *others], 1000.0), 1)
     assert set(made) == {"1", "+1", "+s1"}
-    assert made["+1"]["merged"] == 50 and made["+1"]["total"] == 250 and made["+1"]["above"] == "1"
+    assert made["+1"]["merged"] == 100 and not made["+1"]["crowded"]
+    assert made["+1"]["total"] == 250 and made["+1"]["above"] == "1"
     assert made["+s1"]["merged"] == 7 and made["+s1"]["above"] == ""
     assert made["1"]["total"] == 100_250
 
@@ -124,6 +143,65 @@ def test_a_deep_tree_has_no_more_boxes_than_a_browser_can_show() -> None:
     made = boxes(Outline([""], nodes, 0.0), 1)
     assert 100 < len(made) <= 2 * MOST_BOXES
     assert sum(b["total"] for b in made.values() if not b["above"]) == 50_000
+
+
+def chain(length: int, first: int = 1, above: int = 0, n_bytes: int = 10) -> list[NodeFacts]:
+    return [facts(first + i, first + i - 1 if i else above, n_bytes) for i in range(length)]
+
+
+def branches(number: int, length: int) -> list[NodeFacts]:
+    return [n for i in range(number) for n in chain(length, 1000 * (i + 1))]
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        branches(70, 70), chain(5001), [facts(i, 0, 10) for i in range(1, 1001)], branches(2, 900), branches(999, 2),
+        branches(90, 12),
+    ],
+    ids=["70 x 70", "chain", "siblings", "two deep", "many short", "just too many"],
+)  # fmt: skip
+def test_what_is_too_many_leaves_the_thousand_widest(nodes: list[NodeFacts]) -> None:
+    made = boxes(Outline([""], nodes, 0.0), 1)
+    own = [b for b in made.values() if "merged" not in b]
+    several = [b for b in made.values() if "merged" in b]
+    assert MOST_BOXES - 10 <= len(own) <= MOST_BOXES
+    assert sum(b["merged"] for b in several) == len(nodes) - len(own), "every node is in one box"
+    assert all(b["crowded"] or b["total"] < len(nodes) / 100 for b in several) and len(several) <= len(own)
+    assert sum(b["bytes"] for b in own) + sum(b["total"] for b in several) == 10 * len(nodes)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 3) | st.integers(0, 10**5)), max_size=60))
+def test_every_node_is_in_one_box(drawn: list[tuple[int, int]]) -> None:
+    nodes = [facts(i, above % i, n_bytes) for i, (above, n_bytes) in enumerate(drawn, 1)]
+    made = boxes(Outline([""], nodes, 0.0), 1)
+    own = {name: b for name, b in made.items() if "merged" not in b}
+    assert len(own) + sum(b.get("merged", 0) for b in made.values()) == len(nodes)
+    assert all(b["above"] in {"", *own} for b in made.values()), "what is above a box has one"
+    whole = sum(n.kv_bytes for n in nodes)
+    assert sum(b["bytes"] + (b["total"] if "merged" in b else 0) for b in made.values()) == whole
+    assert sum(b["total"] for b in made.values() if not b["above"]) == whole
+
+
+def test_nodes_without_bytes_are_drawn_and_lie_where_the_tier_says() -> None:
+    nodes = [facts(i, 0, 0, in_memory=False, is_below=i % 2 == 1) for i in range(1, 3001)]
+    made = boxes(Outline([""], nodes, 0.0), 0)
+    assert len(made) == MOST_BOXES + 1 and made["+s0"]["merged"] == 2000 and made["+s0"]["crowded"]
+    assert made["1"]["where"] == "d"
+    point = facts(1, 0, 0, in_memory=False, is_below=True, point_below_bytes=700)
+    assert boxes(Outline([""], [point], 0.0), 0)["1"]["total"] == 700
+
+
+def test_what_a_shared_store_has_is_asked_for_the_deepest_boxes_alone() -> None:
+    nodes = [facts(1, 0, 100, end=10), facts(2, 1, 100, start=10, end=20), facts(3, 1, 100, start=10, end=30)]
+    asked: list[int] = []
+
+    def shared(n: NodeFacts) -> int:
+        asked.append(n.number)
+        return {2: 4, 3: 16}[n.number]
+
+    made = boxes(Outline([""], nodes, 0.0), 1, shared)
+    assert sorted(asked) == [2, 3] and {name: b["shared"] for name, b in made.items()} == {"1": 10, "2": 0, "3": 6}
 
 
 def test_nothing_has_no_boxes() -> None:
@@ -217,6 +295,26 @@ def test_a_viewer_gets_a_picture_and_then_what_changes() -> None:
         await anext(again)
         assert read(await anext(again))[0] == "picture"
         await again.aclose()
+
+    asyncio.run(look())
+
+
+def test_a_picture_that_is_drawn_before_a_viewer_reads_comes_after_its_first() -> None:
+    async def look() -> None:
+        page = Drawn()
+        seen = viewers(page)
+        first = seen.events()
+        await anext(first)
+        await anext(first)
+        late = seen.events()
+        await anext(late)
+        at = page.n
+        while page.n < at + 2:
+            await anext(first)
+        assert read(await anext(late))[0] == "picture"
+        assert read(await anext(late))[0] == "changes"
+        await late.aclose()
+        await first.aclose()
 
     asyncio.run(look())
 

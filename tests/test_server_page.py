@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -15,7 +16,11 @@ from listening import WAIT, listening
 
 import onefold
 from onefold.engine.engine import Engine
+from onefold.engine.request import Hit, Started
 from onefold.errors import ConfigError
+from onefold.page.history import History
+from onefold.page.page import Page
+from onefold.server.record import Record
 from onefold.server.settings import Settings
 
 KEY = {"authorization": "Bearer secret"}
@@ -113,6 +118,7 @@ def test_the_data_needs_the_key_and_the_files_do_not(serve: Client) -> None:
 def test_another_page_may_not_ask_and_the_server_s_own_may(serve: Client) -> None:
     with serve() as client:
         own = {"origin": f"http://{client.base_url.netloc.decode()}"}
+        own["x-onefold-server"] = picture(client)["server"]["id"]
         assert client.post("/v1/page/nodes/1/pin", headers=own).status_code == 404, "it may, and there is no such node"
         port = client.base_url.port
         for origin in (
@@ -143,6 +149,63 @@ def test_without_a_key_only_the_loopback_may_change_anything(engine: Engine) -> 
             if not allowed:
                 assert "--api-key-file" in response.json()["error"]["message"]
             assert client.get("/v1/page", headers=KEY).json()["server"]["may_change"] is allowed
+
+
+def test_a_browser_names_the_server_that_it_shows(serve: Client, engine: Engine) -> None:
+    """After a restart the numbers of prefixes are those of others."""
+    with serve() as client:
+        chat(client, "something that shall not be forgotten by mistake")
+        found = picture(client)
+        (name,), own = found["tree"], {"origin": f"http://{client.base_url.netloc.decode()}"}
+        node = f"/v1/page/nodes/{name}"
+        for headers in (own, own | {"x-onefold-server": "another"}, {"x-onefold-server": "another"}):
+            refused = client.post(f"{node}/forget", headers=headers)
+            assert refused.status_code == 409 and "restart" in refused.json()["error"]["message"]
+        assert len(engine.cache) > 0
+        assert client.post(f"{node}/pin").json() == {"pinned_here": True}, "a program may leave it out"
+        named = own | {"x-onefold-server": found["server"]["id"]}
+        assert client.post(f"{node}/unpin", headers=named).json() == {"pinned_here": False}
+    with serve() as client:
+        assert picture(client)["server"]["id"] != found["server"]["id"]
+
+
+def test_a_prefix_has_one_name(serve: Client, engine: Engine) -> None:
+    with serve() as client:
+        chat(client, "something that shall stay in memory")
+        (name,) = picture(client)["tree"]
+        for said in (f"+{name}", f"%20{name}", f"{name}.0", f"0{name}", "x", "-1", "0", "1" * 30, "%D9%A1"):
+            for found in (client.get(f"/v1/page/nodes/{said}"), client.post(f"/v1/page/nodes/{said}/forget")):
+                assert found.status_code == 404 and "error" in found.json(), said
+        assert len(engine.cache) > 0
+
+
+def test_only_the_page_itself_reads_its_data_in_a_browser(serve: Client) -> None:
+    with serve(cors_origins=("*",), show_text=True) as client:
+        evil = {"origin": "http://evil.example"}
+        assert client.get("/v1/models", headers=evil).headers["access-control-allow-origin"] == "*"
+        preflight = evil | {"access-control-request-method": "GET", "access-control-request-headers": "authorization"}
+        for refused in (
+            client.get("/v1/page", headers=evil),
+            client.get("/v1/page/nodes/1", headers=evil),
+            client.post("/v1/page/nodes/1/pin", headers=evil),
+            client.options("/v1/page", headers=preflight),
+            client.get("/v1/v1/page", headers=evil),
+            *(client.get("/v1/page", headers={"sec-fetch-site": site}) for site in ("cross-site", "same-site")),
+        ):
+            assert refused.status_code == 403 and "access-control-allow-origin" not in refused.headers
+        for site in ("same-origin", "none"):
+            found = client.get("/v1/page", headers={"sec-fetch-site": site})
+            assert found.status_code == 200 and found.headers["cache-control"] == "no-store"
+            assert found.headers["x-content-type-options"] == "nosniff"
+            assert found.headers["cross-origin-resource-policy"] == "same-origin"
+
+
+def test_a_name_that_only_a_star_allows_is_not_the_server_s_own(serve: Client) -> None:
+    with serve(allowed_hosts=("*", "box.local")) as client:
+        for host, status in (("evil.example", 403), ("box.local", 400), ("localhost", 400)):
+            asked = {"host": host, "origin": f"http://{host}"}
+            assert client.post("/v1/chat/completions", json={}, headers=asked).status_code == status, host
+        assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 200
 
 
 def test_text_and_namespaces_of_keys_do_not_go_together() -> None:
@@ -225,8 +288,30 @@ def test_pin_unpin_and_forget(serve: Client, engine: Engine) -> None:
             assert gone.status_code == 404 and "not held any more" in gone.json()["error"]["message"]
         assert client.post(f"{node}/pin").status_code == 404
         assert client.post(f"{node}/explode").status_code == 404
-        assert client.get("/v1/page/nodes/x").status_code in (404, 422)
         engine.check()
+
+
+def test_a_pin_ends_only_for_a_request_that_has_no_room_beside_it(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Engine(*onefold.load(model), model_id="tiny", budget="16MB") as engine:
+        settings = Settings(grace_seconds=0.5)
+        with listening(engine, settings) as url, httpx.Client(base_url=url, timeout=WAIT) as client:
+            most = engine.cache.inventory.most_tokens()
+
+            def complete(n_tokens: int, first: int) -> None:
+                body = {"prompt": [first, *range(5, 85)] * (n_tokens // 81), "max_tokens": 1}
+                assert client.post("/v1/completions", json=body).status_code == 200
+
+            complete(most * 6 // 10, 3)
+            (name, *_) = picture(client)["tree"]
+            client.post(f"/v1/page/nodes/{name}/pin")
+            for first in (4, 86):
+                complete(most // 4, first)
+            assert client.get(f"/v1/page/nodes/{name}").json()["pinned_here"] is True
+            assert "released" not in caplog.text
+            complete(most * 9 // 10, 87)
+            assert engine.cache.view.pins == 0 and "1 pinned prefixes are released" in caplog.text
 
 
 def test_a_pin_of_the_page_ends_with_clear(serve: Client, engine: Engine) -> None:
@@ -279,6 +364,130 @@ def test_requests_that_fail_and_that_were_refused_are_listed(serve: Client) -> N
         assert row["status"] == 400 and row["live"] is False and "prompt" not in row
         client.get("/v1/models")
         assert all(r["path"].startswith("/v1/") for r in picture(client)["requests"].values())
+
+
+def test_requests_without_a_key_take_nobody_s_place(serve: Client) -> None:
+    with serve(api_keys=("secret",)) as client:
+        asked = chat(client, "one that was let in", KEY).headers["x-request-id"]
+        for headers in ({}, {"host": "evil.example"}, KEY | {"origin": "http://evil.example"}):
+            assert client.post("/v1/chat/completions", json={}, headers=headers).status_code in (401, 403)
+        assert list(picture(client, headers=KEY)["requests"]) == [asked]
+
+
+def test_holders_of_keys_see_nothing_of_other_keys(serve: Client) -> None:
+    other = {"authorization": "Bearer other", "x-onefold-conversation": "secret plans"}
+    with serve(api_keys=("secret", "other"), namespace_per_key=True) as client:
+        chat(client, "in a namespace of its own", KEY)
+        chat(client, "in another one", other)
+        found = picture(client, headers=KEY)
+        assert sorted(filter(None, found["spaces"].values())) == ["namespace 1", "namespace 2"]
+        assert "secret plans" not in json.dumps(found)
+        for name in found["tree"]:
+            assert client.get(f"/v1/page/nodes/{name}", headers=KEY).json()["space"] in found["spaces"].values()
+
+
+def test_with_text_the_words_of_several_keys_are_on_the_page_and_not_in_answers(serve: Client) -> None:
+    with serve(api_keys=("secret", "other"), show_text=True) as client:
+        chat(client, "all of them begin alike: rhubarb", KEY)
+        asked = chat(client, "all of them begin alike: strawberries", {"authorization": "Bearer other"})
+        assert ": known " in picture(client, headers=KEY)["requests"][asked.headers["x-request-id"]]["diverged"]
+        assert "known" not in asked.headers["x-onefold-diverged"]
+
+
+def test_what_a_shared_store_has_and_gave(model: Path, tmp_path: Path) -> None:
+    from onefold.cache.tiers.remote.tier import RemoteSettings
+
+    remote = RemoteSettings(f"file://{tmp_path}/store", deadline=30.0, write="all")
+    with Engine(*onefold.load(model), model_id="tiny", budget="64MB", remote=remote) as engine:
+        body = {"prompt": [5 + i % 80 for i in range(600)], "max_tokens": 1}
+        with listening(engine, Settings(grace_seconds=0.5)) as url, httpx.Client(base_url=url, timeout=WAIT) as client:
+            assert client.post("/v1/completions", json=body).status_code == 200
+            assert engine.cache.flush(60)
+            found = picture(client)
+            (name,) = found["tree"]
+            assert 400 < found["tree"][name]["shared"] <= 600 and found["tree"][name]["where"] == "m"
+            assert client.get(f"/v1/page/nodes/{name}").json()["shared_tokens"] == found["tree"][name]["shared"]
+            assert found["remote"]["hits"] == 0 and found["remote"]["reasons"] == {} and found["remote"]["records"] > 0
+
+
+def test_requests_that_read_from_a_tier_are_counted() -> None:
+    history = History()
+    for restored, remote in ((0, 0), (50, 0), (0, 50), (20, 30)):
+        read = Record("POST", "/v1/messages")
+        read.note(0, Started(Hit(100, 60, 60, restored=restored, remote=remote)))
+        history.ended(read)
+    assert (history.from_disk, history.from_remote) == (2, 2)
+
+
+def test_a_request_began_once(serve: Client) -> None:
+    with serve() as client:
+        asked = chat(client, "when did it begin?").headers["x-request-id"]
+        began = [picture(client)["requests"][asked]["began"] for _ in range(3)]
+        assert len(set(began)) == 1
+
+
+def test_a_program_that_asks_again_and_again_does_not_draw_again_and_again(engine: Engine) -> None:
+    page = Page(engine, History(), show_text=False, may_change=False)
+    drawn: list[int] = []
+    outline = engine.cache.view.outline
+
+    def slow() -> Any:
+        drawn.append(1)
+        end = time.thread_time() + 0.2
+        while time.thread_time() < end:
+            pass
+        return outline()
+
+    engine.cache.view.outline = slow  # type: ignore[method-assign]
+    try:
+        for _ in range(5):
+            page.picture(now=True)
+    finally:
+        del engine.cache.view.outline
+    assert len(drawn) == 1
+
+
+def test_speeds_are_not_negative_if_two_draw_at_once(engine: Engine) -> None:
+    page = Page(engine, History(), show_text=False, may_change=False)
+    stats, began, shown = engine.stats, threading.Event(), []
+
+    def slow() -> Any:
+        found = stats()
+        if not began.is_set():
+            began.set()
+            time.sleep(1.0)
+        return found
+
+    engine.stats = slow  # type: ignore[method-assign]
+    try:
+        first = threading.Thread(target=lambda: shown.append(page.picture()))
+        first.start()
+        assert began.wait(WAIT)
+        with listening(engine, Settings(grace_seconds=0.5)) as url, httpx.Client(base_url=url, timeout=WAIT) as client:
+            chat(client, "tokens that are counted meanwhile")
+        shown.append(page.picture())
+        first.join()
+    finally:
+        del engine.stats
+    for drawn in shown:
+        assert (drawn["now"]["prefilled_per_second"] or 0) >= 0 and (drawn["now"]["tokens_per_second"] or 0) >= 0
+
+
+def test_the_end_of_the_last_viewer_waits_for_nobody_who_draws(engine: Engine) -> None:
+    page = Page(engine, History(), show_text=False, may_change=False)
+    inside, go_on = threading.Event(), threading.Event()
+    outline = engine.cache.view.outline
+    engine.cache.view.outline = lambda: inside.set() or (go_on.wait(WAIT) and outline())  # type: ignore[method-assign]
+    drawing = threading.Thread(target=page.picture)
+    try:
+        drawing.start()
+        assert inside.wait(WAIT)
+        page.rest()  # it returns, though somebody draws
+        assert drawing.is_alive()
+    finally:
+        go_on.set()
+        drawing.join()
+        del engine.cache.view.outline
 
 
 def test_nothing_runs_when_nobody_looks(serve: Client, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,6 +172,62 @@ def test_which_paths_pass_through_a_node(cache: PrefixCache) -> None:
     assert cache.view.through(node.number, ends) == [False, False], "what was forgotten is not kept by a request"
 
 
+def chain(cache: PrefixCache, length: int) -> Outline:
+    """One path of so many nodes."""
+    held(cache, text(length, 1))
+    with cache.state.lock:
+        (tree,) = cache.state.nodes.trees.values()
+        (node,) = tree.root.walk()
+        for at in range(1, length):
+            tree.split(node, at)
+    return cache.view.outline()
+
+
+def test_a_long_path_is_looked_at_in_steps(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    outline = chain(cache, 2000)
+    monkeypatch.setattr("onefold.cache.view.STRETCH_SECONDS", 0.0)
+    first, last = find(outline, 0, 1), find(outline, 1999, 2000)
+    pin = cache.view.pin(last.number, cache)
+    lets_go: list[float] = []
+    monkeypatch.setattr(cache.state.lock, "between", lets_go.append)
+    for look in (
+        lambda: cache.view.path(last.number),
+        lambda: cache.view.through(first.number, [last.node] * 200),
+        cache.view.purposes,
+    ):
+        lets_go.clear()
+        look()
+        assert len(lets_go) >= 5, "the lock is released in between"
+    assert len(lets_go) < 40
+    assert cache.view.through(first.number, [last.node, first.node]) == [True, True]
+    assert cache.view.through(last.number, [last.node, first.node]) == [True, False]
+    assert cache.view.path(last.number).tokens.tolist() == text(2000, 1)
+    assert cache.view.purposes().pinned_bytes == 2000 * cache.inventory.token_bytes
+    pin.release()
+    assert cache.view.purposes().pinned_bytes == 0
+
+
+def test_a_path_may_change_while_it_is_looked_at(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    outline = chain(cache, 2000)
+    monkeypatch.setattr("onefold.cache.view.STRETCH_SECONDS", 0.0)
+    last = find(outline, 1999, 2000)
+    times: list[int] = []
+
+    def join(_: float) -> None:
+        """Other nodes of the path are joined each time that the lock is released."""
+        times.append(1)
+        with cache.state.lock:
+            (tree,) = cache.state.nodes.trees.values()
+            nodes = list(tree.root.walk())
+            for upper, lower in list(zip(nodes[::2], nodes[1::2], strict=False))[: 40 * len(times)]:
+                tree.join(upper, lower)
+
+    monkeypatch.setattr(cache.state.lock, "between", join)
+    path = cache.view.path(last.number)
+    assert path.tokens.tolist() == text(2000, 1) and path.end == 2000 and times
+    cache.check()
+
+
 def test_purposes_add_up(cache: PrefixCache) -> None:
     branches(cache)
     found, stats = cache.view.purposes(), cache.stats()
@@ -220,9 +276,21 @@ def test_on_disk_only(tmp_path) -> None:
         assert box["where"] == "d" and box["total"] == 50 * cache.inventory.token_bytes and box["turn"] is None
         with pytest.raises(ConfigError, match="not whole in memory"):
             cache.view.pin(node.number, cache)
+        assert node.is_below and node.point_below_bytes == 0
         assert cache.view.tiers().records > 0
         assert cache.view.forget(node.number) == 50
         assert cache.view.outline().nodes == []
+
+
+def test_a_state_on_disk_has_a_width(tmp_path) -> None:
+    model = FakeModel(("recurrent", "recurrent"))
+    with PrefixCache(model, "50MB", disk=tmp_path, disk_mode="through", min_checkpoint_tokens=8) as cache:
+        Session(model, cache, text(40, 1)).prefill().decode(1).commit()
+        assert cache.flush(60) and cache.inventory.token_bytes == 0
+        cache.inventory.shrink(0)
+        made = boxes(cache.view.outline(), 0).values()
+        assert made and all("d" in box["where"] for box in made)
+        assert sum(box["bytes"] for box in made) > 0
 
 
 def test_a_closed_cache(cache: PrefixCache) -> None:

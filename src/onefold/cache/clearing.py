@@ -19,11 +19,11 @@ class Clearing:
         self._state = parts.state
         self._pins = pins
 
-    def run(self, *, disk: bool) -> None:
+    def run(self, *, disk: bool, pins: bool = True) -> None:
         """See `PrefixCache.clear`."""
         if not disk:
             self._flush(everything=True)
-        self._state.lock.run(self.dropping(disk=disk))
+        self._state.lock.run(self.dropping(disk=disk, pins=pins))
         if disk:
             self._flush(everything=False)
 
@@ -32,13 +32,14 @@ class Clearing:
             with self._state.lock.inner:  # so that requests continue meanwhile
                 self._parts.tier.flush(everything=everything, until=time.monotonic() + FLUSH_MOST)
 
-    def dropping(self, *, disk: bool) -> Work[None]:
+    def dropping(self, *, disk: bool, pins: bool = True) -> Work[None]:
         """Drop the nodes that no lease holds and that were not used since this began. With `disk=False` what the tier
-        has stays."""
+        has stays, with `pins=False` what is pinned."""
         self._state.sweep()
         for restore in list(self._state.restores):
             restore.finish()
-        self._pins.clear()
+        if pins:
+            self._pins.clear()
         began = self._state.nodes.now()
         for tree in list(self._state.nodes.trees.values()):
             for node in tree.children_first():

@@ -40,6 +40,11 @@ class Pins:
         self._held.add(id(pin))
         return pin
 
+    @property
+    def count(self) -> int:
+        """How many pins there are."""
+        return len(self._held)
+
     def holds(self, pin: Pin) -> bool:
         """Whether the pin is neither released nor cleared."""
         return id(pin) in self._held

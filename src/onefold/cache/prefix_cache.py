@@ -251,10 +251,11 @@ class PrefixCache:
                     resumable = node.end
             return resumable if self.state.model.needs_checkpoints else max(resumable, min(kv, matched))
 
-    def clear(self, *, disk: bool = True) -> None:
-        """Drop everything that no lease holds, and all pins. Also deletes the files of this model from disk, in every
-        namespace; with `disk=False` they stay, and dirty data is written first, for at most some seconds."""
-        self._clearing.run(disk=disk)
+    def clear(self, *, disk: bool = True, pins: bool = True) -> None:
+        """Drop everything that no lease holds, and all pins; with `pins=False` what is pinned stays. Also deletes the
+        files of this model from disk, in every namespace; with `disk=False` they stay, and dirty data is written first,
+        for at most some seconds."""
+        self._clearing.run(disk=disk, pins=pins)
 
     def set_budget(self, budget: int | float | str) -> None:
         """Change the budget while running. Evicts what no longer fits; raises BudgetError if that is not possible now.

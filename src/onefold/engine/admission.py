@@ -181,9 +181,14 @@ class Admission:
         return True
 
     def _lease_alone(self, job: Job) -> bool:
-        """Frees all stored KV for a request that needs so much that even the KV it shares cannot stay in place."""
-        self._cache.clear(disk=False)
+        """Frees all stored KV for a request that needs so much that even the KV it shares cannot stay in place; what is
+        pinned only if there is no room beside it."""
+        self._cache.clear(disk=False, pins=False)
         if self._lease(job, 0):
             return True
+        if self._cache.view.pins:
+            self._recovery.free_all(job)
+            if self._lease(job, 0):
+                return True
         self._recovery.out_of_room(job, len(job.tokens) - 1)
         return False

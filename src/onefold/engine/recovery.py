@@ -98,9 +98,15 @@ class Recovery:
         elif not job.last_resort:
             job.last_resort = True
             self._preempt(job)
-            self._cache.clear(disk=False)
+            self.free_all(job)
         else:
             self.out_of_room(job, job.position)
+
+    def free_all(self, job: Job) -> None:
+        """Evicts all stored KV for a request that is alone, what is pinned too: that is logged."""
+        if pins := self._cache.view.pins:
+            log.warning("%d pinned prefixes are released: request %d has no room beside them", pins, job.number)
+        self._cache.clear(disk=False)
 
     def out_of_room(self, job: Job, reached: int) -> None:
         """Ends a request that is alone and has no room for more than `reached` tokens: an answer ends with "length", a

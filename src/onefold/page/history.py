@@ -30,6 +30,10 @@ class Request(Protocol):
     status: int
     error: str
     conversation: str
+    began: float
+    """Seconds since 1970."""
+    excerpt: str
+    """Where a prompt diverged, with what is stored there; empty unless text is shown."""
     place: weakref.ref[Any] | None
     """Where its path ends in the tree."""
 
@@ -56,7 +60,6 @@ class Request(Protocol):
 
 class Ended(NamedTuple):
     request: Request
-    at: float
     seconds: float
 
 
@@ -93,7 +96,11 @@ class History:
         self._lock = threading.Lock()
         self._live: dict[str, Request] = {}
         self._ended: deque[Ended] = deque(maxlen=MOST_ENDED)
+        self._admitted: deque[Request] = deque(maxlen=RECENT)
+        """Those of the ended ones that were admitted."""
         self._rates = HitRates()
+        self.from_disk = self.from_remote = 0
+        """Requests for which KV was read from the disk, and from a shared store."""
         self.refused = 0
         """Requests that were refused because the server or its memory was full."""
 
@@ -108,8 +115,11 @@ class History:
             self.refused += request.status in (429, 503)
             if hit is not None:
                 self._rates.add(hit.prompt_tokens, hit.cached)
+                self._admitted.append(request)
+                self.from_disk += hit.restored > 0
+                self.from_remote += hit.remote > 0
             if hit is not None or request.status >= 400:
-                self._ended.append(Ended(request, time.time(), request.seconds))
+                self._ended.append(Ended(request, request.seconds))
 
     def rates(self, *seconds: float) -> list[float | None]:
         """Returns the hit rates over so many last seconds each."""
@@ -122,9 +132,10 @@ class History:
             return list(self._live.values()), list(self._ended)
 
     def typical(self) -> tuple[float | None, int | None]:
-        """Returns the median time to the first token, and the median length of a conversation, of the last requests."""
-        _, ended = self.known()
-        last = [e.request for e in ended[-RECENT:]]
+        """Returns the median time to the first token, and the median length of a conversation, of the last requests
+        that were admitted."""
+        with self._lock:
+            last = list(self._admitted)
         first = [t for r in last if (t := r.time_to_first_token) is not None]
         lengths = [hit.prompt_tokens + r.generated for r in last if (hit := r.hit()) is not None]
         return (

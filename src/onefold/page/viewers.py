@@ -44,12 +44,12 @@ class Viewers:
             raise Busy(f"{MOST_VIEWERS} viewers look at the page already; close one", retry_after=10)
         queue: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._queues.add(queue)
+        if self._task is None:
+            self._task = asyncio.create_task(self._draw())
+        elif self._picture:  # before anything else is sent: what changes later is compared with it
+            queue.put_nowait(_event("picture", self._picture))
         try:
             yield b": one picture, and then what changes\n\n"
-            if self._task is None:
-                self._task = asyncio.create_task(self._draw())
-            elif self._picture:
-                queue.put_nowait(_event("picture", self._picture))
             while (event := await queue.get()) is not None:
                 yield event
         finally:

@@ -1,5 +1,8 @@
-"""Makes one record, one log line and one count for every request, refused ones included; those of the APIs are kept for
-the page."""
+"""Makes one record, one log line and one count for every request, refused ones included.
+
+Requests of the APIs are kept for the page, unless they had a wrong Host, Origin or key: anybody can send those, and
+they would take the place of the others.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,29 @@ LISTED = frozenset(endpoint.path for api in registry.APIS for endpoint in api.en
 """What the history has: requests of the APIs."""
 
 
+class Listing:
+    """Keeps the requests that have passed `Hosts`, `Origins` and `Keys`."""
+
+    def __init__(self, app: ASGIApp, history: History) -> None:
+        self._app = app
+        self._history = history
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in LISTED:
+            await self._app(scope, receive, send)
+            return
+        record: Record = scope["state"]["record"]
+        self._history.began(record)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._history.ended(record)
+
+
 class Accounting:
-    def __init__(self, app: ASGIApp, metrics: Metrics, history: History) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
         self._metrics = metrics
-        self._history = history
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -34,9 +55,6 @@ class Accounting:
         named = next((value for name, value in scope["headers"] if name == CONVERSATION.encode()), b"")
         record = Record(scope["method"], endpoint, conversation=header_text(named.decode("latin-1")))
         scope.setdefault("state", {})["record"] = record
-        listed = endpoint in LISTED
-        if listed:
-            self._history.began(record)
 
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -49,7 +67,5 @@ class Accounting:
         try:
             await self._app(scope, receive, noted)
         finally:
-            if listed:
-                self._history.ended(record)
             self._metrics.ended(record, endpoint)
             record.write(logging.DEBUG if endpoint in QUIET and record.status == 200 else logging.INFO)

@@ -1,8 +1,9 @@
 """The server: `make_app(engine, settings)` gives an ASGI application for one engine, which it does not stop.
 
-    Paths ── Accounting ── Hosts ── CORS ── Origins ── Keys ── BodyLimit ── HangUp ── routes
+    Paths ── Accounting ── Hosts ── CORS ── Origins ── Keys ── Listing ── BodyLimit ── HangUp ── routes
 
-Whatever goes wrong in there leaves in the shape of the API that the client speaks.
+The page's data passes `PageData` in place of CORS. Whatever goes wrong in there leaves in the shape of the API that
+the client speaks.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from onefold.errors import OnefoldError
 from onefold.page.page import Page
 from onefold.page.viewers import Viewers
 from onefold.server import info, page_routes, registry
-from onefold.server.accounting import Accounting
+from onefold.server.accounting import Accounting, Listing
 from onefold.server.api import Endpoint
 from onefold.server.errors import BROKEN, Problem, problem_of
 from onefold.server.hang_up import HangUp
-from onefold.server.hosts import Hosts, is_loopback
+from onefold.server.hosts import Hosts, Names, is_loopback
 from onefold.server.limits import BodyLimit, Keys, Origins
 from onefold.server.openapi import described, document, errors
+from onefold.server.page_data import PageData
 from onefold.server.paths import Paths
 from onefold.server.reply import Reply
 from onefold.server.respond import api_of, respond
@@ -64,20 +66,29 @@ def make_app(
 
     wrapped: ASGIApp = HangUp(app, settings.send_timeout_seconds)
     wrapped = BodyLimit(wrapped, settings.body_limit, settings.send_timeout_seconds)
-    wrapped = Keys(wrapped, settings.api_keys)
-    wrapped = Origins(wrapped, settings.cors_origins)
+    wrapped = Keys(Listing(wrapped, service.history), settings.api_keys)
+    names = Names(settings.host, settings.allowed_hosts)
+    own = Origins(wrapped, (), names.have)
+    wrapped = Origins(wrapped, settings.cors_origins, names.have)
     if settings.cors_origins:
         anything = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["*"]}
         wrapped = CORSMiddleware(wrapped, allow_origins=list(settings.cors_origins), **anything)  # type: ignore[arg-type]
-    wrapped = Hosts(wrapped, settings.host, settings.allowed_hosts)
-    return Paths(Accounting(wrapped, service.metrics, service.history))
+    wrapped = Hosts(PageData(own, wrapped), names)
+    return Paths(Accounting(wrapped, service.metrics))
 
 
 def _page(service: Service, ending: threading.Event) -> APIRouter:
     """Returns the routes of the page."""
     engine, settings = service.engine, service.settings
     may_change = bool(settings.api_keys) or is_loopback(settings.host)
-    page = Page(engine, service.history, show_text=settings.show_text, may_change=may_change)
+    page = Page(
+        engine,
+        service.history,
+        show_text=settings.show_text,
+        may_change=may_change,
+        has_several_keys=len(settings.api_keys) > 1,
+        has_spaces_of_keys=settings.namespace_per_key,
+    )
     return page_routes.routes(page, Viewers(page, lambda: ending.is_set() or not engine.alive))
 
 

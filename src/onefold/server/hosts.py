@@ -29,25 +29,36 @@ SAID = (
 _HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^\[\]:@/]+))(?::[0-9]*)?")
 
 
-class Hosts:
-    def __init__(self, app: ASGIApp, bound: str, allowed: Iterable[str]) -> None:
-        self._app = app
+class Names:
+    """The hosts that a server may be asked by: `bound` is what it listens on, `allowed` what was added."""
+
+    def __init__(self, bound: str, allowed: Iterable[str]) -> None:
         self._names = {"localhost", *(name_of(name) for name in (bound, *allowed))}
         at = _address(name_of(bound))
         self._any_address = at is not None and at.is_unspecified
 
+    def allow(self, host: str) -> bool:
+        """Whether a request with this Host is answered."""
+        return not host or "*" in self._names or self.have(host)
+
+    def have(self, host: str) -> bool:
+        """Whether this host is the server's own: a name that it was given, or an address that it listens on. What only
+        `*` allows is not: any web page can have its name point at this machine."""
+        name = name_of(host)
+        at = _address(name)
+        return name in self._names or (at is not None and (at.is_loopback or self._any_address))
+
+
+class Hosts:
+    def __init__(self, app: ASGIApp, names: Names) -> None:
+        self._app = app
+        self._names = names
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._ours(header(scope, b"host")):
+        if scope["type"] == "http" and not self._names.allow(header(scope, b"host")):
             await respond(scope, Problem(403, SAID, "host_not_allowed"))(scope, receive, send)
             return
         await self._app(scope, receive, send)
-
-    def _ours(self, host: str) -> bool:
-        name = name_of(host)
-        if not host or self._names & {"*", name}:
-            return True
-        at = _address(name)
-        return at is not None and (at.is_loopback or self._any_address)
 
 
 def name_of(host: str) -> str:

@@ -1,6 +1,7 @@
 """Checks origin, API key and size of a request. Pure ASGI middleware: a refused request never reaches an endpoint.
 
     Origins     a web page that was not named may not ask, whether or not it could read the answer; the server's own may
+                (of a host that was named: see `hosts.Names.have`)
     Keys        an API key, if the settings have any; /, /health and the files of the page are open
     BodyLimit   a body is counted as it comes, whatever its headers say, and never held beyond the limit
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,20 +21,34 @@ from onefold.server.respond import respond
 OPEN_PATHS = frozenset({"/", "/health"})
 PAGE_FILES = "/page/"
 """Files of the page, which are open, too: they hold nothing of this server."""
+PAGE_DATA = "/v1/page"
+"""What the page shows, and what it does, begins so."""
 
 
 class Origins:
-    def __init__(self, app: ASGIApp, origins: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, origins: Iterable[str], is_own_host: Callable[[str], bool]) -> None:
+        """`is_own_host` tells whether a Host is one of the server's own."""
         self._app = app
+        self._is_own_host = is_own_host
         self._allowed = {origin.rstrip("/").lower() for origin in origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         origin = header(scope, b"origin") if scope["type"] == "http" else ""
-        if origin and not self._allowed & {"*", origin.lower()} and not _is_own(origin, header(scope, b"host")):
-            said = "Origin not allowed. Start the server with --cors-origin to allow it."
+        if origin and not self._allowed & {"*", origin.lower()} and not self._is_own(origin, header(scope, b"host")):
+            said = (
+                "Origin not allowed. Start the server with --cors-origin to allow it, or with --allowed-host NAME for "
+                "the page of this server under another name."
+            )
             await respond(scope, Problem(403, said, "origin_not_allowed"))(scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+    def _is_own(self, origin: str, host: str) -> bool:
+        """Whether a page of this server asks: its origin has the Host that it asks, and that is the server's own. Only
+        the page that this server serves has that origin. A proxy may speak HTTPS in front of it."""
+        scheme, separator, name = origin.lower().partition("://")
+        same = bool(host and separator) and scheme in ("http", "https") and name == host.lower()
+        return same and self._is_own_host(host)
 
 
 class Keys:
@@ -117,11 +132,8 @@ def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(PAGE_FILES)
 
 
-def _is_own(origin: str, host: str) -> bool:
-    """Whether a page of this server asks: its origin has the Host that it asks, and `Hosts` has let that pass. Only the
-    page that this server serves has that origin. A proxy may speak HTTPS in front of it."""
-    scheme, separator, name = origin.lower().partition("://")
-    return bool(host and separator) and scheme in ("http", "https") and name == host.lower()
+def is_page_data(path: str) -> bool:
+    return path == PAGE_DATA or path.startswith(PAGE_DATA + "/")
 
 
 def presented(scope: Scope) -> list[str]:

@@ -7,6 +7,7 @@ The files are open, as the form for the key is one of them. The data needs a key
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from functools import cache
 from importlib.resources import files
@@ -20,8 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from onefold.errors import ConfigError
 from onefold.page.page import Page
 from onefold.page.viewers import Viewers
-from onefold.server.limits import PAGE_FILES
-from onefold.server.paths import PAGE_DATA
+from onefold.server.limits import PAGE_DATA, PAGE_FILES
 
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml", "txt": "text/plain"}
 HEADERS = {
@@ -34,6 +34,15 @@ READ_ONLY = (
     "The page is read-only on this server: it listens on other addresses than the loopback, and needs no key. "
     "Start it with --api-key-file to pin and forget."
 )
+
+
+GONE = (
+    "This is another server than the one that the page has shown, or the same one after a restart: its prefixes have "
+    "other numbers. Look at the page again."
+)
+SERVER_HEADER = "x-onefold-server"
+"""The `id` of the section `server`. A browser has to send it with what changes something; a program may."""
+NUMBER = re.compile("[1-9][0-9]{0,18}")
 
 
 def wants_page(request: Request) -> bool:
@@ -73,14 +82,14 @@ def routes(page: Page, viewers: Viewers) -> APIRouter:
             finally:
                 await first.aclose()
 
-        return StreamingResponse(stream(), media_type="text/event-stream", headers={"cache-control": "no-store"})
+        return StreamingResponse(stream(), media_type="text/event-stream")
 
     @router.get(PAGE_DATA + "/nodes/{number}")
-    def node(number: int) -> dict[str, Any]:
-        return page.node(number)
+    def node(number: str) -> dict[str, Any]:
+        return page.node(_number(number))
 
     @router.post(PAGE_DATA + "/nodes/{number}/{action}")
-    async def change(number: int, action: str) -> Response:
+    async def change(number: str, action: str, request: Request) -> Response:
         actions: dict[str, Callable[[int], dict[str, Any]]] = {
             "pin": page.pin,
             "unpin": page.unpin,
@@ -90,12 +99,22 @@ def routes(page: Page, viewers: Viewers) -> APIRouter:
             raise HTTPException(404)
         if not page.may_change:
             raise HTTPException(403, READ_ONLY)
+        named = request.headers.get(SERVER_HEADER)
+        if named != page.id and (named is not None or "origin" in request.headers):
+            raise HTTPException(409, GONE)
         try:
-            return JSONResponse(await asyncio.to_thread(actions[action], number))
+            return JSONResponse(await asyncio.to_thread(actions[action], _number(number)))
         except ConfigError as error:
             raise HTTPException(409, str(error)) from None
 
     return router
+
+
+def _number(text: str) -> int:
+    """Returns the number of a prefix. Raises HTTPException with 404 for any other text, such as `+5`."""
+    if not NUMBER.fullmatch(text):
+        raise HTTPException(404)
+    return int(text)
 
 
 def _file(name: str, request: Request) -> Response:

@@ -9,13 +9,11 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from onefold.server import registry
-from onefold.server.limits import PAGE_FILES
+from onefold.server.limits import PAGE_DATA, PAGE_FILES, is_page_data
 
 VERSION = "/v1"
 OWN_VERSIONED = frozenset({"/v1/models", "/v1/cache"})
 OWN = OWN_VERSIONED | {"/", "/health", "/metrics", "/openapi.json"}
-PAGE_DATA = "/v1/page"
-"""What the page shows, and what it does, begins so."""
 
 
 class Paths:
@@ -44,7 +42,8 @@ def endpoint_of(path: str) -> str:
     """One of a few names: a path is a client's own text, which neither a log nor a metric is to be filled with."""
     if path in OWN or path in versioned_paths():
         return path
-    for own in ("/v1/models", PAGE_DATA):
-        if path.startswith(own + "/"):
-            return own
+    if path.startswith("/v1/models/"):
+        return "/v1/models"
+    if is_page_data(path):
+        return PAGE_DATA
     return PAGE_FILES if path.startswith(PAGE_FILES) else "other"

@@ -50,6 +50,8 @@ class Record:
     last_token_at: dict[int, float] = field(default_factory=dict)
     error: str = ""
     """The name of the exception, if there was one."""
+    excerpt: str = ""
+    """Where a prompt diverged, with what is stored there: only for a page that shows text."""
     conversation: str = ""
     """What the client calls the conversation; a proxy in front of several servers keeps equal ones together."""
     place: Place | None = None
@@ -57,6 +59,7 @@ class Record:
 
     def __post_init__(self) -> None:
         self.began_at = self.now()
+        self.began = time.time()
 
     def note(self, choice: int, event: Event) -> float | None:
         """Returns the seconds since this choice last said something, if both are known."""

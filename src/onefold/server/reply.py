@@ -133,6 +133,8 @@ class Reply(Response):
             self._record.error = type(event.error).__name__
             return
         if isinstance(event, Started):
+            if self._service.settings.show_text:
+                self._record.excerpt = self._record.excerpt or event.hit.diverged
             event = replace(event, hit=self._service.shown(event.hit))
         if (seconds := self._record.note(choice, event)) is not None:
             self._service.metrics.between(seconds)

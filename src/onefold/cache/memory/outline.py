@@ -8,11 +8,12 @@ and the next walk is right again. No MLX in this file.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.nodes import NodeStore
-from onefold.cache.memory.payloads import Node
+from onefold.cache.memory.payloads import Node, Tree
 
 NODES_PER_STEP = 16
 
@@ -31,7 +32,11 @@ class NodeFacts(NamedTuple):
     """What dropping the checkpoint at its end would free."""
     in_memory: bool
     stored_below: int
-    """How many of its tokens the tier below memory has."""
+    """How many of its tokens' KV the tier below memory has."""
+    is_below: bool
+    """The tier below memory has something of it: KV, a checkpoint, or its tokens alone."""
+    point_below_bytes: int
+    """Of the checkpoint at its end, in that tier."""
     last_use: float
     """Seconds since 1970."""
     pause: float
@@ -48,14 +53,18 @@ class Outline(NamedTuple):
     """Parents before children."""
     now: float
     """The time that `last_use` is compared with."""
+    trees: Sequence[Tree] = ()
+    """Those of the namespaces, in their order."""
 
 
 def outlining(store: NodeStore) -> Work[Outline]:
     """Returns an outline of all trees."""
-    made = Outline([], [], store.now())
+    trees: list[Tree] = []
+    made = Outline([], [], store.now(), trees)
     for key, tree in list(store.trees.items()):
         space = len(made.spaces)
         made.spaces.append(name_of(key))
+        trees.append(tree)
         left: list[tuple[Node, Node, int]] = [(tree.root, child, 0) for child in tree.root.children.values()]
         while left:
             above, node, number = left.pop()
@@ -88,8 +97,10 @@ def _facts(node: Node, above: int, space: int, store: NodeStore) -> NodeFacts:
         node.end,
         0 if span is None else (span.hi - span.lo) * store.store.token_bytes,
         0 if checkpoint is None else checkpoint.frees,
-        span is not None or checkpoint is not None,
+        node.in_memory,
         0 if below is None else max(0, min(below.kv, node.end) - node.start),
+        below is not None,
+        0 if below is None else below.point_bytes,
         node.last_use,
         node.pause,
         node.leases,

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from onefold.cache.memory import eviction
 from onefold.cache.memory.checkpoints import POINTS_SHARE, may_drop, missed_least, superfluous
 from onefold.cache.memory.ledger import Ledger, Purpose
-from onefold.cache.memory.lock import CacheLock, Work
+from onefold.cache.memory.lock import CacheLock, Work, run_through
 from onefold.cache.memory.nodes import NodeStore
 from onefold.cache.memory.payloads import Node
 from onefold.cache.memory.placement import Placement
@@ -26,6 +26,8 @@ from onefold.cache.memory.segment import Slab
 
 PATIENCE = 2.0
 """Seconds that a request waits for dirty nodes to be written. Evicting a node that is not written by then loses it."""
+NODES_PER_STEP = 256
+"""Of counting."""
 
 
 class Reclaiming:
@@ -117,13 +119,22 @@ class Reclaiming:
         return freed
 
     def reclaimable_bytes(self) -> int:
+        """`reckoning` in one go."""
+        return run_through(self.reckoning())
+
+    def reckoning(self) -> Work[int]:
         """Returns how many bytes evicting every node without a lease or pin would free. Iterates over the nodes that
-        are held, not over all."""
-        tokens = self._store.capacity - sum(slab.capacity for slab in self._store.busy)
-        points = self._nodes.points.bytes - self._nodes.points.held_bytes(self._nodes.leaves.busy)
-        for node in self._nodes.leaves.busy:
+        are held, not over all. If the lock is released between two steps, what changes meanwhile may be left out."""
+        tokens, with_points = 0, list[Node]()
+        for i, node in enumerate(list(self._nodes.leaves.busy), 1):
+            if node.checkpoint is not None:
+                with_points.append(node)
             if node.span is not None and node.span.slab.idle:
                 tokens -= node.span.hi - node.span.lo
+            if i % NODES_PER_STEP == 0:
+                yield 0.0
+        tokens += self._store.capacity - sum(slab.capacity for slab in self._store.busy)
+        points = self._nodes.points.bytes - self._nodes.points.held_bytes(with_points)
         padding = self._store.padding_bytes * (len(self._store.slabs) - len(self._store.busy))
         return tokens * self._store.token_bytes + points + padding
 

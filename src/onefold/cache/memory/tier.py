@@ -252,6 +252,7 @@ class KvPayload(TierPayload):
     `moved`."""
 
     has_point = has_saved_point = False
+    point_bytes = 0
 
     @property
     def fetchable(self) -> int:

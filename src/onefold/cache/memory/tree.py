@@ -71,6 +71,10 @@ class TierPayload(Protocol):
         """Whether the tier has the checkpoint at the node's end."""
         ...
 
+    @property
+    def point_bytes(self) -> int:
+        """The bytes of that checkpoint in the tier; 0 if it has none."""
+
     def reaches_beyond(self, lower: Node[Any, Any]) -> bool:
         """Whether a record of the node continues into another child than `lower`."""
         ...

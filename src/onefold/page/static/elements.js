@@ -15,6 +15,12 @@ export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+/** Sets an attribute, if it has changed; removes it if the value is null. */
+export function mark(element, name, value) {
+  if (value === null) element.removeAttribute(name);
+  else if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
+}
+
 /** Fills a <dl> with [name, text] pairs, keeping the elements that are there. */
 export function define(list, pairs) {
   while (list.children.length > pairs.length) list.lastElementChild.remove();

@@ -14,7 +14,7 @@ export const count = (n) => (n === null || n === undefined ? none : Math.round(n
 
 export const counted = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
 
-export const share = (x) => (x === null || x === undefined ? none : `${(100 * x).toFixed(1)} %`);
+export const share = (x) => (x === null || x === undefined ? "no request" : `${(100 * x).toFixed(1)} %`);
 
 export const rate = (x) => (x === null || x === undefined ? none : x.toFixed(1));
 

@@ -1,18 +1,20 @@
 // Starts the page: the key, the views, and the stream that feeds them.
 
 import { byId, say } from "./elements.js";
-import { follow, setKey } from "./feed.js";
+import { follow, setKey, setServer } from "./feed.js";
 import { seconds } from "./format.js";
 import { showNow } from "./now.js";
 import { showRequests } from "./requests.js";
 import { showStorage } from "./storage.js";
-import { showTree } from "./tree.js";
+import { resetTree, showTree } from "./tree.js";
 
 const views = { now: showNow, tree: showTree, requests: showRequests, storage: showStorage };
 let picture = null;
 let locked = false;
+let server = "";
+let following = new AbortController();
 
-const chosen = () => (location.hash.slice(1) in views ? location.hash.slice(1) : "now");
+const chosen = () => (Object.hasOwn(views, location.hash.slice(1)) ? location.hash.slice(1) : "now");
 
 function show() {
   const view = chosen();
@@ -23,29 +25,55 @@ function show() {
     else link.removeAttribute("aria-current");
   }
   if (locked || !picture) return;
-  const { server, now } = picture;
-  say(byId("server"), `${server.model}, KV in ${server.kv}, version ${server.version}, up for ${seconds(now.time - server.since)}`);
+  const { server: { model, kv, version, since }, now } = picture;
+  const format = kv === "16" ? "16-bit KV" : `KV format ${kv}`;
+  say(byId("server"), `${model}, ${format}, version ${version}, up for ${seconds(now.time - since)}`);
   document.title = `${view[0].toUpperCase()}${view.slice(1)} – Onefold`;
   views[view](picture);
 }
 
+function drawn(next) {
+  const another = server && server !== next.server.id;
+  picture = next;
+  server = next.server.id;
+  setServer(server);
+  if (another) resetTree();
+  show();
+}
+
 function linked(state, message) {
-  locked = state === "key";
-  say(byId("login-error"), locked ? message : "");
+  if (locked && state === "live") {
+    locked = false;
+    show();
+    byId("main").focus({ preventScroll: true });
+  }
+  locked = state === "key" || (locked && state !== "live");
+  say(byId("login-error"), state === "key" ? message : "");
   byId("link").classList.toggle("bad", state === "waiting");
   say(byId("link"), state === "waiting" ? `${message} Trying again; the figures are the last that came.` : "");
-  if (locked) {
+  if (state === "key") {
     show();
     byId("key").focus();
   }
 }
 
-const start = () => follow((drawn) => { picture = drawn; show(); }, linked);
+/** Begins to follow the server, with the key that is set now. */
+function start() {
+  following.abort();
+  following = new AbortController();
+  follow(drawn, linked, following.signal);
+}
 
 byId("login").addEventListener("submit", (event) => {
   event.preventDefault();
-  setKey(byId("key").value.trim());
+  const key = byId("key").value.trim();
+  if (!key) return;
   byId("key").value = "";
+  if (/[^\x20-\x7e]/.test(key)) {
+    say(byId("login-error"), "This is no key: a key has only ASCII characters, that is letters without accents, digits and signs.");
+    return;
+  }
+  setKey(key);
   start();
 });
 window.addEventListener("hashchange", () => {

@@ -47,6 +47,7 @@ export function showNow({ now, server }) {
     ["Preempted so far", count(now.preemptions)],
     ["Refused so far", count(now.refused)],
     ["Failed so far", count(now.failed)],
+    ["Pinned", size(now.pinned)],
     ["Tokens stored", count(now.stored_tokens)],
     ["Tokens that fit, nothing evicted", count(now.free_tokens)],
     ["Tokens that fit, idle ones evicted", count(now.evictable_tokens)],
@@ -81,7 +82,9 @@ function bar(now) {
 }
 
 function draw(now) {
-  if (times.length && now.time <= times[times.length - 1]) return;
+  const last = times[times.length - 1];
+  if (now.time === last) return;
+  if (now.time < last) [times, ...values].forEach((list) => { list.length = 0; });  // the server's clock was set back
   times.push(now.time);
   lines.forEach(([, field], i) => {
     const value = now[field];
@@ -92,7 +95,7 @@ function draw(now) {
   charts.forEach((plot, i) => plot.setData([times, values[i]]));
   lines.forEach(([name], i) => {
     const last = values[i][values[i].length - 1];
-    charts[i].root.setAttribute("aria-label", `${name}: ${last === null ? "none yet" : count(last)} now, over ${counted(times.length, "second")}`);
+    charts[i].root.setAttribute("aria-label", `${name}: ${last === null ? "no request" : count(last)} now, over ${counted(times.length, "second")}`);
   });
 }
 

@@ -6,13 +6,14 @@ import { clock, count, rate, seconds } from "./format.js";
 const labels = [...document.querySelectorAll("#requests th")].map((th) => th.textContent);
 const rows = new Map();
 
+const ends = { stop: "complete", length: "cut at its limit of tokens", tool_calls: "calls a tool" };
 const known = (n) => (n === null || n === undefined ? "" : count(n));
 
 function state(r) {
   if (r.live) return r.prompt === undefined ? "waiting" : r.first_token === null ? "prompt" : "answering";
   if (r.status === 499) return "client left";
   if (r.error || r.status >= 400) return `${r.status} ${r.error}`.trim();
-  return r.finish || String(r.status);
+  return r.finish ? r.finish.split(",").map((why) => ends[why] ?? why).join(", ") : String(r.status);
 }
 
 function why(r) {
@@ -28,7 +29,7 @@ const cells = (r) => [
 
 export function showRequests({ requests }) {
   const body = byId("rows");
-  const order = Object.entries(requests).sort(([, a], [, b]) => b.live - a.live || b.began - a.began);
+  const order = Object.entries(requests).sort(([idA, a], [idB, b]) => b.live - a.live || b.began - a.began || (idA < idB ? -1 : 1));
   byId("no-requests").hidden = order.length > 0;
   for (const [id, row] of rows) if (!(id in requests)) { row.remove(); rows.delete(id); }
   order.forEach(([id, request], i) => {

@@ -20,21 +20,24 @@ export function showStorage({ disk, remote }) {
     ["Written ever, to this folder", size(disk.written_ever_bytes)],
     ["Records", count(disk.records)],
     ["Mode", disk.mode],
+    ["Requests that read from it", count(disk.hits)],
     ["Tokens read back", count(disk.restored_tokens)],
     ["Tokens written", count(disk.spilled_tokens)],
-    ["Tokens quicker to compute", count(disk.skipped_tokens)],
+    ["Tokens not read: computing was quicker", count(disk.skipped_tokens)],
     ["Records that could not be used", count(disk.rejected_records)],
     ["Records evicted", count(disk.evicted_records)],
     ["Writing now", disk.pending ? "yes" : "no"],
   ]);
   fill("remote", remote, "None. Start the server with --remote URL to share KV with other machines.", [
+    ["Requests that read from it", count(remote.hits)],
     ["Tokens read", count(remote.restored_tokens)],
     ["Read", size(remote.restored_bytes)],
     ["Tokens written", count(remote.spilled_tokens)],
     ["Written", size(remote.written_bytes)],
     ["Values written", count(remote.records)],
-    ["Tokens quicker to compute", count(remote.skipped_tokens)],
+    ["Tokens not read: computing was quicker", count(remote.skipped_tokens)],
     ["Values that could not be used", count(remote.rejected_records)],
+    ["Not read or not written", Object.entries(remote.reasons).map(([why, n]) => `${why.replace("not written: ", "")}: ${count(n)}`).join("; ") || "0"],
     ["Writing now", remote.pending ? "yes" : "no"],
   ]);
 }

@@ -104,6 +104,11 @@ class OnDisk:
         return self.point is not None and self.point.ready
 
     @property
+    def point_bytes(self) -> int:
+        """The size of the record of the checkpoint at the node's end; 0 if it is not on disk."""
+        return self.point.size if self.point is not None and self.point.ready else 0
+
+    @property
     def all(self) -> list[Record]:
         return self.records if self.point is None else [*self.records, self.point]
 

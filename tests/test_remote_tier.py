@@ -33,6 +33,7 @@ from onefold.cache.tiers.records.layout import Layout
 from onefold.cache.tiers.remote import asking, health, sharing, tier
 from onefold.cache.tiers.remote.fetching import AHEAD
 from onefold.cache.tiers.remote.grid import ABOUT
+from onefold.cache.tiers.remote.patience import Patience
 from onefold.cache.tiers.remote.points import MANIFEST_MOST, read_manifest
 from onefold.cache.tiers.remote.reasons import RemoteReason
 from onefold.cache.tiers.remote.stores.store import StoreError
@@ -1001,6 +1002,26 @@ def test_a_store_that_has_become_slow_is_left_after_a_value(model: Any, url: str
         assert cache.stats().remote.skipped_tokens == len(tokens) - fetch.tokens
         assert not shared.health.fault
         cache.check()
+
+
+def test_a_fetch_is_left_when_the_rest_takes_longer_than_computing() -> None:
+    now, computing = [0.0], Pace()
+    computing.took(10.0, 1000)
+    patience = Patience(computing, 1.0, 1000, 100, lambda: now[0])
+    assert not patience.is_slower(1000, 30)
+    now[0] = 3.0
+    patience.took(10)  # the first of three that come at the same time: 10 bytes a second
+    assert not patience.is_slower(900, 20)
+    assert patience.is_slower(600, 20) and patience.is_slower(900, 0)
+    assert not patience.is_over
+    now[0] = 11.1
+    assert patience.is_over
+    unknown = Patience(Pace(), 1.0, 1000, 100, lambda: now[0])
+    unknown.took(1)
+    now[0] += 3.9
+    assert not unknown.is_slower(1, 0) and not unknown.is_over
+    now[0] += 0.2
+    assert unknown.is_over
 
 
 def test_a_fetch_takes_no_longer_than_computing_and_a_deadline(model: Any, url: str) -> None:

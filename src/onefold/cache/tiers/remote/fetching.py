@@ -310,7 +310,8 @@ class RemoteFetch:
         self._patience.took(reading.n_bytes)
         # without its checkpoint all of it is computed, otherwise what is left
         kept = 0 if self._shared.has_points else max(0, self._reached - self._wanted.have)
-        if self._loading and self._patience.is_slower(self._saves - kept):
+        coming = sum(other.n_bytes for other in self._loading)
+        if self._left and self._patience.is_slower(self._saves - kept, coming):
             self._leave(RemoteReason.SLOWER)
             return
         self._ask()

@@ -34,7 +34,8 @@ class Patience:
         self._read += n_bytes
         self._left -= n_bytes
 
-    def is_slower(self, n_tokens: int) -> bool:
-        """Whether what is left takes longer to read, as quickly as it came until now, than `n_tokens` to compute."""
-        computing = self._computing.estimate(n_tokens)
-        return computing is not None and self._read > 0 and self.seconds / self._read * self._left > computing
+    def is_slower(self, n_tokens: int, n_coming: int) -> bool:
+        """Whether what is left takes longer to read, as quickly as it came until now, than `n_tokens` to compute.
+        `n_coming` bytes are being read: they count as there, since several values come at the same time."""
+        computing, read = self._computing.estimate(n_tokens), self._read + n_coming
+        return computing is not None and read > 0 and self.seconds / read * (self._left - n_coming) > computing

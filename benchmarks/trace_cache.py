@@ -217,7 +217,7 @@ class Replay:
             self.counts["used"] += self.ledger.used_bytes
             if self.disk is not None:
                 self.disk.write_ahead()
-        self.counts["written"] = 0 if self.disk is None else self.disk.written
+        self.counts["written"] = 0 if self.disk is None else self.disk.put
         return self.counts
 
     def _serve(self, request: Request) -> None:

@@ -54,7 +54,7 @@ class StandInDisk(NoTier):
         """`budget` is in bytes."""
         self._state, self._through = state, through
         self._most = budget // state.store.token_bytes
-        self.written = self.fetched = 0
+        self.put = self.fetched = 0
         """Tokens."""
 
     # -- out of memory -----------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class StandInDisk(NoTier):
             return False
         for n in path:
             if not self.is_clean(n):
-                self.written += n.end - max(n.start, n.start if n.below is None else n.below.kv)
+                self.put += n.end - max(n.start, n.start if n.below is None else n.below.kv)
                 n.below = Written(n, n.end - n.start)
         self._remove_oldest(keep=set(path))
         return True

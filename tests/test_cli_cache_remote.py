@@ -139,10 +139,11 @@ def test_ls_lists_namespaces(run, told, store) -> None:
     for space in found["namespaces"]:
         there = files(store, space["id"])
         assert (space["values"], space["bytes"]) == (len(there), size(there))
-        assert space["unknown"] == ("" if space["model"] else "another secret")
+        assert space["unknown"] == ("" if space["model"] else "sealed: give --remote-secret-file")
         assert (space["device"] in ("cpu", "metal", "cuda")) == (space["tokens"] is not None) == bool(space["model"])
     code, out, err = run("ls")
-    assert (code, err) == (0, "") and out.count("unknown (another secret)") == 1 and "tiny/secret" not in out
+    assert (code, err) == (0, "") and "tiny/secret" not in out
+    assert out.count("unknown (sealed: give --remote-secret-file)") == 1
     assert all(s["short"] in out and len(s["short"]) == 8 for s in found["namespaces"])
 
 

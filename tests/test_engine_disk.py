@@ -268,6 +268,28 @@ def test_what_was_written_while_the_server_ended_is_said(
     assert "were written in" in caplog.text and "nothing had to be written" not in caplog.text
 
 
+@pytest.mark.parametrize("with_disk", [False, True])
+def test_what_was_written_to_a_shared_store_while_the_server_ended_is_said(
+    with_disk: bool, loaded: tuple[Any, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "onefold")
+    url = f"file://{tmp_path}/store"
+    disk = DiskSettings(tmp_path / "disk", "1GB") if with_disk else None
+    handler = signal.getsignal(signal.SIGINT)
+    for tokens, said in ((words(700), " were written to "), (words(700), "nothing had to be written to ")):
+        running = Engine(*loaded, budget="256MB", disk=disk, remote=RemoteSettings(url, deadline=60.0))
+        ask(running, tokens, 1)
+        caplog.clear()
+        try:
+            Ending(running).stop()
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        assert said + url in caplog.text and "-" not in caplog.text.split(said)[0].split()[-1]
+        assert ("are on disk" in caplog.text) == with_disk
+        where = "disk and the shared store" if with_disk else "the shared store"
+        assert f"writing to {where} what is not there yet" in caplog.text
+
+
 def test_a_slow_store_holds_no_stream_up(
     loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

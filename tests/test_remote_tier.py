@@ -985,20 +985,20 @@ def slowed(cache: onefold.PrefixCache, seconds: float) -> list[str]:
 
 
 def test_a_store_that_has_become_slow_is_left_after_a_value(model: Any, url: str) -> None:
-    tokens = words(40 * RECORD)
+    tokens = words(12 * RECORD)
     with machine(model, url, "128MB") as first:
         served(first, model, tokens)
         assert first.flush(60)
     with machine(model, url, "128MB") as cache:
         shared = cache.parts.tier._shared  # type: ignore[union-attr]
         shared.prefill_pace = Pace()
-        shared.prefill_pace.took(1.0, len(tokens))
+        shared.prefill_pace.took(0.1, len(tokens))
         reads = slowed(cache, 0.2)
         fetch = cache.restore([*tokens, 1])
         while fetch is not None and fetch.step():
             pass
         assert fetch is not None and len(reads) <= 2 * AHEAD and reason(cache, RemoteReason.SLOWER) == 1
-        assert RECORD <= fetch.tokens < 8 * RECORD  # what was read and right is kept
+        assert RECORD <= fetch.tokens <= 6 * RECORD  # what was read and right is kept
         assert cache.stats().remote.skipped_tokens == len(tokens) - fetch.tokens
         assert not shared.health.fault
         cache.check()
@@ -1142,6 +1142,18 @@ def test_a_checkpoint_that_is_tried_again_has_the_same_parts(
     _, payload = Sealing().open(bytes.fromhex(kinds["point"][0].name), kinds["point"][0].read_bytes(), {})
     assert len(kinds["part"]) == len(json.loads(bytes(payload))["parts"]) > 2
     assert len(tries) > len(set(tries)) == len(kinds["kv"]) + len(kinds["part"]) + len(kinds["point"]) + 1  # about
+
+
+def test_a_store_that_has_lost_everything_is_described_again(model: Any, url: str) -> None:
+    folder = Path(url.removeprefix("file://"))
+    with machine(model, url) as cache:
+        served(cache, model, words(300))
+        assert cache.flush(60) and len([p for p in folder.rglob(ABOUT) if p.is_file()]) == 1
+        for path in [p for p in folder.rglob("*") if p.is_file()]:
+            path.unlink()
+        served(cache, model, words(300, seed=1))
+        assert cache.flush(60)
+    assert len([p for p in folder.rglob(ABOUT) if p.is_file()]) == 1 == len(values(url))
 
 
 def test_a_manifest_of_huge_numbers_is_refused_at_once() -> None:

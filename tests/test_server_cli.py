@@ -187,6 +187,10 @@ def test_a_model_that_takes_no_bound_is_served_without_the_default_one(monkeypat
         (["m", "--prefill-share", "nan"], "a number from 0.01 to 0.99"),
         (["m", "--prefill-share", "half"], "a number from 0.01 to 0.99"),
         (["m", "--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
+        (["no/such", "--port", "0", "--kv", "7"], "kv must be one of"),
+        (["m", "--port", "0", "--remote-write", "all"], "--remote-write requires --remote URL"),
+        (["m", "--port", "0", "--remote-insecure"], "--remote-insecure requires --remote URL"),
+        (["m", "--port", "0", "--remote", "redis://10.0.0.1/0"], "--remote-secret-file"),
     ],
 )
 def test_nonsense_is_one_line(capsys, arguments, said):
@@ -230,7 +234,7 @@ def test_a_model_that_is_not_there(capsys, tmp_path, model):
 )
 def test_a_server_that_is_open_to_all_is_warned_about(capsys, host, keys, warns):
     disk = DiskStats(mode="back", folder="/f", used_bytes=5 * 10**9, budget_bytes=10**11)
-    stats = SimpleNamespace(disk=disk, remote=DiskStats(mode="remote", folder="redis://127.0.0.1/0"))
+    stats = SimpleNamespace(disk=disk, remote=DiskStats(mode="remote", folder="redis://127.0.0.1/0", record_tokens=88))
     inventory = SimpleNamespace(budget_bytes=8 * 10**9, token_bytes=131_072)
     budget = SimpleNamespace(follows=False)
     cache = SimpleNamespace(inventory=inventory, budget=budget, kv="16", max_kv_size=None)
@@ -242,8 +246,17 @@ def test_a_server_that_is_open_to_all_is_warned_about(capsys, host, keys, warns)
     assert "bits" not in said.out and "bound" not in said.out
     assert ("--api-key" in said.err) == warns
     disk = "/f: 5.0 GB of 100.0 GB, mode back"
-    for part in ("a/model", f":{port}/v1", "8.0 GB", disk, "131.1 kB", "50,000 of them in one conversation", "40,960"):
+    for part in ("a/model", f":{port}/v1", "8.0 GB", disk, "131.1 kB", "50,000 of them in one conversation", "40,960",
+                 "redis://127.0.0.1/0, with other machines, in records of 88 tokens"):
         assert part in said.out
+
+
+def test_a_shared_store_that_does_not_answer_is_said_at_the_start(caplog):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"redis://127.0.0.1:{closed.getsockname()[1]}/0"
+        assert serve._remote(given("m", "--remote", url)).url == url
+    assert f"{url} cannot be reached" in caplog.text and "serving without it, and trying again" in caplog.text
 
 
 def greet(engine: Any, settings: Any) -> int:

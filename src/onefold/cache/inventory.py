@@ -17,6 +17,7 @@ from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.reach import readable_length
 from onefold.cache.memory.segment import STEP, Slab, round_up
+from onefold.cache.memory.tier import Written
 from onefold.cache.memory.tokens import Tokens, as_tokens, frozen
 from onefold.cache.model.fingerprint import model_digest
 from onefold.cache.parts import Parts
@@ -85,9 +86,9 @@ class Inventory:
         return round_up(max(0, min(len(found), most) - self.matched(found))) * self._state.store.token_bytes + points
 
     @property
-    def written_bytes(self) -> int | None:
-        """The bytes that this cache has written to the tier; None without a tier. Does not wait for the lock."""
-        return None if self._parts.tier is None else self._parts.tier.written_bytes
+    def written(self) -> Written:
+        """The bytes that this cache has written below memory. Does not wait for the lock."""
+        return Written() if self._parts.tier is None else self._parts.tier.written
 
     @property
     def evicted_tokens(self) -> int:

@@ -374,6 +374,8 @@ def _shared_verified(console: Console, told: dict[str, Any]) -> None:
         _say(console, f"and {len(single) - MOST_ROWS:,} more; --json lists them")
     for namespace, n in told["all_bad"].items():
         why = "they were sealed with another secret, or are damaged, which cannot be told apart"
+        if not told["has_secret"]:
+            why = "they are sealed with a secret, or damaged, which cannot be told apart without --remote-secret-file"
         _say(console, f"{namespace}: {f'all {n:,} values fail' if n > 1 else 'its 1 value fails'}: {why}")
     _strangers(console, told)
     result = f"{n_of(len(told['bad']), 'bad one')}" if told["bad"] else "all good"

@@ -83,7 +83,8 @@ def ls(shared: Shared, namespace: str | None, most: int | None) -> dict[str, Any
     tag, found = _chosen(shared, namespace)
     abouts = census.describe(shared.store, shared.sealing, found.spaces.values())
     short = short_ids(found.spaces)
-    spaces = [_space(space, abouts[space.tag], short) for space in found.spaces.values()]
+    sealed = "another secret" if shared.sealing.has_secret else "sealed: give --remote-secret-file"
+    spaces = [_space(space, abouts[space.tag], short, sealed) for space in found.spaces.values()]
     told: dict[str, Any] = {"store": shared.shown, "strangers": found.strangers}
     if tag is None:
         return told | {"namespaces": sorted(spaces, key=lambda s: (-s["bytes"], s["id"]))}
@@ -96,7 +97,8 @@ def _value(held: Held) -> dict[str, Any]:
     return {"name": held.name, "bytes": held.size}
 
 
-def _space(space: Space, about: About, short: dict[str, str]) -> dict[str, Any]:
+def _space(space: Space, about: About, short: dict[str, str], sealed: str) -> dict[str, Any]:
+    """Returns what is known of a namespace; `sealed` says why a seal does not agree."""
     said = about.said
     texts = {name: said[name] if isinstance(said.get(name), str) else None for name in ("model", "adapter", "device")}
     return {
@@ -108,7 +110,7 @@ def _space(space: Space, about: About, short: dict[str, str]) -> dict[str, Any]:
         "token_bytes": _count(said, "token_bytes"),
         "values": space.values,
         "bytes": space.n_bytes,
-        "unknown": _unknown(about),
+        "unknown": _unknown(about, sealed),
     }
 
 
@@ -117,10 +119,10 @@ def _count(said: Any, name: str) -> int | None:
     return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else None
 
 
-def _unknown(about: About) -> str:
+def _unknown(about: About, sealed: str) -> str:
     """Returns why it is not known what a namespace is; "" if it is."""
     if about.problem == RemoteReason.SEAL:
-        return "another secret"
+        return sealed
     return "not described" if about.problem == RemoteReason.GONE else about.problem
 
 
@@ -152,6 +154,7 @@ def verify(shared: Shared, namespace: str | None, remove: bool, progress: Progre
     removed, removed_bytes = census.remove(store, gone) if remove else (0, 0)
     return {
         "store": shared.shown,
+        "has_secret": shared.sealing.has_secret,
         "namespace": tag,
         "values": found.values,
         "bytes": found.n_bytes,

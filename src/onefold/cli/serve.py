@@ -139,13 +139,14 @@ def _engine(given: argparse.Namespace) -> Engine:
 
 def _remote(given: argparse.Namespace) -> RemoteSettings | None:
     """Returns the settings of the shared store, None without one. Raises ConfigError, before the model is loaded."""
-    from onefold.cache.tiers.remote.tier import RemoteSettings, check_store
+    from onefold.cache.tiers.remote.tier import RemoteSettings, fault_of
     from onefold.cache_folder import cache_folder
     from onefold.cli.secret_file import read_secret
 
     if given.remote is None:
-        for name in ("remote-secret-file", "remote-insecure"):
-            if getattr(given, name.replace("-", "_")) and not os.environ.get(Flag(name, "").variable):
+        for name, default in (("remote-secret-file", None), ("remote-insecure", False), ("remote-write", "shared")):
+            told = getattr(given, name.replace("-", "_"))
+            if told != default and not os.environ.get(Flag(name, "").variable):
                 raise ConfigError(f"--{name} requires --remote URL")
         return None
     settings = RemoteSettings(
@@ -157,7 +158,8 @@ def _remote(given: argparse.Namespace) -> RemoteSettings | None:
         write=given.remote_write,
         paces=cache_folder() / PACES,
     )
-    check_store(settings)
+    if fault := fault_of(settings):
+        log.warning("%s; serving without it, and trying again", fault)
     return settings
 
 
@@ -184,6 +186,7 @@ def _try_folder(disk: DiskSettings) -> None:
 def make_engine(given: argparse.Namespace, **more: Any) -> Engine:
     """Makes the engine for the given model and memory; `chat` has these flags too. Raises ConfigError."""
     import onefold
+    from onefold.cache.model.formats.registry import KvFormat
     from onefold.engine.engine import Engine
     from onefold.engine.recommended import recommended
 
@@ -192,6 +195,7 @@ def make_engine(given: argparse.Namespace, **more: Any) -> Engine:
         max_kv_size = MAX_KV_SIZE
     keep = min(KEEP, max_kv_size // 2) if given.keep is None else given.keep
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of prompts that it thinks too long
+    KvFormat.parse(given.kv)  # before the model is fetched
     model, tokenizer = onefold.load(given.model)
     options = more | {"model_id": given.model, "budget": given.budget, "kv": given.kv}
     options |= {"defaults": recommended(tokenizer), "ignore_context_length": given.ignore_context_length}
@@ -272,7 +276,9 @@ def _remote_lines(engine: Engine) -> list[tuple[str, str]]:
     remote = engine.cache.stats().remote
     if remote.mode == "off":
         return []
-    return [("shared", f"OFF: {remote.failed}" if remote.failed else f"{remote.folder}, with other machines")]
+    if remote.failed:
+        return [("shared", f"OFF: {remote.failed}")]
+    return [("shared", f"{remote.folder}, with other machines, in records of {remote.record_tokens} tokens")]
 
 
 def _format(engine: Engine) -> str:

@@ -17,7 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.payloads import Node, Tree
@@ -63,8 +63,18 @@ class TierStats:
     evicted_records: int = 0
     left_tokens: int = 0
     """Tokens that were in memory and not in the tier when the cache was closed."""
+    record_tokens: int = 0
+    """Of a record, where all have as many: prompts are read and written in whole records."""
     below: TierStats | None = None
     """The statistics of the tier below this one, if there are two."""
+
+
+class Written(NamedTuple):
+    """Bytes that this process has written, by where; None where nothing can be."""
+
+    disk: int | None = None
+    shared: int | None = None
+    """To a store that machines share."""
 
 
 LONGEST_WAIT = 0.05
@@ -233,8 +243,8 @@ class Tier(Protocol):
         ...
 
     @property
-    def written_bytes(self) -> int:
-        """Bytes that this process has written. Needs no lock."""
+    def written(self) -> Written:
+        """What this process has written. Needs no lock."""
         ...
 
     def stats(self) -> TierStats: ...
@@ -322,8 +332,8 @@ class NoTier:
     def close(self) -> None: ...
     def abandon(self) -> None: ...
     @property
-    def written_bytes(self) -> int:
-        return 0
+    def written(self) -> Written:
+        return Written()
 
     def stats(self) -> TierStats:
         return TierStats()

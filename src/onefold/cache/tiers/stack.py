@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from onefold.cache.memory.lock import CacheLock, Work
 from onefold.cache.memory.payloads import Node, Tree
 from onefold.cache.memory.state import CacheState
-from onefold.cache.memory.tier import LONGEST_WAIT, Fetch, NoTier, Tier, TierStats
+from onefold.cache.memory.tier import LONGEST_WAIT, Fetch, NoTier, Tier, TierStats, Written
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.memory.track import Track
 from onefold.cache.tiers.disk.tier import DiskSettings, open_disk
@@ -107,8 +107,8 @@ class Stack:
         self.remote.abandon()
 
     @property
-    def written_bytes(self) -> int:
-        return self.disk.written_bytes
+    def written(self) -> Written:
+        return Written(self.disk.written.disk, self.remote.written.shared)
 
     def stats(self) -> TierStats:
         return dataclasses.replace(self.disk.stats(), below=self.remote.stats())

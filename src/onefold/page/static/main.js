@@ -26,7 +26,7 @@ function show() {
   }
   if (locked || !picture) return;
   const { server: { model, kv, version, since }, now } = picture;
-  const format = kv === "16" ? "16-bit KV" : `KV format ${kv}`;
+  const format = kv === "16" ? "KV as the model makes it" : `KV format ${kv}`;
   say(byId("server"), `${model}, ${format}, version ${version}, up for ${seconds(now.time - since)}`);
   document.title = `${view[0].toUpperCase()}${view.slice(1)} – Onefold`;
   views[view](picture);

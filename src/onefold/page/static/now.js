@@ -22,7 +22,7 @@ const lines = [
   ["Hit rate, 1 minute, %", "hits_1", "--disk_buffers"],
   ["Memory used, MB", "used", "--stored"],
 ];
-const MOST = 900;
+const MOST = 900, LEAST = 60;  // seconds that a chart shows
 const times = [];
 const values = lines.map(() => []);
 const charts = [];
@@ -105,7 +105,7 @@ function chart([title, , name], i) {
   const width = () => Math.max(200, holder.clientWidth);
   const plot = new uPlot({
     title, width: width(), height: 150, legend: { show: false }, cursor: { show: false },
-    scales: { y: { range: (u, low, high) => [0, Math.max(1, high ?? 1) * 1.1] } },
+    scales: { x: { range: (u, low, high) => [Math.min(low ?? 0, (high ?? 0) - LEAST), high ?? 0] }, y: { range: (u, low, high) => [0, Math.max(1, high ?? 1) * 1.1] } },
     axes: [axis, { ...axis, size: 55 }],
     series: [{}, { stroke: colour(name), width: 2, spanGaps: false }],
   }, [times, values[i]], holder);

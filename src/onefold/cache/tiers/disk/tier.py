@@ -23,7 +23,7 @@ from onefold.cache.memory.lock import Work
 from onefold.cache.memory.payloads import Node, Tree
 from onefold.cache.memory.segment import Slab
 from onefold.cache.memory.state import CacheState
-from onefold.cache.memory.tier import Fetch, TierStats, nothing_shared
+from onefold.cache.memory.tier import Fetch, TierStats, Written, nothing_shared
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.tiers.disk import ondisk, restoring
 from onefold.cache.tiers.disk.linking import Links
@@ -227,8 +227,8 @@ class Disk:
         self.catalog.folder.unlock()
 
     @property
-    def written_bytes(self) -> int:
-        return self.catalog.counts["written_bytes"]
+    def written(self) -> Written:
+        return Written(disk=self.catalog.counts["written_bytes"])
 
     def stats(self) -> DiskStats:
         catalog, spiller = self.catalog, self.spiller

@@ -27,12 +27,12 @@ from onefold.cache.memory import device
 from onefold.cache.memory.lock import Work
 from onefold.cache.memory.payloads import Node, Tree
 from onefold.cache.memory.state import CacheState
-from onefold.cache.memory.tier import LONGEST_WAIT, REMOTE, Fetch, NoTier, TierStats
+from onefold.cache.memory.tier import LONGEST_WAIT, REMOTE, Fetch, NoTier, TierStats, Written
 from onefold.cache.memory.tokens import Tokens
 from onefold.cache.tiers.identity import Identity, salt_of
 from onefold.cache.tiers.records.layout import Layout
 from onefold.cache.tiers.remote.fetching import AHEAD
-from onefold.cache.tiers.remote.grid import HEAD_BYTES, VALUE_BYTES, record_tokens, root_of
+from onefold.cache.tiers.remote.grid import HEAD_BYTES, VALUE_BYTES, about_name, record_tokens, root_of
 from onefold.cache.tiers.remote.health import Health
 from onefold.cache.tiers.remote.keeping import KeptPaces
 from onefold.cache.tiers.remote.planning import is_read_elsewhere, planned
@@ -40,7 +40,7 @@ from onefold.cache.tiers.remote.policy import DELAY, WRITES, Policy
 from onefold.cache.tiers.remote.reasons import RemoteReason
 from onefold.cache.tiers.remote.sharing import KNOWN_SECONDS, Seen, Sharing
 from onefold.cache.tiers.remote.stores.registry import address_of, open_store
-from onefold.cache.tiers.remote.stores.store import StoreSettings
+from onefold.cache.tiers.remote.stores.store import StoreError, StoreSettings
 from onefold.cache.tiers.remote.values import Sealing
 from onefold.cache.tiers.remote.writing import REST, REST_BESIDE_GPU, RemoteWriter
 from onefold.errors import BudgetError, ConfigError
@@ -91,8 +91,8 @@ class RemoteSettings:
             raise ConfigError(f"the secret has {len(self.secret)} bytes; give at least {_LEAST_SECRET} random ones")
         if not self.secret and not address.local and not self.insecure:
             raise ConfigError(
-                f"{address.shown} is not on this machine: give a secret that all machines share, or insecure=True if "
-                "nobody else can reach it"
+                f"{address.shown} is not on this machine: give a secret that all machines share (secret=, "
+                "--remote-secret-file), or insecure=True (--remote-insecure) if nobody else can reach it"
             )
         if not 0 < self.deadline <= 60 or not 1 <= self.ttl <= MOST_TTL:
             raise ConfigError(
@@ -226,8 +226,8 @@ class RemoteTier(NoTier):
         self._shared.store.close()
 
     @property
-    def written_bytes(self) -> int:
-        return self._shared.counts["written_bytes"]
+    def written(self) -> Written:
+        return Written(shared=self._shared.counts["written_bytes"])
 
     # -- the whole of it -------------------------------------------------------------------------------
 
@@ -245,6 +245,7 @@ class RemoteTier(NoTier):
             skipped_tokens=counts["skipped_tokens"],
             rejected_records=counts["rejected_records"],
             failed=self._shared.health.fault or self._shared.writing.fault,
+            record_tokens=self._shared.n_tokens,
         )
 
     def reasons(self) -> Counter[str]:
@@ -260,10 +261,16 @@ def _shared_tokens(roots: Mapping[Tree, bytes | None], shared: Sharing, tree: Tr
     return found
 
 
-def check_store(settings: RemoteSettings) -> None:
-    """Raises ConfigError if the store of these settings can never be used: its URL is wrong, or a package is missing.
-    Does not connect."""
-    open_store(_store_settings(settings)).close()
+def fault_of(settings: RemoteSettings) -> str:
+    """Asks the store once. Returns why it does not answer within the deadline; "" if it does. Raises ConfigError."""
+    store = open_store(_store_settings(settings))
+    try:
+        store.look([about_name("none")])
+    except StoreError as error:
+        return str(error)
+    finally:
+        store.close()
+    return ""
 
 
 def _store_settings(settings: RemoteSettings) -> StoreSettings:

@@ -57,6 +57,7 @@ class Sealing:
 
     def __init__(self, secret: bytes = b"") -> None:
         self._secret = secret
+        self.has_secret = bool(secret)
 
     def seal(self, name: bytes, head: Mapping[str, Any], payload: Sequence[Any]) -> bytes:
         """Returns the value for `name`; `payload` are buffers. Raises ValueError if it would be too large."""

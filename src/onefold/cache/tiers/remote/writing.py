@@ -217,6 +217,8 @@ class RemoteWriter:
                 return True  # evicted
             tokens = np.concatenate([n.tokens for n in path.node.path()])
         chain = list(shared.addresses(path.root, tokens))
+        if chain and chain[0] not in shared.known:
+            shared.known.forget([tag.encode()])  # the store may have lost everything
         self._describe(tag)
         if shared.record_bytes and not self._write_records(path, tag, chain):
             return False

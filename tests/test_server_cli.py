@@ -346,7 +346,7 @@ def test_a_signal_in_the_moment_before_the_port_listens_is_not_lost(model, how):
 @pytest.mark.parametrize("presses", quick([2, 3], 2))
 def test_an_impatient_interrupt_ends_the_grace_and_nothing_else(model, tmp_path, presses):
     """The stream is told, what is in memory is written, and there are no tracebacks."""
-    arguments = ("--grace", "60", "--disk", str(tmp_path / "kept"))
+    arguments = ("--grace", "60", "--temperature", "0", "--disk", str(tmp_path / "kept"))  # an answer drawn may end
     with running(str(model), *arguments) as (process, url), ready(url) as client:
 
         def press() -> None:

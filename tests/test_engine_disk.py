@@ -127,7 +127,7 @@ def test_reading_from_disk_holds_no_stream_up(
         monkeypatch.setattr("onefold.engine.admission.READ_SECONDS", -1.0)
         monkeypatch.setattr(Restore, "step", slow)
         monkeypatch.setattr(second._scheduler._decode, "_step", noted)
-        running = second.ask(request(prompt_of(words(20, 9)), 60))
+        running = second.ask(request(prompt_of(words(20, 9)), 300))
         events = [next(running), next(running)]
         late = ask(second, [*tokens, 5], 3)
         events += list(running)

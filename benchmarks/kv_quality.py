@@ -99,7 +99,8 @@ def agreement(model: Any, caches: dict[str, onefold.PrefixCache], prompts: list[
             agreed[name] += int((found == mx.array(told)).sum())
             fed.close()
         if number % 20 == 19:
-            print(f"  prompt {number + 1} of {len(prompts)}", file=sys.stderr, flush=True)
+            so_far = ", ".join(f"{name} {n / (number + 1) / ANSWER:.2%}" for name, n in agreed.items())
+            print(f"  prompt {number + 1} of {len(prompts)}: {so_far}", file=sys.stderr, flush=True)
     return {name: n / max(1, len(prompts) * ANSWER) for name, n in agreed.items()}
 
 

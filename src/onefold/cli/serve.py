@@ -159,7 +159,7 @@ def _remote(given: argparse.Namespace) -> RemoteSettings | None:
         paces=cache_folder() / PACES,
     )
     if fault := fault_of(settings):
-        log.warning("%s; serving without it, and trying again", fault)
+        log.warning("%s; serving without it, and trying again", fault.removesuffix("."))
     return settings
 
 

@@ -178,7 +178,10 @@ def open_redis(settings: StoreSettings) -> Store:
     parts = urlsplit(settings.address.url)
     refused = [name for name in parse_qs(parts.query, keep_blank_values=True) if name in _OURS]
     if refused:
-        raise ConfigError(f"the URL of {shown} cannot set {refused[0]}: the deadline is a setting of its own")
+        raise ConfigError(
+            f"the URL of {shown} cannot set {refused[0]}: leave it out; deadline= (--remote-deadline) says how long a "
+            "call may take"
+        )
     kind = BoundedSslConnection if parts.scheme == "rediss" else BoundedConnection
     try:
         options = parse_url(settings.address.url)

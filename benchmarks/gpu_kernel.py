@@ -40,7 +40,7 @@ def main() -> None:
     if kernel is None:
         print("no GPU: nothing to measure")
         return
-    shape = Shape(DIM, DIM, mx.bfloat16, Format("plain", 1))
+    shape = Shape(DIM, DIM, mx.bfloat16, Format("plain", 2))
     print(f"{'rows':>4} {'own':>6} {'shared':>7} {'kernel':>8} {'TB/s':>6} {'beside it':>10}")
     for rows, own, shared in CASES:
         prefix = comparison.Slab(shared, KV_HEADS, shape) if shared else None

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 from kernel_emulation import run
 
-from onefold.cache.model.kernels import cuda, cuda_header, cuda_source
+from onefold.cache.model.kernels import cuda, cuda_header, cuda_reduce
 from onefold.cache.model.kernels.decode import DecodeKernel, Partial, Reduction, Shape
 
 LANGUAGE = """
@@ -50,8 +50,19 @@ static float __uint_as_float(u32 bits) {
   memcpy(&x, &bits, 4);
   return x;
 }
-#define __log2f std::log2
-static float __fdividef(float x, float y) { return x / y; }
+static float of_exp2(float x) { return std::exp2(x); }
+static float of_log2(float x) { return std::log2(x); }
+static float of_inverse(float x) { return 1 / x; }
+static uint4 of_staged[1 << 13];
+static const void* of_unset = memset(of_staged, 0xff, sizeof(of_staged));  // what is read before it is written: NaN
+#define OF_STAGED static_assert(true)
+static void of_copy16(void* to, const void* from, int n) {
+  memcpy(to, from, n);
+  memset((char*)to + n, 0, 16 - n);
+}
+static void of_commit() {}
+template <int N> static void of_wait() {}
+static const void* of_kept(const void* x) { return x; }
 static float of_wide16(unsigned short h) { return __uint_as_float(u32(h) << 16); }
 #if OF_F16
 static float of_float(unsigned short h) { return from_half(h); }
@@ -137,7 +148,7 @@ class Emulated(cuda.CudaLauncher):
         sinks = mx.zeros((1,)) if given.sinks is None else given.sinks.astype(mx.float32)
         inputs = [_numbers(a) for a in (given.numbers, given.lists, given.mixed, given.sums, sinks, *signs)]
         out = np.zeros(given.shape, np.uint16)
-        _run(self.folder, parts, inputs, [out], (rows, heads * length), cuda_source.THREADS)
+        _run(self.folder, parts, inputs, [out], (rows, heads * length), cuda_reduce.THREADS)
         return mx.array(out).view(mx.bfloat16)
 
 

@@ -21,7 +21,7 @@ from onefold.cache.memory import device
 from onefold.cache.model.formats.rotated import Rotated
 from onefold.cache.model.formats.turbo import Turbo
 from onefold.cache.model.formats.turned import TurnedSides
-from onefold.cache.model.kernels import coding_comparison, comparison, current, trial
+from onefold.cache.model.kernels import coding_comparison, comparison, cuda, cuda_source, current, trial
 from onefold.cache.model.kernels.coding import Coding
 from onefold.cache.model.kernels.decode import DecodeKernel, Format, Shape
 from onefold.cache.model.kernels.work_table import MOST_QUERIES, PADDING, WorkTable
@@ -150,6 +150,23 @@ def test_the_source_for_cuda_reads_every_format(form, dims, tmp_path):
     for seed in range(2):
         with mx.stream(mx.cpu):
             compare(kernel, seed, dims, mx.bfloat16, 2e-2, small=True, form=form)
+
+
+def test_tiles_leave_every_gpu_room_for_a_block():
+    """And the kernel asks for more shared memory than usual wherever its own and that of the tiles are more."""
+    for form in (PLAIN, *AFFINE, *STORED):
+        for key_dim in range(32, 257, 32):
+            for value_dim in range(32, 257, 32):
+                shape = Shape(key_dim, value_dim, mx.bfloat16, form)
+                staged = cuda.staging(shape)
+                if staged is None:
+                    assert form in AFFINE or value_dim > 160 or key_dim + value_dim > 256
+                    continue
+                own = cuda_source.shared_bytes(key_dim, value_dim, cuda.tile(shape))
+                tiles = staged.stages * 4 * staged.tile_bytes
+                assert 2 <= staged.stages <= 4 and tiles <= staged.n_bytes
+                assert tiles + own <= cuda.MOST_SHARED
+                assert staged.n_bytes + own <= cuda.USUAL_SHARED or staged.n_bytes >= cuda.USUAL_SHARED
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")

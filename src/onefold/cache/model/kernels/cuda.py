@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from onefold.cache.model.kernels import cuda_formats, cuda_header
+from onefold.cache.model.kernels import cuda_formats, cuda_header, cuda_reduce
 from onefold.cache.model.kernels import cuda_source as source
 from onefold.cache.model.kernels.decode import DecodeKernel, Judge, Launcher, Partial, Reduction, Shape
 
@@ -21,14 +21,51 @@ def _split(value_dim: int) -> int:
     return 1 if value_dim <= 160 else 2
 
 
-def is_wide(shape: Shape) -> bool:
-    """Whether a warp attends 32 queries: where keys and values are opened, and few enough registers hold its sums."""
-    return shape.format is not None and shape.format.value_bits > 0 and _split(shape.value_dim) == 1
+MOST_SHARED, USUAL_SHARED = 99 << 10, 48 << 10
+"""Bytes of shared memory that a block can have on every GPU with these instructions, and without asking for more."""
+MOST_STAGED = 64 << 10
+"""Bytes of tiles that a block has on their way: more would keep another block from running beside it."""
+
+
+class Staging(NamedTuple):
+    """How tiles of keys and values go through shared memory."""
+
+    stages: int
+    """Tiles of a warp: one that is read, the others on their way."""
+    tile_bytes: int
+    n_bytes: int
+    """What the kernel asks for."""
+
+
+def splits_keys(shape: Shape) -> bool:
+    """Whether the warps of a block split the keys, and each attends all of its queries. Not where the sums of a warp do
+    not leave enough registers."""
+    return shape.format is not None and shape.format.name != "affine" and _split(shape.value_dim) == 1
 
 
 def tile(shape: Shape) -> int:
     """Returns how many queries a block attends."""
-    return source.WIDE_TILE if is_wide(shape) else source.TILE
+    return source.WIDE_TILE if splits_keys(shape) else source.TILE
+
+
+def staging(shape: Shape) -> Staging | None:
+    """Returns how tiles are staged; None if a shape is read straight into registers."""
+    form = shape.format
+    if form is None or form.name not in cuda_formats.TILES or not splits_keys(shape):
+        return None
+    tile_bytes = cuda_formats.tile_bytes(form.name, shape.key_dim, shape.value_dim, _row(shape))
+    warps = source.THREADS // 32
+    stages = min(4, max(2, MOST_STAGED // (warps * tile_bytes)))
+    n_bytes, others = stages * warps * tile_bytes, source.shared_bytes(shape.key_dim, shape.value_dim, tile(shape))
+    if n_bytes + others > MOST_SHARED:
+        return None
+    # MLX asks the driver for more than usual if it is given so much here, without what the source declares
+    return Staging(stages, tile_bytes, n_bytes if n_bytes + others <= USUAL_SHARED else max(n_bytes, USUAL_SHARED))
+
+
+def _row(shape: Shape) -> int:
+    form = shape.format
+    return form.row(shape.key_dim, shape.value_dim) if form is not None and form.value_bits else 0
 
 
 def takes(shape: Shape) -> str:
@@ -56,7 +93,12 @@ class CudaLauncher:
     def __init__(self, shape: Shape, slabs: int) -> None:
         self._shape, self._slabs, self.tile = shape, slabs, tile(shape)
         self._threads = threads(shape)
-        self._partial: Any = mx.fast.cuda_kernel(**partial_source(shape, slabs), ensure_row_contiguous=False)
+        staged = staging(shape)
+        self._partial: Any = mx.fast.cuda_kernel(
+            **partial_source(shape, slabs),
+            ensure_row_contiguous=False,
+            shared_memory=0 if staged is None else staged.n_bytes,
+        )
         turns = shape.format is not None and shape.format.turns
         self._reduce: Any = _reduction(cuda_header.NAMES[shape.dtype], shape.value_dim, "", turns)
 
@@ -80,8 +122,8 @@ class CudaLauncher:
         sinks = given.mixed if given.sinks is None else given.sinks
         found = kernel(
             inputs=[given.numbers, given.lists, given.mixed, given.sums, sinks, *_maybe(given.signs)],
-            grid=(rows * source.THREADS, heads * length, 1),
-            threadgroup=(source.THREADS, 1, 1),
+            grid=(rows * cuda_reduce.THREADS, heads * length, 1),
+            threadgroup=(cuda_reduce.THREADS, 1, 1),
             output_shapes=[given.shape],
             output_dtypes=[given.dtype],
         )
@@ -99,14 +141,15 @@ def partial_source(shape: Shape, slabs: int) -> dict[str, Any]:
     name, dk, dv, form = cuda_header.NAMES[shape.dtype], shape.key_dim, shape.value_dim, shape.format
     assert form is not None
     both = form.slots
-    parameters = {"bits": form.bits, "group": form.group, "row": form.row(dk, dv)}
+    parameters = {"bits": form.bits, "group": form.group, "row": _row(shape)}
+    staged = staging(shape)
     cases = [" ".join(f"{a} = {a}_{i};" for a in both) for i in range(slabs)]
     each = 8 if dv // _split(dv) % 64 == 0 else 4
     arguments = {"each": each, "k_args": form.arguments("k", dk), "v_args": form.arguments("v", dk)}
     attend = source.ATTEND.format(tiles=1, **arguments)
-    if is_wide(shape):
+    if splits_keys(shape) and tile(shape) > 16:
         attend = f"if (queries > 16) {source.ATTEND.format(tiles=2, **arguments)} else {attend}"
-    prepare = f"factor = of_prepare<NK>(to, {'signs, ' if form.turns else ''}c);" if form.value_bits else ""
+    prepare = f"factor = of_prepare<NK>(to, {'signs, ' if form.turns else ''}c, total);" if form.value_bits else ""
     body = source.PARTIAL.format(
         dk=dk,
         dv=dv,
@@ -114,11 +157,12 @@ def partial_source(shape: Shape, slabs: int) -> dict[str, Any]:
         pointers="const void " + ", ".join(f"*{a}" for a in both) + f"; {cases[0]}",
         cases="\n".join(f"case {i}: {cases[i]} break;" for i in range(1, slabs)),
         **arguments,
-        wide="true" if is_wide(shape) else "false",
+        wide="true" if splits_keys(shape) else "false",
         tile=tile(shape),
         opened="true" if form.value_bits else "false",
         prepare=prepare,
         seek=cuda_formats.SEEK[form.name].format(**parameters),
+        reading=source.AHEAD.format(**arguments) if staged is None else _staged(shape, staged, arguments, parameters),
     )
     slots = [f"{a}_{i}" for i in range(slabs) for a in both]
     load, products = cuda_formats.LOADS[form.name], "f16" if form.value_bits else ""
@@ -131,15 +175,37 @@ def partial_source(shape: Shape, slabs: int) -> dict[str, Any]:
     }
 
 
+def _staged(shape: Shape, how: Staging, arguments: dict[str, Any], parameters: dict[str, int]) -> str:
+    """Returns the source that reads keys and values through shared memory."""
+    assert shape.format is not None
+    tiles = cuda_formats.TILES[shape.format.name]
+    sizes = {"stages": how.stages, "tile_bytes": how.tile_bytes}
+    return source.STAGED.format(
+        **arguments,
+        **sizes,
+        origin=tiles.origin.format(**parameters),
+        copy=tiles.copy.format(**parameters, **sizes),
+        tiles_declared=tiles.declared,
+        tiles_set=tiles.set,
+        **{side: _in_tile(arguments[args], tiles.tag) for side, args in (("k_tile", "k_args"), ("v_tile", "v_args"))},
+    )
+
+
+def _in_tile(arguments: str, tag: str) -> str:
+    """Returns the arguments that read a tile, in place of an array."""
+    array, *others = arguments.split(", ", 1)
+    return ", ".join([f"{array}_tile{tag}", *others])
+
+
 def reduce_source(name: str, value_dim: int, sinks: str, turns: bool) -> dict[str, Any]:
     """Returns the name, the arguments, the header and the source of the reduction."""
-    write = source.WRITE_TURNED if turns else source.WRITE
+    write = cuda_reduce.WRITE_TURNED if turns else cuda_reduce.WRITE
     return {
         "name": f"onefold_reduce_{name}_{value_dim}_{sinks.rpartition('.')[2]}{'_t' if turns else ''}",
         "input_names": ["numbers", "lists", "mixed", "sums", "sinks", *(["signs"] if turns else [])],
         "output_names": ["attended"],
         "header": cuda_header.header(name),
-        "source": cuda_header.shortened((source.REDUCE + write).format(dv=value_dim)),
+        "source": cuda_header.shortened((cuda_reduce.REDUCE + write).format(dv=value_dim)),
     }
 
 

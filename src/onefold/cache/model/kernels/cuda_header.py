@@ -32,6 +32,37 @@ __device__ __forceinline__ float of_wide16(unsigned short h) {{
   asm("cvt.f32.{given} %0, %1;" : "=f"(r) : "h"(h));
   return r;
 }}
+__device__ __forceinline__ float of_exp2(float x) {{
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}}
+__device__ __forceinline__ float of_log2(float x) {{
+  float r;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}}
+__device__ __forceinline__ float of_inverse(float x) {{
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}}
+#define OF_STAGED extern __shared__ uint4 of_staged[]
+// copies n of 16 bytes into shared memory, and zeros in place of the others
+__device__ __forceinline__ void of_copy16(void* to, const void* from, int n) {{
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(n) : "memory");
+}}
+__device__ __forceinline__ void of_commit() {{ asm volatile("cp.async.commit_group;" ::: "memory"); }}
+// waits until all copies but those of the last N commits are there
+template <int N> __device__ __forceinline__ void of_wait() {{
+  asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
+}}
+// keeps the compiler from computing an address again from its parts in every round of a loop
+__device__ __forceinline__ const void* of_kept(const void* x) {{
+  asm("" : "+l"(x));
+  return x;
+}}
 __device__ __forceinline__ void of_put(u32* to, uint2 x) {{ to[0] = x.x; to[1] = x.y; }}
 __device__ __forceinline__ void of_put(u32* to, uint4 x) {{ to[0] = x.x; to[1] = x.y; to[2] = x.z; to[3] = x.w; }}
 // x * y + z, of two numbers each
@@ -44,9 +75,10 @@ __device__ __forceinline__ u32 of_fma2(u32 x, u32 y, u32 z) {{
 
 _PREPARE = """
 // A query for products with codes: rotated if they are, and divided by a power of two so that f16 holds it. Returns
-// what it must be multiplied by. Four neighbouring threads have 8 dimensions in 32 each; c: which of them.
-template <int NK> __device__ __forceinline__ float of_prepare(uint4* q, {signs}int c) {{
-  float x[NK][8], most = 0.f;
+// what it must be multiplied by, and its sum in `total`. Four neighbouring threads have 8 dimensions in 32 each; c:
+// which of them.
+template <int NK> __device__ __forceinline__ float of_prepare(uint4* q, {signs}int c, float* total) {{
+  float x[NK][8], most = 0.f, sum = 0.f;
 #pragma unroll
   for (int j = 0; j < NK; j++) {{
     u32 pairs[4];
@@ -58,15 +90,21 @@ template <int NK> __device__ __forceinline__ float of_prepare(uint4* q, {signs}i
 #pragma unroll
   for (int j = 0; j < NK; j++)
 #pragma unroll
-    for (int e = 0; e < 8; e++) most = fmaxf(most, fabsf(x[j][e]));
+    for (int e = 0; e < 8; e++) {{
+      most = fmaxf(most, fabsf(x[j][e]));
+      sum += x[j][e];
+    }}
   most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
   most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  sum += __shfl_xor_sync(~0u, sum, 2);
   const u32 power = most < 1e-30f ? 0x3f800000u : __float_as_uint(most) & 0x7f800000u;
   const float by = __uint_as_float(0x7f000000u - power);
 #pragma unroll
   for (int j = 0; j < NK; j++)
     q[j] = make_uint4(of_pack(x[j][0] * by, x[j][1] * by), of_pack(x[j][2] * by, x[j][3] * by),
                       of_pack(x[j][4] * by, x[j][5] * by), of_pack(x[j][6] * by, x[j][7] * by));
+  *total = sum * by;
   return __uint_as_float(power){norm};
 }}
 """
@@ -109,15 +147,12 @@ _TURNED = {
 }
 _AS_GIVEN = dict.fromkeys(_TURNED, "")
 
-_BITS = {"bf16": {"one": 0x3F80, "whole": 0x4300}, "f16": {"one": 0x3C00, "whole": 0x6400}}
-"""The bits of 1, and of the number whose last bit is worth 1."""
-
 
 def header(given: str, load: str = "", *, products: str = "", turns: bool = False, **parameters: int) -> str:
     """Returns what comes before a kernel: instructions, and functions that load a format. Numbers are given in one
     type, and multiplied in another if `products` is one: then queries are prepared for it."""
     prepare = _PREPARE.format(**(_TURNED if turns else _AS_GIVEN)) if products else ""
-    loads = load.format(**_BITS[products or given], **parameters)
+    loads = load.format(**parameters)
     return "\n".join([instructions(given, products or given), shortened(loads + prepare)])
 
 

@@ -18,9 +18,7 @@ from tiny import tiny
 
 import onefold
 from onefold.cache.memory import device
-from onefold.cache.model.formats.rotated import Rotated
-from onefold.cache.model.formats.turbo import Turbo
-from onefold.cache.model.formats.turned import TurnedSides
+from onefold.cache.model.formats.turned import turned_sides
 from onefold.cache.model.kernels import coding_comparison, comparison, cuda, cuda_source, current, trial
 from onefold.cache.model.kernels.coding import Coding
 from onefold.cache.model.kernels.decode import DecodeKernel, Format, Shape
@@ -139,6 +137,8 @@ def test_the_source_for_metal_reads_every_format(form, tmp_path_factory):
         (STORED[0], (32, 96)),
         (CODED[0], (64, 256)),
         (CODED[1], (64, 128)),
+        (CODED[1], (32, 256)),
+        (STORED[1], (32, 96)),
         (CODED[2], (64, 64)),
         (CODED[3], (64, 64)),
         (STORED[2], (64, 96)),
@@ -173,7 +173,7 @@ def test_tiles_leave_every_gpu_room_for_a_block():
 @pytest.mark.parametrize("form", [CODED[0], *(pytest.param(form, marks=pytest.mark.slow) for form in CODED[1:])])
 def test_the_source_that_encodes_computes_what_plain_operations_do(form, tmp_path, monkeypatch):
     monkeypatch.setattr(coding_comparison, "SHAPES", ((1, 1, 1), (2, 2, 1)))  # each of its threads is a thread here
-    how = Coding(form.name, 64, 32, form.bits, form.value_bits, mx.float32)
+    how = Coding(form.name, 32, 64, form.bits, form.value_bits, mx.float32)
     with mx.stream(mx.cpu):
         assert coding_comparison.compare(how, *emulated_coding(tmp_path)) == ""
 
@@ -181,15 +181,13 @@ def test_the_source_that_encodes_computes_what_plain_operations_do(form, tmp_pat
 @pytest.mark.parametrize("form", CODED, ids=lambda form: form.tag)
 def test_a_wrong_encoding_is_found(form):
     how = Coding(form.name, 64, 64, form.bits, form.value_bits, mx.float32)
-    kind = Rotated if form.name == "rotated" else Turbo
-    sides = kind(64, form.bits, 1), kind(64, form.value_bits, 2)
-    codec = TurnedSides(*sides, how, form)
+    codec = turned_sides(how, form)
 
     def encode(_how: Any, k: mx.array, v: mx.array, *_signs: mx.array, across: bool = False) -> mx.array:
         return (codec.encode_step if across else codec.encode)(k, v)[0]
 
     def turn(how: Any, x: mx.array, _signs: mx.array) -> mx.array:
-        return sides[1].turn_back(x) if how.back else sides[0].turn(x)
+        return codec.values.turn_back(x) if how.back else codec.keys.turn(x)
 
     def decode(_how: Any, rows: mx.array) -> tuple[mx.array, mx.array]:
         return codec.decode([rows], mx.float32)
@@ -204,10 +202,17 @@ def test_a_wrong_encoding_is_found(form):
         rows[..., -1:] = (rows[..., -1:].view(mx.float16) * 1.1).view(mx.uint32)
         return rows
 
+    def regrouped(*given: Any, **options: Any) -> mx.array:
+        rows = encode(*given, **options)
+        rows[..., -2] >>= 1
+        return rows
+
     assert coding_comparison.compare(how, encode, turn, decode) == ""
     assert "differ, across" in coding_comparison.compare(how, lambda *given, across=False: encode(*given), turn, decode)
     assert "codes differ" in coding_comparison.compare(how, flipped, turn, decode)
     assert "scales differ" in coding_comparison.compare(how, scaled, turn, decode)
+    if how.value_groups > 1:
+        assert "values of (1, 1, 1): scales differ" in coding_comparison.compare(how, regrouped, turn, decode)
     wrong = coding_comparison.compare(how, encode, lambda *given: (-1 if given[0].back else 1) * turn(*given), decode)
     assert "turned back" in wrong
     assert "keys, decoded" in coding_comparison.compare(how, encode, turn, lambda *given: (2 * decode(*given)[0],) * 2)

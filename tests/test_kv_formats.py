@@ -148,7 +148,7 @@ def test_a_ring_stays_packed() -> None:
 
 def test_what_was_stored_under_a_tag_is_found_under_the_same_tag():
     """0.6.0 stored affine groups under 8 and 4. Models of 32 bits have tags of their own since: scales had 32 bits."""
-    tags = {"16": 16, "affine8": 8, "affine4": 4, "8": "r8r8", "k8v4": "r8r4", "4": "r5r4"}
+    tags = {"16": 16, "affine8": 8, "affine4": 4, "8": "r8r8", "k8v4": "r8g4", "4": "r5r4"}
     assert {name: made.tag for name, made in FORMATS.items()} == {**tags, "turbo4": "turbo4", "turbo3": "turbo3"}
     for name in FORMATS:
         for dtype in (mx.bfloat16, mx.float32):
@@ -236,6 +236,25 @@ def test_a_step_is_searched_that_is_nearer_to_the_vector(dim: int, bits: int, mo
     found = side.decode(list(side.encode(x)), mx.float32)
     error, of_widest = (mx.square(a - turned).mean().item() for a in (found, widest))
     assert error <= most * of_widest
+
+
+@pytest.mark.parametrize(
+    "dim, groups, most", [(64, 2, 0.86), (96, 3, 0.80), (128, 4, 0.75), (256, 4, 0.81), (160, 1, 1)]
+)
+def test_groups_of_a_value_with_scales_of_their_own_are_nearer_to_it(dim: int, groups: int, most: float) -> None:
+    """Keys of 8 bits leave a word of a row to them."""
+    specs = [ArraySpec(2, d, mx.bfloat16) for d in (32, dim)]
+    codec = FORMATS["k8v4"].codec(*specs)
+    assert codec.spec(*specs).arrays[0].dim == 32 * 8 // 32 + dim * 4 // 32 + 2
+    x = mx.random.normal((1, 2, 600, dim), key=mx.random.key(0))
+    found = codec.as_made(list(codec.encode(x[..., :32].astype(mx.bfloat16), x.astype(mx.bfloat16))), mx.float32)[1]
+    whole = Rotated(dim, 4, seed=2)
+    one = whole.turn_back(whole.decode(list(whole.encode(x)), mx.float32))
+    error, of_one = (mx.square(a - x).mean().item() for a in (found, one))
+    assert error <= most * of_one * 1.01
+    shares = codec.encode(x[..., :32], x)[0][..., -2].view(mx.uint8).reshape(-1, 4)
+    assert not shares[:, groups if groups > 1 else 0 :].any().item()
+    assert shares[:, :groups].max(axis=1).min().item() == (255 if groups > 1 else 0)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 NAMES = ("16", "8", "k8v4", "4", "affine8", "affine4", "turbo4", "turbo3")
-_OF_TAGS = {"8": "affine8", "8s": "affine8", "4": "affine4", "4s": "affine4", "r8r8": "8", "r8r4": "k8v4", "r5r4": "4"}
+_OF_TAGS = {"8": "affine8", "8s": "affine8", "4": "affine4", "4s": "affine4", "r8r8": "8", "r8g4": "k8v4", "r5r4": "4"}
 
 
 def name_of(tag: object) -> str:

@@ -12,18 +12,13 @@ from onefold.cache.memory.shapes import ArraySpec
 from onefold.cache.model.formats.affine import Affine
 from onefold.cache.model.formats.codec import Codec, StockForm
 from onefold.cache.model.formats.plain import PlainCodec
-from onefold.cache.model.formats.rotated import Rotated
 from onefold.cache.model.formats.rotation import is_turnable
 from onefold.cache.model.formats.sides import Sides, scale_type
-from onefold.cache.model.formats.turbo import Turbo
-from onefold.cache.model.formats.turned import TurnedSides
+from onefold.cache.model.formats.turned import turned_sides
 from onefold.cache.model.kernels import coding
 from onefold.cache.model.kernels.coding import Coding
 from onefold.cache.model.kernels.decode import Format
 from onefold.errors import ConfigError
-
-KEYS, VALUES = 1, 2
-"""Seeds of the rotations."""
 
 
 class Made(NamedTuple):
@@ -59,27 +54,13 @@ def _rotatable(k: ArraySpec, v: ArraySpec) -> bool:
     return _in_groups(k, v) and is_turnable(k.dim) and is_turnable(v.dim) and k.heads == v.heads
 
 
-def _rotated(key_bits: int, value_bits: int) -> Callable[[ArraySpec, ArraySpec], Codec]:
+def _turned(name: str, key_bits: int, value_bits: int) -> Callable[[ArraySpec, ArraySpec], Codec]:
     def make(k: ArraySpec, v: ArraySpec) -> Codec:
-        form = _kernel_format("rotated", key_bits, value_bits, k, v)
-        how = Coding("rotated", k.dim, v.dim, key_bits, value_bits, k.dtype)
-        return TurnedSides(Rotated(k.dim, key_bits, KEYS), Rotated(v.dim, value_bits, VALUES), how, form)
+        turns = k.dim in coding.DIMS and v.dim in coding.DIMS
+        how = Coding(name, k.dim, v.dim, key_bits, value_bits, k.dtype)
+        return turned_sides(how, Format(name, 1, key_bits, 0, value_bits, turns=turns))
 
     return make
-
-
-def _turbo(bits: int) -> Callable[[ArraySpec, ArraySpec], Codec]:
-    def make(k: ArraySpec, v: ArraySpec) -> Codec:
-        form = _kernel_format("turbo", bits, bits, k, v)
-        how = Coding("turbo", k.dim, v.dim, bits, bits, k.dtype)
-        return TurnedSides(Turbo(k.dim, bits, KEYS), Turbo(v.dim, bits, VALUES), how, form)
-
-    return make
-
-
-def _kernel_format(name: str, key_bits: int, value_bits: int, k: ArraySpec, v: ArraySpec) -> Format:
-    """Returns how kernels read rows."""
-    return Format(name, 1, key_bits, 0, value_bits, turns=k.dim in coding.DIMS and v.dim in coding.DIMS)
 
 
 def _plain(k: ArraySpec, v: ArraySpec) -> Codec:
@@ -88,13 +69,13 @@ def _plain(k: ArraySpec, v: ArraySpec) -> Codec:
 
 FORMATS: dict[str, Made] = {
     "16": Made("as the model makes it", 16, lambda k, v: True, _plain),
-    "8": Made("8 bits, rotated", "r8r8", _rotatable, _rotated(8, 8)),
-    "k8v4": Made("keys 8 bits, values 4 bits, rotated", "r8r4", _rotatable, _rotated(8, 4)),
-    "4": Made("keys 5 bits, values 4 bits, rotated", "r5r4", _rotatable, _rotated(5, 4)),
+    "8": Made("8 bits, rotated", "r8r8", _rotatable, _turned("rotated", 8, 8)),
+    "k8v4": Made("keys 8 bits, values 4 bits, rotated", "r8g4", _rotatable, _turned("rotated", 8, 4)),
+    "4": Made("keys 5 bits, values 4 bits, rotated", "r5r4", _rotatable, _turned("rotated", 5, 4)),
     "affine8": Made("8 bits, affine; mlx-lm's own", 8, _in_groups, _affine(8)),
     "affine4": Made("4 bits, affine; mlx-lm's own", 4, _in_groups, _affine(4)),
-    "turbo4": Made("TurboQuant, 4 bits", "turbo4", _rotatable, _turbo(4)),
-    "turbo3": Made("TurboQuant, 3 bits", "turbo3", _rotatable, _turbo(3)),
+    "turbo4": Made("TurboQuant, 4 bits", "turbo4", _rotatable, _turned("turbo", 4, 4)),
+    "turbo3": Made("TurboQuant, 3 bits", "turbo3", _rotatable, _turned("turbo", 3, 3)),
 }  # fmt: skip
 
 

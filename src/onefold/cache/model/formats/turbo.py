@@ -42,10 +42,12 @@ class Turbo:
         levels = self._levels.astype(dtype)
 
         def unpacked(part: list[mx.array]) -> mx.array:
-            words, scales = part
-            return mx.take(levels, unpack(words, self.bits)) * scales.astype(dtype)
+            return mx.take(levels, unpack(part[0], self.bits)) * self.scales(part, dtype)
 
         return in_slices(unpacked, arrays)
+
+    def scales(self, arrays: list[mx.array], dtype: mx.Dtype) -> mx.array:
+        return arrays[1].astype(dtype)
 
     def times_tokens(self, q: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array:
         return q @ self._part(arrays, lo, hi, q.dtype).swapaxes(-1, -2)

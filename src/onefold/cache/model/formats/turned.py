@@ -1,8 +1,9 @@
 """Rotated formats: the keys and values of a layer in one array, a row for each head and token.
 
-A row has the codes of the key, those of the value, perhaps a word of zeros (`row_words`), and a word with both scales,
-the key's in its lower half. So a step writes one array of each layer, and a kernel is given one of each slab. Where the
-device has a kernel for it, that rotates and encodes, and unpacks.
+A row has the codes of the key, those of the value, perhaps one more word (`row_words`), and a word with both scales,
+the key's in its lower half. The one more has the shares of the value's groups (`rotated`), or is 0. So a step writes
+one array of each layer, and a kernel is given one of each slab. Where the device has a kernel for it, that rotates and
+encodes, and unpacks.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from onefold.cache.model.kernels import coding, current
 from onefold.cache.model.kernels.coding import Coding
 from onefold.cache.model.kernels.decode import Format, Signs
 
+KEYS, VALUES = 1, 2
+"""Seeds of the rotations."""
 Parts = list[mx.array]
-"""The words and the scales of keys, or of values."""
+"""The words and the scales of keys, or of values, and perhaps the shares of groups."""
 
 
 class TurnedSides:
@@ -47,11 +50,11 @@ class TurnedSides:
         if self._is_coded(k) and v.dtype == k.dtype:
             return (coding.encode(self._how, k, v, *self._signs),)
         k, v = k.astype(self._how.dtype), v.astype(self._how.dtype)
-        (k_words, k_scales), (v_words, v_scales) = self.keys.encode(k), self.values.encode(v)
+        (k_words, k_scales), (v_words, v_scales, *shares) = self.keys.encode(k), self.values.encode(v)
         scales = mx.concatenate([k_scales, v_scales], axis=-1).view(mx.uint32)
-        unused = self._how.row - self._how.key_words - self._how.value_words - 1
-        zeros = [mx.zeros((*k_words.shape[:-1], unused), mx.uint32)] if unused else []
-        return (mx.concatenate([k_words, v_words, *zeros, scales], axis=-1),)
+        if not shares and self._how.row > self._how.key_words + self._how.value_words + 1:
+            shares = [mx.zeros_like(scales)]
+        return (mx.concatenate([k_words, v_words, *shares, scales], axis=-1),)
 
     def encode_step(self, k: mx.array, v: mx.array) -> tuple[mx.array, ...]:
         if self._is_coded(k) and v.dtype == k.dtype:
@@ -66,10 +69,11 @@ class TurnedSides:
         return self.keys.decode(k, dtype), self.values.decode(v, dtype)
 
     def parts(self, rows: mx.array) -> tuple[Parts, Parts]:
-        """Returns words and scales of the keys, and of the values."""
+        """Returns what was stored of the keys, and of the values."""
         n, m = self._how.key_words, self._how.value_words
         scales = rows[..., -1:].view(scale_type(self._how.dtype))
-        return [rows[..., :n], scales[..., :1]], [rows[..., n : n + m], scales[..., 1:]]
+        shares = [rows[..., n + m : n + m + 1]] if self._how.value_groups > 1 else []
+        return [rows[..., :n], scales[..., :1]], [rows[..., n : n + m], scales[..., 1:], *shares]
 
     def as_made(self, arrays: list[mx.array], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
         k, v = self.parts(arrays[0])
@@ -98,3 +102,11 @@ class TurnedSides:
     def _is_coded(self, x: mx.array) -> bool:
         """Whether the kernel takes these vectors."""
         return x.dtype == self._how.dtype and x.ndim == 4 and x.size > 0 and current.codes(self._how)
+
+
+def turned_sides(how: Coding, form: Format) -> TurnedSides:
+    """Returns the codec that stores keys and values so."""
+    if how.name == "rotated":
+        values = Rotated(how.value_dim, how.value_bits, VALUES, how.value_groups)
+        return TurnedSides(Rotated(how.key_dim, how.key_bits, KEYS), values, how, form)
+    return TurnedSides(Turbo(how.key_dim, how.key_bits, KEYS), Turbo(how.value_dim, how.value_bits, VALUES), how, form)

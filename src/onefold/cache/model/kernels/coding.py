@@ -46,6 +46,11 @@ class Coding(NamedTuple):
         return self.value_dim * self.value_bits // 32
 
     @property
+    def value_groups(self) -> int:
+        """Groups of a value, each with a scale of its own."""
+        return value_groups(self.name, self.key_bits, self.value_dim, self.value_bits)
+
+    @property
     def row(self) -> int:
         """Words of a token's row."""
         return row_words(self.key_dim, self.key_bits, self.value_dim, self.value_bits)
@@ -64,6 +69,14 @@ def row_words(key_dim: int, key_bits: int, value_dim: int, value_bits: int) -> i
     A row with codes of 8 bits has an even number, so that they can be loaded eight at a time."""
     words = (key_dim * key_bits + value_dim * value_bits) // 32 + 1
     return words + words % 2 if key_bits == 8 else words
+
+
+def value_groups(name: str, key_bits: int, value_dim: int, value_bits: int) -> int:
+    """Returns how many groups of a value have a scale of their own: where keys have 8 bits and values 4, the word that
+    makes a row even has them."""
+    if name != "rotated" or (key_bits, value_bits) != (8, 4):
+        return 1
+    return next(n for n in (4, 3, 2, 1) if value_dim % (WARP * n) == 0)
 
 
 def takes(coding: Coding) -> bool:
@@ -139,7 +152,7 @@ constexpr float HALF = float(1 << (B - 1));
 const float shares[] = {STEPS};
 float top = 0.0f, best = -1.0f, found = 0.0f;
 for (int i = 0; i < E; i++) top = OF_MAX(top, OF_ABS(x[i]));
-for (int o = 1; o < 32; o *= 2) top = OF_MAX(top, OF_XOR(top, o));
+for (int o = 1; o < LANES; o *= 2) top = OF_MAX(top, OF_XOR(top, o));
 #pragma unroll
 for (int s = 0; s < COUNT; s++) {
   const float step = OF_MAX(top / (HALF - 0.5f) * shares[s], 1e-6f);
@@ -152,7 +165,7 @@ for (int s = 0; s < COUNT; s++) {
     down += middle * middle;
     codes[i] = int(code + HALF);
   }
-  for (int o = 1; o < 32; o *= 2) {
+  for (int o = 1; o < LANES; o *= 2) {
     up += OF_XOR(up, o);
     down += OF_XOR(down, o);
   }
@@ -163,6 +176,15 @@ for (int s = 0; s < COUNT; s++) {
 #pragma unroll
     for (int i = 0; i < E; i++) staged[lane * E + i] = (unsigned char)(codes[i]);
   }
+}
+if (GROUPS > 1) {  // the largest scale is stored, and the share of it that each group has
+  float whole = found;
+  for (int o = LANES; o < 32; o *= 2) whole = OF_MAX(whole, OF_XOR(whole, o));
+  const float share = OF_FLOOR(found / OF_MAX(whole, 1e-6f) * 256.0f + 0.5f);
+  const OF_LONG first = 4 * (to * ROW + ROW - 2);
+  if (lane % LANES == 0) OF_BYTE(coded, first + lane / LANES, int(OF_MIN(OF_MAX(share, 1.0f), 256.0f)) - 1);
+  if (lane >= GROUPS && lane < 4) OF_BYTE(coded, first + lane, 0);
+  found = whole;
 }
 """
 
@@ -195,7 +217,7 @@ const OF_LONG each = @_strides[3];
 
 _SIDE = (
     """
-constexpr int D = DIM, E = D / 32, B = BITS, FIRST = BEGIN;
+constexpr int D = DIM, E = D / 32, B = BITS, FIRST = BEGIN, GROUPS = GROUPED, LANES = 32 / GROUPS;
 constexpr float NORM = SCALE;
 """
     + _PLACE
@@ -218,7 +240,7 @@ for (int w = lane; w < D * B / 32; w += 32) {
   }
   coded[to * ROW + FIRST + w] = word;
 }
-if (PART == 1 && FIRST + D * B / 32 < ROW - 1 && lane == 0) coded[to * ROW + ROW - 2] = 0u;
+if (PART == 1 && GROUPS == 1 && FIRST + D * B / 32 < ROW - 1 && lane == 0) coded[to * ROW + ROW - 2] = 0u;
 if (lane == 0) OF_STORE(coded, 2 * (to * ROW + ROW - 1) + PART, found);
 """
 )
@@ -244,11 +266,13 @@ for (int i = 0; i < E; i++) OF_WRITE(y, OF_LONG(at) * D + lane * E + i, x[i] LAS
 
 _DECODE_SIDE = (
     """
-constexpr int D = DIM, E = D / 32, B = BITS, FIRST = BEGIN;
+constexpr int D = DIM, E = D / 32, B = BITS, FIRST = BEGIN, GROUPS = GROUPED, LANES = 32 / GROUPS;
 """
     + _PLACE.replace("@", "coded")
     + """
-const float scale = of_scale((coded[from + (ROW - 1) * each] >> (16 * PART)) & 0xffffu);
+float scale = of_scale((coded[from + (ROW - 1) * each] >> (16 * PART)) & 0xffffu);
+if (GROUPS > 1)
+  scale *= float(((coded[from + (ROW - 2) * each] >> (8 * (lane / LANES))) & 255u) + 1u) * (1.0f / 256.0f);
 #pragma unroll
 for (int i = 0; i < E; i++) {
   const int bit = (lane * E + i) * B, off = bit % 32;
@@ -274,6 +298,7 @@ _CUDA_WORDS = {
     "OF_READ(": "of_read(",
     "OF_WRITE(": "of_write(",
     "OF_STORE(": "of_write(",
+    "OF_BYTE(": "of_byte(",
     "OF_LONG": "long",
     "OF_MAX": "fmaxf",
     "OF_MIN": "fminf",
@@ -290,6 +315,7 @@ _METAL_WORDS = {
     "OF_READ(": "of_read(",
     "OF_WRITE(": "of_write(",
     "OF_STORE(": "of_store(",
+    "OF_BYTE(": "of_byte(",
     "OF_LONG": "int64_t",
     "OF_MAX": "max",
     "OF_MIN": "min",
@@ -309,6 +335,7 @@ __device__ __forceinline__ void of_write(void* y, long at, float x) {
   asm("cvt.rn.TYPE.f32 %0, %1;" : "=h"(h) : "f"(x));
   ((unsigned short*)y)[at] = h;
 }
+#define of_byte(y, at, v) ((unsigned char*)(y))[at] = (unsigned char)(v)
 __device__ __forceinline__ float of_scale(unsigned int bits) {
   float r;
   asm("cvt.f32.TYPE %0, %1;" : "=f"(r) : "h"((unsigned short)bits));
@@ -321,6 +348,7 @@ using namespace metal;
 #define of_read(x, at) float((x)[at])
 #define of_write(y, at, v) (y)[at] = TYPE(v)
 #define of_store(y, at, v) ((device HALVES*)(y))[at] = HALVES(v)
+#define of_byte(y, at, v) ((device unsigned char*)(y))[at] = (unsigned char)(v)
 inline float of_scale(unsigned int bits) { return OPENED; }
 """
 _METAL_TYPES = {mx.bfloat16: "bfloat16_t", mx.float16: "half", mx.float32: "float"}
@@ -367,13 +395,13 @@ def decoder_source(coding: Coding, metal: bool) -> dict[str, Any]:
 def _of_both(coding: Coding, side: str, given: str) -> str:
     """Returns what each group does: the first half of them for a key, the others for a value. `given` is the input
     whose shape says how many there are."""
-    k_side = ("k", coding.key_dim, coding.key_bits, 0, 0)
-    v_side = ("v", coding.value_dim, coding.value_bits, coding.key_words, 1)
+    k_side = ("k", coding.key_dim, coding.key_bits, 0, 0, 1)
+    v_side = ("v", coding.value_dim, coding.value_bits, coding.key_words, 1, coding.value_groups)
     k, v = (
         side.replace("@", name).replace("DIM", str(dim)).replace("BITS", str(bits)).replace("BEGIN", str(begin))
-        .replace("PART", str(part)).replace("SCALE", f"{dim**-0.5!r}f")
+        .replace("PART", str(part)).replace("GROUPED", str(groups)).replace("SCALE", f"{dim**-0.5!r}f")
         .replace("STEPS", ", ".join(f"{share}f" for share in steps(bits))).replace("COUNT", str(len(steps(bits))))
-        for name, dim, bits, begin, part in (k_side, v_side)
+        for name, dim, bits, begin, part, groups in (k_side, v_side)
     )  # fmt: skip
     return f"""
 constexpr int ROW = {coding.row};

@@ -9,7 +9,7 @@ import mlx.core as mx
 from onefold.cache.model.formats.packing import unpack
 from onefold.cache.model.formats.rotated import Rotated
 from onefold.cache.model.formats.turbo import Turbo
-from onefold.cache.model.formats.turned import TurnedSides
+from onefold.cache.model.formats.turned import TurnedSides, turned_sides
 from onefold.cache.model.kernels import coding
 from onefold.cache.model.kernels.coding import Coding, Turning
 from onefold.cache.model.kernels.decode import Format
@@ -36,23 +36,24 @@ def compare(
     """Returns why the kernels are wrong; empty if they are right. Raises RuntimeError if the device cannot compile or
     run them."""
     mx.random.seed(0)
-    kind = Rotated if how.name == "rotated" else Turbo
-    sides = kind(how.key_dim, how.key_bits, 1), kind(how.value_dim, how.value_bits, 2)
-    codec = TurnedSides(*sides, how, Format(how.name, 1, how.key_bits, 0, how.value_bits))
+    codec = turned_sides(how, Format(how.name, 1, how.key_bits, 0, how.value_bits))
+    sides = codec.keys, codec.values
+    shares = how.value_groups if how.value_groups > 1 else 0
+    """Bytes behind the codes that say how large groups are."""
     for i, shape in enumerate(SHAPES):
         given = [_vectors(shape, side.dim, how.dtype, across=i % 2 == 1) for side in sides]
         signs = [side.signs for side in sides]
         rows = encode(how, *given, *signs)
         if rows.shape != (*shape, how.row) or rows.dtype != mx.uint32:
             return f"rows of {rows.shape} for {shape}"
-        if mx.any(rows[..., how.key_words + how.value_words : -1]).item():
-            return f"rows of {shape} are not zero where they have no codes"
+        if mx.any(rows[..., how.key_words + how.value_words : -1].view(mx.uint8)[..., shares:]).item():
+            return f"rows of {shape} are not zero where nothing is stored"
         if shape[2] == 1:
             across = encode(how, *given, *signs, across=True)
             if not mx.array_equal(across, rows.transpose(2, 1, 0, 3)):
                 return f"rows of {shape} differ, across"
         for side, x, name, parts in zip(sides, given, ("keys", "values"), codec.parts(rows), strict=True):
-            reason = _differs(side, x, *parts)
+            reason = _differs(side, x, parts)
             if reason:
                 return f"{name} of {shape}: {reason}"
         reason = _unpacks(codec, how, rows, decode)
@@ -78,20 +79,20 @@ def _vectors(shape: tuple[int, int, int], dim: int, dtype: mx.Dtype, *, across: 
     return x.transpose(0, 2, 1, 3) if across else x
 
 
-def _differs(side: Rotated | Turbo, x: mx.array, words: mx.array, scales: mx.array) -> str:
+def _differs(side: Rotated | Turbo, x: mx.array, stored: list[mx.array]) -> str:
     wanted = list(side.encode(x))
-    codes, others = (unpack(a, side.bits).astype(mx.int32) for a in (words, wanted[0]))
-    size, wanted_size = mx.abs(scales.astype(mx.float32)), mx.abs(wanted[1].astype(mx.float32))
+    codes, others = (unpack(a[0], side.bits).astype(mx.int32) for a in (stored, wanted))
+    size, wanted_size = (mx.abs(side.scales(a, mx.float32)) for a in (stored, wanted))
+    groups = (*size.shape, side.dim // size.shape[-1])
     near = mx.abs(size - wanted_size) <= SCALES * wanted_size + 1e-6
     turned = side.turn(x.astype(mx.float32))
     error, least = (
-        mx.square(side.decode(stored, mx.float32) - turned).sum(axis=-1, keepdims=True)
-        for stored in ([words, scales], wanted)
+        mx.square(side.decode(a, mx.float32) - turned).reshape(groups).sum(axis=-1) for a in (stored, wanted)
     )
     if not bool((near | (error <= AS_GOOD * least)).all()):
         return f"scales differ by up to {float(mx.abs(size - wanted_size).max()):.2g}"
-    apart = mx.abs(codes - others)
-    apart = mx.where(near & (wanted_size > 0), apart, 0)  # of zeros, all codes mean the same
+    apart = mx.abs(codes - others).reshape(groups)
+    apart = mx.where((near & (wanted_size > 0))[..., None], apart, 0)  # of zeros, all codes mean the same
     if float(apart.max()) > 1 or float((apart > 0).astype(mx.float32).mean()) > MOST_OTHER:
         return f"{float((apart > 0).astype(mx.float32).mean()):.2%} of the codes differ, by up to {int(apart.max())}"
     return ""

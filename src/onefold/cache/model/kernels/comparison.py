@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from onefold.cache.model.formats.rotated import Rotated
-from onefold.cache.model.formats.turbo import Turbo
-from onefold.cache.model.formats.turned import TurnedSides
+from onefold.cache.model.formats.turned import TurnedSides, turned_sides
 from onefold.cache.model.kernels import product
 from onefold.cache.model.kernels.coding import Coding
 from onefold.cache.model.kernels.decode import DecodeKernel, Shape, Signs
@@ -51,10 +49,8 @@ def codec_of(shape: Shape) -> TurnedSides:
     """Returns the codec of a rotated format."""
     form = shape.format
     assert form is not None
-    kind = Rotated if form.name == "rotated" else Turbo
-    sides = kind(shape.key_dim, form.bits, seed=0), kind(shape.value_dim, form.value_bits, seed=1)
     how = Coding(form.name, shape.key_dim, shape.value_dim, form.bits, form.value_bits, shape.dtype)
-    return TurnedSides(*sides, how, form)
+    return turned_sides(how, form)
 
 
 class Case(NamedTuple):

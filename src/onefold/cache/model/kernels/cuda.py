@@ -146,9 +146,14 @@ def partial_source(shape: Shape, slabs: int) -> dict[str, Any]:
     cases = [" ".join(f"{a} = {a}_{i};" for a in both) for i in range(slabs)]
     each = 8 if dv // _split(dv) % 64 == 0 else 4
     arguments = {"each": each, "k_args": form.arguments("k", dk), "v_args": form.arguments("v", dk)}
-    attend = source.ATTEND.format(tiles=1, **arguments)
+    grouped = _has_shares(shape)
+    shares = {
+        "read_shares": source.READ_SHARES if grouped else "",
+        "use_shares": source.USE_SHARES.format(groups=form.value_groups(dv)) if grouped else "",
+    }
+    attend = source.ATTEND.format(tiles=1, **arguments, **shares)
     if splits_keys(shape) and tile(shape) > 16:
-        attend = f"if (queries > 16) {source.ATTEND.format(tiles=2, **arguments)} else {attend}"
+        attend = f"if (queries > 16) {source.ATTEND.format(tiles=2, **arguments, **shares)} else {attend}"
     prepare = f"factor = of_prepare<NK>(to, {'signs, ' if form.turns else ''}c, total);" if form.value_bits else ""
     body = source.PARTIAL.format(
         dk=dk,
@@ -162,10 +167,11 @@ def partial_source(shape: Shape, slabs: int) -> dict[str, Any]:
         opened="true" if form.value_bits else "false",
         prepare=prepare,
         seek=cuda_formats.SEEK[form.name].format(**parameters),
-        reading=source.AHEAD.format(**arguments) if staged is None else _staged(shape, staged, arguments, parameters),
+        reading=_ahead(shape, arguments) if staged is None else _staged(shape, staged, arguments, parameters),
     )
     slots = [f"{a}_{i}" for i in range(slabs) for a in both]
-    load, products = cuda_formats.LOADS[form.name], "f16" if form.value_bits else ""
+    load = cuda_formats.LOADS[form.name] + (cuda_formats.SHARES if grouped else "")
+    products = "f16" if form.value_bits else ""
     return {
         "name": f"onefold_partial_{name}_{dk}_{dv}_{form.tag}_{slabs}",
         "input_names": ["q", "numbers", "work", "lists", "scale", *slots, *(["signs"] if form.turns else [])],
@@ -175,12 +181,21 @@ def partial_source(shape: Shape, slabs: int) -> dict[str, Any]:
     }
 
 
+def _ahead(shape: Shape, arguments: dict[str, Any]) -> str:
+    """Returns the source that reads keys and values into registers."""
+    return (source.AHEAD + (source.SHARES_AHEAD if _has_shares(shape) else "")).format(**arguments)
+
+
+def _has_shares(shape: Shape) -> bool:
+    return shape.format is not None and shape.format.value_groups(shape.value_dim) > 1
+
+
 def _staged(shape: Shape, how: Staging, arguments: dict[str, Any], parameters: dict[str, int]) -> str:
     """Returns the source that reads keys and values through shared memory."""
     assert shape.format is not None
     tiles = cuda_formats.TILES[shape.format.name]
     sizes = {"stages": how.stages, "tile_bytes": how.tile_bytes}
-    return source.STAGED.format(
+    return (source.STAGED + (source.SHARES_STAGED if _has_shares(shape) else "")).format(
         **arguments,
         **sizes,
         origin=tiles.origin.format(**parameters),

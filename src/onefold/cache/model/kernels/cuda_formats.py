@@ -190,6 +190,17 @@ OF_SIDE uint2 of_open4(const void*, of_side<B, FIRST, HALF>, of_words x, int wit
 """
 )
 
+SHARES = """
+// Each byte of a word says how many 256ths of the scale a group of a value has, less one. What was opened of a group is
+// multiplied by that.
+OF_SIDE u32 of_fetch_shares(const void* x, of_side<B, FIRST, HALF>, int key) {{ return of_row(x, key)[{row} - 2]; }}
+__device__ __forceinline__ void of_share(u32* opened, int n, u32 shares, int group) {{
+  const u32 by = of_fma2(__byte_perm(shares, 0x64646464u, 0x4040 + 0x0101 * group), 0x1c001c00u, 0xc3fec3feu);
+#pragma unroll
+  for (int i = 0; i < n; i++) opened[i] = of_fma2(opened[i], by, 0u);
+}}
+"""
+"""What formats have besides whose values are divided into groups."""
 LOADS = {"plain": _PLAIN, "affine": _AFFINE, "rotated": _ROTATED, "turbo": _TURBO}
 """By the name of a format, functions whose first arguments are `Format.arguments`:
 - `of_fetch8` and `of_fetch4` load what is stored of 8 and 4 neighbouring dimensions of one key or value, and

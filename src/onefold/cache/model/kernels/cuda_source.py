@@ -179,6 +179,26 @@ auto value_scale = [&](int n, int i) {{ return of_fetch_scale({v_tile}, 8 * n + 
 """The same through shared memory, into which each warp copies the tiles of its next rounds: registers for one round
 ahead do not keep enough loads on the way to hide how long each takes."""
 
+SHARES_AHEAD = """
+auto value_shares = [&](int t, int i) {{
+  return of_fetch_shares({v_args}, min(t + 2 * c + (i & 1) + 8 * (i >> 1), hi - 1));
+}};
+"""
+SHARES_STAGED = """
+auto value_shares = [&](int t, int i) {{ return of_fetch_shares({v_tile}, 2 * c + (i & 1) + 8 * (i >> 1)); }};
+"""
+"""What reads the shares that groups of a value have of its scale, if it is divided into groups."""
+READ_SHARES = """
+u32 shares[4];
+#pragma unroll
+for (int i = 0; i < 4; i++) shares[i] = value_shares(t, i);
+"""
+USE_SHARES = """
+#pragma unroll
+for (int i = 0; i < 4; i++)
+  of_share(v[i], EACH / 2, shares[i], (half * WIDTH + b * 8 * EACH + g * EACH) / (DV / {groups}));
+"""
+
 ATTEND = """
 {{
 constexpr int MT = {tiles};  // tiles of queries of a warp, which opens each key and value once for them
@@ -213,6 +233,7 @@ for (int m = 0; m < MT; m++) {{
 begin(lo + 16 * part, 16 * parts_k);
 for (int t = lo + 16 * part; t < stop; t += 16 * parts_k) {{
   arrive(t, 16 * parts_k);
+  {read_shares}
   float s[MT][2][4];
 #pragma unroll
   for (int m = 0; m < MT; m++)
@@ -321,6 +342,7 @@ for (int t = lo + 16 * part; t < stop; t += 16 * parts_k) {{
     u32 v[4][EACH / 2];
 #pragma unroll
     for (int i = 0; i < 4; i++) of_put(v[i], of_open{each}({v_args}, value_part(i, b), half * WIDTH + g * EACH));
+    {use_shares}
 #pragma unroll
     for (int e = 0; e < EACH; e++) {{
       const u32 pick = e & 1 ? 0x7632u : 0x5410u;

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 
 from onefold.cache.memory import device
-from onefold.cache.model.kernels.coding import row_words
+from onefold.cache.model.kernels.coding import row_words, value_groups
 from onefold.cache.model.kernels.work_table import MOST_QUERIES, WorkTable, most_partials
 
 log = logging.getLogger("onefold")
@@ -69,6 +69,10 @@ class Format(NamedTuple):
         if side == "k":
             return f"x0, of_side<{self.bits}, 0, 0>()"
         return f"x0, of_side<{self.value_bits}, {key_dim * self.bits // 32}, 1>()"
+
+    def value_groups(self, value_dim: int) -> int:
+        """Returns how many groups of a value have a scale of their own, in rows of one array."""
+        return value_groups(self.name, self.bits, value_dim, self.value_bits)
 
     def row(self, key_dim: int, value_dim: int) -> int:
         """Returns the words of a row of the one array."""

@@ -82,7 +82,8 @@ def partial_source(shape: Shape, slabs: int) -> dict[str, Any]:
     cases = [f"case {i}: {' '.join(f'{a} = {a}_{i};' for a in both)} break;" for i in range(1, slabs)]
     row = form.row(shape.key_dim, shape.value_dim)
     scale = source.SCALES.get(name, source.SCALE)
-    load = source.LOADS[form.name].format(t=name, bits=form.bits, group=form.group, row=row, scale=scale)
+    layout = {"bits": form.bits, "group": form.group, "row": row, "groups": form.value_groups(shape.value_dim)}
+    load = source.LOADS[form.name].format(t=name, scale=scale, **layout)
     sizes = {"dk": shape.key_dim, "dv": shape.value_dim, "tile": tile(shape)}
     reading = {f"{side}_args": form.arguments(side, shape.key_dim) for side in "kv"}
     reading["turn"] = source.TURN_QUERY.format() if form.turns else ""

@@ -194,7 +194,9 @@ _ROTATED = (
     + """
 template <int B, int FIRST, int HALF>
 inline float of_load(const device uint* x, of_side<B, FIRST, HALF>, int64_t key, int dims, int dim) {{
-  const float scale = of_scale((x[key * {row} + ({row} - 1)] >> (16 * HALF)) & 0xffffu);
+  float scale = of_scale((x[key * {row} + ({row} - 1)] >> (16 * HALF)) & 0xffffu);
+  if (HALF && {groups} > 1)
+    scale *= float(((x[key * {row} + ({row} - 2)] >> (8 * (dim / (dims / {groups})))) & 255u) + 1u) * (1.0f / 256.0f);
   return scale * (float(of_code<B>(x, key * {row} + FIRST, dim)) + (0.5f - float(1 << (B - 1))));
 }}
 """

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
 from tiny import tiny
 
@@ -56,6 +58,75 @@ def test_a_text_that_cannot_be_used(
     if content is not None:
         (tmp_path / "text").write_bytes(content)
     assert main(["doctor", "--kv", "llama_q", "--text", str(tmp_path / "text")]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_model_without_kv_of_all_tokens(loaded: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text"
+    text.write_text("a bb " * 99)
+    assert main(["doctor", "--kv", "mamba", "--text", str(text)]) == 2
+    assert "no layer of this model keeps the KV of all tokens" in capsys.readouterr().err
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, factor: float, after: int = 0) -> None:
+    """Multiply the logits of the model under test by `factor`, but not for the first `after` chunks of the text."""
+    model, chunks = tiny("llama_q"), list[int]()
+    given = type(model).__call__
+
+    def spoilt(self: Any, tokens: mx.array, *more: Any, **options: Any) -> mx.array:
+        if tokens.shape[1] >= 64:  # a cache tries a model with a few tokens
+            chunks.append(tokens.shape[1])
+        return given(self, tokens, *more, **options) * (factor if len(chunks) > after else 1)
+
+    monkeypatch.setattr(type(model), "__call__", spoilt)
+    monkeypatch.setattr(onefold, "load", lambda name: (model, Words()), raising=False)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), 1e9])
+def test_a_model_whose_outputs_are_not_numbers(
+    factor: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil(monkeypatch, factor)
+    (tmp_path / "text").write_text("one three five seven nineteen " * 40)
+    assert main(["doctor", "--kv", "llama_q", "--text", str(tmp_path / "text")]) == 2
+    assert "the model's own outputs on this text are not numbers" in capsys.readouterr().err
+
+
+def test_formats_with_which_outputs_are_not_numbers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil(monkeypatch, float("nan"), after=1)  # a chunk is fed to `16` first
+    (tmp_path / "text").write_text("one three five seven nineteen " * 40)
+    assert main(["doctor", "--kv", "llama_q", "--text", str(tmp_path / "text"), "--tokens", "150", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert list(told["formats"]) == ["16"] and told["recommended"] == "16"
+    assert "not numbers" in told["refused"]["8"]
+
+
+def test_tokens_that_no_model_gives() -> None:
+    """A masked token has no probability in either distribution, and adds nothing to the KL."""
+    quality, exact = Quality(), mx.array([[-1.0, float("-inf")]])
+    quality.add(exact, mx.exp(exact), exact, [0])
+    assert quality.is_finite and quality.mean_divergence == 0
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (["--text", ""], "--text is empty"),
+        (["--disk", "folder"], "give --kv or --disk"),
+        (["--tokens", "1"], "at least 64"),
+        (["--text", "no/such"], "cannot be read"),
+    ],
+)
+def test_arguments_are_checked_before_a_model_is_loaded(
+    given: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(onefold, "load", lambda name: pytest.fail("the model was loaded"), raising=False)
+    try:
+        assert main(["doctor", "--kv", "llama_q", *given]) == 2
+    except SystemExit as ended:
+        assert ended.code == 2
     assert said in capsys.readouterr().err
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from math import exp
+from math import exp, inf, isfinite
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +22,8 @@ DECODED = 16
 """Tokens of which the decode speed is measured."""
 MOST_DIVERGENCE = 0.03
 """The mean KL up to which a format is recommended: about the share by which the perplexity rises, which varies more."""
+_MOST_SURPRISE = 700.0
+"""Above it, a perplexity is beyond what a float holds."""
 
 
 class Fed:
@@ -60,7 +62,8 @@ class Quality:
         each of them."""
         n = len(following)
         if n:
-            self.divergence += float((likely * (exact - found))[:n].sum())
+            apart = mx.where(likely > 0, likely * (exact - found), 0)  # a token may be impossible in both
+            self.divergence += float(apart[:n].sum())
             self.surprise -= float(mx.take_along_axis(found[:n], mx.array(list(following))[:, None], axis=-1).sum())
             self.tokens += n
 
@@ -71,7 +74,13 @@ class Quality:
 
     @property
     def perplexity(self) -> float:
-        return exp(self.surprise / max(1, self.tokens))
+        surprise = self.surprise / max(1, self.tokens)
+        return exp(surprise) if surprise < _MOST_SURPRISE else inf  # so is what is not a number
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all that was measured are numbers."""
+        return isfinite(self.divergence) and isfinite(self.perplexity)
 
     def loss(self, exact: Quality) -> float:
         """Returns by how much the perplexity is higher than with KV as the model makes it, as a share."""
@@ -116,5 +125,5 @@ def trial(model: Any, tokens: Sequence[int], names: Sequence[str], budget: int |
 
 def recommended(found: dict[str, Quality]) -> str:
     """Returns the format with the fewest bytes whose mean KL is at most `MOST_DIVERGENCE`."""
-    good = [name for name, q in found.items() if q.mean_divergence <= MOST_DIVERGENCE]
+    good = [name for name, q in found.items() if q.is_finite and q.mean_divergence <= MOST_DIVERGENCE]
     return min(good, key=lambda name: found[name].token_bytes)

@@ -55,6 +55,10 @@ def run(arguments: list[str]) -> int:
         parser().error("--disk is empty: give a folder, or leave the option out")
     if given.kv is None and (given.text is not None or given.tokens is not None):
         parser().error("--text and --tokens are for --kv: name a model with it")
+    if given.kv is not None and given.disk is not None:
+        parser().error("--kv tries formats and does not check a folder: give --kv or --disk")
+    if given.text is not None and not given.text.strip():
+        parser().error("--text is empty: give a file, or leave the option out")
     try:
         if given.kv is not None:
             from onefold.cli import doctor_kv

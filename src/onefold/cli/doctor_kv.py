@@ -29,28 +29,25 @@ def run(name: str, model_name: str, text: str | None, tokens: int, *, as_json: b
 
 
 def measured(model_name: str, text: str | None, n_tokens: int) -> dict[str, Any]:
-    """Returns what each format costs, by name. Raises ConfigError for a text that cannot be used."""
+    """Returns what each format costs, by name. Raises ConfigError for a text that cannot be used, and for a model with
+    which no format can be tried."""
     import onefold
     from onefold import kv_trial
 
-    model, tokenizer = onefold.load(model_name)
     if n_tokens < LEAST_TOKENS:
         raise ConfigError(f"--tokens must be at least {LEAST_TOKENS}, got {n_tokens}")
-    tokens = list(tokenizer.encode(_read(text)[: n_tokens * CHARACTERS]))[:n_tokens]
+    content = _read(text)[: n_tokens * CHARACTERS]
+    model, tokenizer = onefold.load(model_name)
+    tokens = list(tokenizer.encode(content))[:n_tokens]
     if len(tokens) < LEAST_TOKENS:
         raise ConfigError(f"the text has {len(tokens)} tokens: give one with at least {LEAST_TOKENS}")
-    able, refused = [], {}
-    for name in NAMES:
-        try:
-            with onefold.PrefixCache(model, kv=name) as cache:
-                if cache.uncached_reason:
-                    raise ConfigError(f"this model's KV is not cached: {cache.uncached_reason}")
-            able.append(name)
-        except ConfigError as error:
-            if name == "16":
-                raise
-            refused[name] = str(error)
+    able, refused = _possible(model)
     found = kv_trial.trial(model, tokens, able, None)
+    if not found["16"].is_finite:
+        raise ConfigError("the model's own outputs on this text are not numbers: give another text, or another model")
+    for name in [name for name, q in found.items() if not q.is_finite]:
+        del found[name]
+        refused[name] = "its outputs on this text are not numbers"
     exact = found["16"]
     formats = {
         name: {
@@ -68,6 +65,27 @@ def measured(model_name: str, text: str | None, n_tokens: int) -> dict[str, Any]
     return {"model": model_name, "tokens": len(tokens), "formats": formats, "refused": refused, "recommended": best} | {
         "most_kl": kv_trial.MOST_DIVERGENCE
     }
+
+
+def _possible(model: Any) -> tuple[list[str], dict[str, str]]:
+    """Returns the formats that the model can have, and why it cannot have the others. Raises ConfigError if no KV of it
+    is stored in a format."""
+    import onefold
+
+    able, refused = list[str](), dict[str, str]()
+    for name in NAMES:
+        try:
+            with onefold.PrefixCache(model, kv=name) as cache:
+                if cache.uncached_reason:
+                    raise ConfigError(f"this model's KV is not cached: {cache.uncached_reason}")
+                if not cache.state.store.token_bytes:
+                    raise ConfigError("no layer of this model keeps the KV of all tokens: there is no format to choose")
+            able.append(name)
+        except ConfigError as error:
+            if name == "16":
+                raise
+            refused[name] = str(error)
+    return able, refused
 
 
 def shown(told: dict[str, Any]) -> str:

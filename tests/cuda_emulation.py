@@ -50,6 +50,8 @@ static float __uint_as_float(u32 bits) {
   memcpy(&x, &bits, 4);
   return x;
 }
+static float of_number(float a, float b) { return std::isnan(a) ? b : std::isnan(b) ? a : std::max(a, b); }
+#define fmaxf of_number  // the C library's returns NaN for a signalling one
 static float of_exp2(float x) { return std::exp2(x); }
 static float of_log2(float x) { return std::log2(x); }
 static float of_inverse(float x) { return 1 / x; }

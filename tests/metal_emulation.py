@@ -13,8 +13,8 @@ import mlx.core as mx
 import numpy as np
 from kernel_emulation import COMPILER, in_other_order, run
 
-from onefold.cache.model.kernels import coding, metal, metal_source
-from onefold.cache.model.kernels.coding import Coding, Turning
+from onefold.cache.model.kernels import coding_source, metal, metal_source
+from onefold.cache.model.kernels.coded import WARP, Coding, Turning
 from onefold.cache.model.kernels.decode import DecodeKernel, Partial, Reduction, Shape
 
 __all__ = ["COMPILER", "emulated_coding", "emulated_kernel"]
@@ -107,20 +107,20 @@ def emulated_coding(folder: Path) -> tuple[Any, Any, Any]:
         shape = (1, k.shape[1], k.shape[0]) if across else k.shape[:3]
         out, vectors = np.full((*shape, how.row), 7, np.uint32), sum(a.size // a.shape[-1] for a in (k, v))
         given = [in_other_order(np.array(k)), in_other_order(np.array(v))]
-        parts = coding.encoder_source(how, metal=True, across=across)
-        _run(str(folder), parts, [*given, *map(np.array, signs)], [out], (vectors, 1), coding.WARP)
+        parts = coding_source.encoder_source(how, metal=True, across=across)
+        _run(str(folder), parts, [*given, *map(np.array, signs)], [out], (vectors, 1), WARP)
         return mx.array(out)
 
     def turn(how: Turning, x: mx.array, signs: mx.array) -> mx.array:
-        out, parts = np.zeros(x.shape, np.float32), coding.turner_source(how, metal=True)
+        out, parts = np.zeros(x.shape, np.float32), coding_source.turner_source(how, metal=True)
         given = [in_other_order(np.array(x)), np.array(signs)]
-        _run(str(folder), parts, given, [out], (x.size // how.dim, 1), coding.WARP)
+        _run(str(folder), parts, given, [out], (x.size // how.dim, 1), WARP)
         return mx.array(out)
 
     def decode(how: Coding, rows: mx.array) -> tuple[mx.array, mx.array]:
         k, v = (np.zeros((*rows.shape[:3], dim), np.float32) for dim in (how.key_dim, how.value_dim))
-        parts, vectors = coding.decoder_source(how, metal=True), 2 * rows.size // rows.shape[3]
-        _run(str(folder), parts, [in_other_order(np.array(rows))], [k, v], (vectors, 1), coding.WARP)
+        parts, vectors = coding_source.decoder_source(how, metal=True), 2 * rows.size // rows.shape[3]
+        _run(str(folder), parts, [in_other_order(np.array(rows))], [k, v], (vectors, 1), WARP)
         return mx.array(k), mx.array(v)
 
     return encode, turn, decode

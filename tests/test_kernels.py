@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -19,8 +21,8 @@ from tiny import tiny
 import onefold
 from onefold.cache.memory import device
 from onefold.cache.model.formats.turned import turned_sides
-from onefold.cache.model.kernels import coding_comparison, comparison, cuda, cuda_source, current, trial
-from onefold.cache.model.kernels.coding import Coding
+from onefold.cache.model.kernels import coding_comparison, comparison, compiled, cuda, cuda_source, current, trial
+from onefold.cache.model.kernels.coded import Coding
 from onefold.cache.model.kernels.decode import DecodeKernel, Format, Shape
 from onefold.cache.model.kernels.work_table import MOST_QUERIES, PADDING, WorkTable
 
@@ -114,6 +116,33 @@ def test_a_trial_on_this_device_passes(form, tmp_path, monkeypatch):
     tried = trial.Trial(Shape(128, 128, mx.bfloat16, form), 32, 8)
     assert trial.reason(tried) == ""
     assert list(trial.kept().values()) == [tried]
+
+
+def test_a_result_holds_for_the_sources_with_which_it_was_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONEFOLD_CACHE_DIR", str(tmp_path))
+    tried = trial.Trial(Shape(128, 128, mx.bfloat16, PLAIN), 32, 8)
+    monkeypatch.setattr(trial.subprocess, "run", lambda *given, **options: completed('{"found": "it differs"}'))
+    assert trial.repeat(tried) == trial.reason(tried) == "it differs" and list(trial.kept().values()) == [tried]
+    monkeypatch.setattr(Path, "read_bytes", lambda path: b"another source")
+    trial.sources.cache_clear()
+    try:
+        assert trial.kept() == {}
+    finally:
+        trial.sources.cache_clear()
+
+
+def completed(line: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.CompletedProcess([], 0, stdout=line, stderr="")
+
+
+def test_kernels_of_one_name_and_different_sources_are_told_apart(monkeypatch):
+    """MLX may find what it compiled by the name alone."""
+    named = list[str]()
+    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda name, **parts: named.append(name))
+    given = {"name": "one", "input_names": ["x"], "output_names": ["y"], "header": "", "source": "y[0] = x[0];"}
+    for changed in ({}, {}, {"source": "y[0] = 2 * x[0];"}, {"header": "#define of_two 2"}):
+        compiled.kernel({**given, **changed})
+    assert named[0] == named[1] and len(set(named)) == 3 and all(name.startswith("one_") for name in named)
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")

@@ -257,6 +257,16 @@ def test_groups_of_a_value_with_scales_of_their_own_are_nearer_to_it(dim: int, g
     assert shares[:, :groups].max(axis=1).min().item() == (255 if groups > 1 else 0)
 
 
+@pytest.mark.parametrize("factor", [1e-5, 1e-7, 1e-9])
+def test_small_values_keep_their_length_in_groups(factor: float) -> None:
+    x = mx.random.normal((1, 2, 200, 128), key=mx.random.key(0)) * factor
+    groups, one = (
+        codec.decode(list(codec.encode(x.astype(mx.bfloat16))), mx.float32)
+        for codec in (Rotated(128, 4, seed=2, groups=4), Rotated(128, 4, seed=2))
+    )
+    assert mx.linalg.norm(groups).item() > 0.98 * mx.linalg.norm(one).item()
+
+
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_codes_are_packed_alike_whether_they_are_few_or_many(bits, monkeypatch):
     for shape in ((1, 2, 1, 32), (3, 8, 1, 128), (1, 1, 7, 96)):

@@ -21,6 +21,8 @@ from onefold.cache.model.levels import steps
 
 _LEAST = 1e-6
 """The least scale: of a vector of zeros."""
+_NOT_ZERO = 1e-30
+"""What the largest scale of a vector's groups is at the least, where it divides the others."""
 _BYTES = 4
 """Of a word: so many groups a vector can have."""
 _ENCODED = 256
@@ -58,7 +60,7 @@ class Rotated(Packed):
         stored = words, as_scale(whole, scale_type(x.dtype))
         if self.groups == 1:
             return stored
-        shares = mx.clip(mx.floor(scale / mx.maximum(whole, _LEAST) * 256 + 0.5), 1, 256) - 1
+        shares = mx.clip(mx.floor(scale / mx.maximum(whole, _NOT_ZERO) * 256 + 0.5), 1, 256) - 1
         unused = [(0, 0)] * (x.ndim - 1) + [(0, _BYTES - self.groups)]
         return *stored, mx.pad(shares.astype(mx.uint8), unused).view(mx.uint32)
 

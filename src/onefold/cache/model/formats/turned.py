@@ -18,7 +18,7 @@ from onefold.cache.model.formats.rotated import Rotated
 from onefold.cache.model.formats.sides import scale_type, vectors_made
 from onefold.cache.model.formats.turbo import Turbo
 from onefold.cache.model.kernels import coding, current
-from onefold.cache.model.kernels.coding import Coding
+from onefold.cache.model.kernels.coded import Coding, Turning
 from onefold.cache.model.kernels.decode import Format, Signs
 
 KEYS, VALUES = 1, 2
@@ -40,8 +40,8 @@ class TurnedSides:
         self.kernel_format: Format | None = form
         self._signs = keys.signs, values.signs
         self.signs: Signs | None = self._signs
-        self._to_keys = coding.Turning(how.key_dim, how.dtype, back=False)
-        self._from_values = coding.Turning(how.value_dim, how.dtype, back=True)
+        self._to_keys = Turning(how.key_dim, how.dtype, back=False)
+        self._from_values = Turning(how.value_dim, how.dtype, back=True)
 
     def spec(self, k: ArraySpec, v: ArraySpec) -> LayerSpec:
         return LayerSpec((ArraySpec(k.heads, self._how.row, mx.uint32),))

@@ -11,7 +11,7 @@ from onefold.cache.model.formats.rotated import Rotated
 from onefold.cache.model.formats.turbo import Turbo
 from onefold.cache.model.formats.turned import TurnedSides, turned_sides
 from onefold.cache.model.kernels import coding
-from onefold.cache.model.kernels.coding import Coding, Turning
+from onefold.cache.model.kernels.coded import Coding, Turning
 from onefold.cache.model.kernels.decode import Format
 
 SHAPES = (1, 1, 1), (1, 8, 1), (3, 2, 1), (8, 4, 1), (1, 3, 7), (2, 5, 130)

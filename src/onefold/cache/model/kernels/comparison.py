@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from onefold.cache.model.formats.turned import TurnedSides, turned_sides
 from onefold.cache.model.kernels import product
-from onefold.cache.model.kernels.coding import Coding
+from onefold.cache.model.kernels.coded import Coding
 from onefold.cache.model.kernels.decode import DecodeKernel, Shape, Signs
 from onefold.cache.model.kernels.work_table import CHUNK, MOST_QUERIES, Layout
 

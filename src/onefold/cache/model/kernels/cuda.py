@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from onefold.cache.model.kernels import cuda_formats, cuda_header, cuda_reduce
+from onefold.cache.model.kernels import compiled, cuda_formats, cuda_header, cuda_reduce
 from onefold.cache.model.kernels import cuda_source as source
 from onefold.cache.model.kernels.decode import DecodeKernel, Judge, Launcher, Partial, Reduction, Shape
 
@@ -82,7 +82,7 @@ def takes(shape: Shape) -> str:
 @functools.cache
 def _reduction(name: str, value_dim: int, sinks: str, turns: bool) -> Any:
     """Returns the kernel that weights the chunks, for attention sinks of the type `sinks`, or none."""
-    return mx.fast.cuda_kernel(**reduce_source(name, value_dim, sinks, turns), ensure_row_contiguous=False)
+    return compiled.kernel(reduce_source(name, value_dim, sinks, turns))
 
 
 def _maybe(signs: mx.array | None) -> list[mx.array]:
@@ -94,10 +94,8 @@ class CudaLauncher:
         self._shape, self._slabs, self.tile = shape, slabs, tile(shape)
         self._threads = threads(shape)
         staged = staging(shape)
-        self._partial: Any = mx.fast.cuda_kernel(
-            **partial_source(shape, slabs),
-            ensure_row_contiguous=False,
-            shared_memory=0 if staged is None else staged.n_bytes,
+        self._partial: Any = compiled.kernel(
+            partial_source(shape, slabs), shared_memory=0 if staged is None else staged.n_bytes
         )
         turns = shape.format is not None and shape.format.turns
         self._reduce: Any = _reduction(cuda_header.NAMES[shape.dtype], shape.value_dim, "", turns)
@@ -152,7 +150,7 @@ def partial_source(shape: Shape, slabs: int) -> dict[str, Any]:
         "use_shares": source.USE_SHARES.format(groups=form.value_groups(dv)) if grouped else "",
     }
     attend = source.ATTEND.format(tiles=1, **arguments, **shares)
-    if splits_keys(shape) and tile(shape) > 16:
+    if splits_keys(shape):
         attend = f"if (queries > 16) {source.ATTEND.format(tiles=2, **arguments, **shares)} else {attend}"
     prepare = f"factor = of_prepare<NK>(to, {'signs, ' if form.turns else ''}c, total);" if form.value_bits else ""
     body = source.PARTIAL.format(

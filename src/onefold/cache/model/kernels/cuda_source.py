@@ -4,11 +4,12 @@
   each row.
 - Products run on tensor cores (`mma.sync.m16n8k16`). Each thread reads eight neighbouring dimensions of a key or value
   at once, and the order of dimensions and keys inside a product is chosen to match. A chunk that several rows read is
-  read once for up to 64 queries.
+  read once for 32 or 64 queries.
 - A block has four warps, which split the keys; each attends up to 32 queries. It copies the tiles of its next rounds
   into shared memory meanwhile (`STAGED`).
-- Affine formats, and values wider than 160, need more registers. Their keys are read straight from global memory
-  (`AHEAD`), and warps, eight where values are wider than 160, split the queries where there are more than 16.
+- Affine formats and values wider than 160 need more registers: their warps, eight where values are wider than 160,
+  split the queries where there are more than 16. These, and heads whose tiles do not fit in shared memory, are read
+  from global memory, one round ahead (`AHEAD`).
 
 The work table has eight integers for each chunk: slab, lo, hi, capacity, first member, number of members, how many keys
 the row has behind the chunk, first partial. A member is a row that reads the chunk; its partial has the chunk's
@@ -73,7 +74,7 @@ __shared__ uint4 shared_queries[WIDE ? TILE / 16 : 1][WIDE ? NK : 1][2][32];  //
 __shared__ float shared_factors[WIDE ? 4 : 1][8], shared_totals[WIDE ? 4 : 1][8];
 if constexpr (WIDE) {{  // each warp loads half of a tile, and all attend it
   const int m = warp & 1, side = warp >> 1;
-  if (!m || (TILE > 16 && queries > 16)) {{
+  if (!m || queries > 16) {{
     shared_factors[warp][g] = load_query(m, side, own[0], own_totals);
     shared_totals[warp][g] = own_totals[0];
 #pragma unroll
@@ -277,6 +278,7 @@ for (int t = lo + 16 * part; t < stop; t += 16 * parts_k) {{
     for (int n = 0; n < 2; n++)
 #pragma unroll
       for (int i = 0; i < 2; i++) {{
+        // keys that are not attended may have any bits; where one argument is not a number fmaxf returns the other
         const float factor = fmaxf(of_factor({v_args}, value_scale(n, i)), 1e-30f), log = of_log2(factor);
         inverse[n][i] = of_inverse(factor);
 #pragma unroll

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from onefold.cache.memory import device
 from onefold.cache.model.kernels import coding, cuda, metal, product, trial
+from onefold.cache.model.kernels.coded import Coding, Turning
 from onefold.cache.model.kernels.decode import DecodeKernel, Shape
 
 log = logging.getLogger("onefold")
@@ -22,7 +23,7 @@ _known: dict[bool, DecodeKernel] = {}
 """By whether the device is one of Metal."""
 _products: dict[tuple[mx.Dtype, bool], bool] = {}
 """By the type of the weights, and whether there is a bias: whether the kernel for products may be used."""
-_codings: dict[coding.Coding, bool] = {}
+_codings: dict[Coding, bool] = {}
 """By format: whether the kernels that rotate and encode may be used."""
 
 
@@ -79,26 +80,26 @@ def _is_compiled(dtype: mx.Dtype, biased: bool) -> bool:
     return True
 
 
-def codes(how: coding.Coding) -> bool:
+def codes(how: Coding) -> bool:
     """Whether there are kernels now that rotate and encode so."""
     return _codings.get(how, False) and kernel() is not None
 
 
-def compile_coding(how: coding.Coding) -> None:
+def compile_coding(how: Coding) -> None:
     """Try the kernels that rotate and encode so, and compile them, unless that is done. If they fail the trial, or
     cannot be compiled, they are not used; this is logged."""
     if how not in _codings and coding.takes(how) and kernel() is not None:
         _codings[how] = not trial.reason(trial.CodingTrial(how)) and _is_coding_compiled(how)
 
 
-def _is_coding_compiled(how: coding.Coding) -> bool:
+def _is_coding_compiled(how: Coding) -> bool:
     k, v = (mx.zeros((1, 1, 1, dim), how.dtype) for dim in (how.key_dim, how.value_dim))
     signs = [mx.ones((dim,)) for dim in (how.key_dim, how.value_dim)]
     try:
         device.evaluate(list(coding.decode(how, coding.encode(how, k, v, *signs))))
         device.evaluate(coding.encode(how, k, v, *signs, across=True))
-        device.evaluate(coding.turn(coding.Turning(how.key_dim, how.dtype, back=False), k, signs[0]))
-        device.evaluate(coding.turn(coding.Turning(how.value_dim, how.dtype, back=True), v, signs[1]))
+        device.evaluate(coding.turn(Turning(how.key_dim, how.dtype, back=False), k, signs[0]))
+        device.evaluate(coding.turn(Turning(how.value_dim, how.dtype, back=True), v, signs[1]))
     except RuntimeError as error:
         log.warning("the kernels that encode KV cannot be compiled, and MLX's own operations are used: %s", error)
         return False

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from onefold.cache.model.kernels import compiled
 from onefold.cache.model.kernels import metal_source as source
 from onefold.cache.model.kernels.decode import DecodeKernel, Judge, Launcher, Partial, Reduction, Shape
 
@@ -32,7 +33,7 @@ def takes(shape: Shape) -> str:
 @functools.cache
 def _reduction(name: str, value_dim: int, sinks: str, turns: bool) -> Any:
     """Returns the kernel that weights the chunks, for attention sinks of the type `sinks`, or none."""
-    return mx.fast.metal_kernel(**reduce_source(name, value_dim, sinks, turns), ensure_row_contiguous=False)
+    return compiled.kernel(reduce_source(name, value_dim, sinks, turns), metal=True)
 
 
 def _maybe(signs: mx.array | None) -> list[mx.array]:
@@ -42,7 +43,7 @@ def _maybe(signs: mx.array | None) -> list[mx.array]:
 class MetalLauncher:
     def __init__(self, shape: Shape, slabs: int) -> None:
         self._shape, self._slabs, self.tile = shape, slabs, tile(shape)
-        self._partial: Any = mx.fast.metal_kernel(**partial_source(shape, slabs), ensure_row_contiguous=False)
+        self._partial: Any = compiled.kernel(partial_source(shape, slabs), metal=True)
 
     def partial(self, given: Partial) -> tuple[mx.array, mx.array]:
         arrays = [a for slab in given.arrays for a in slab] + given.arrays[0] * (self._slabs - len(given.arrays))

@@ -19,6 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from onefold.cache.model.kernels.compiled import kernel
 from onefold.cache.model.kernels.cuda_header import NAMES, header, shortened
 
 TYPES = tuple(NAMES)
@@ -157,11 +158,12 @@ def _kernel(dtype: mx.Dtype, tiles: int, biased: bool) -> Any:
     name = NAMES[dtype]
     _, m, n, steps = _TILES[tiles]
     source = _SOURCE.replace("ADD_BIAS", _LOAD_BIAS + _BIAS[dtype] if biased else "").replace("TYPE", name)
-    return mx.fast.cuda_kernel(
-        name=f"onefold_product_{name}_{m}{'_biased' if biased else ''}",
-        input_names=["x", "w", "bias"] if biased else ["x", "w"],
-        output_names=["y"],
-        header=header(name) + shortened(_LOAD),
-        source=shortened(source.replace("TILES_M", str(m)).replace("TILES_N", str(n)).replace("STEPS", str(steps))),
-        ensure_row_contiguous=False,
-    )
+    source = source.replace("TILES_M", str(m)).replace("TILES_N", str(n)).replace("STEPS", str(steps))
+    parts = {
+        "name": f"onefold_product_{name}_{m}{'_biased' if biased else ''}",
+        "input_names": ["x", "w", "bias"] if biased else ["x", "w"],
+        "output_names": ["y"],
+        "header": header(name) + shortened(_LOAD),
+        "source": shortened(source),
+    }
+    return kernel(parts)

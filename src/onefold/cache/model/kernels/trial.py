@@ -1,13 +1,16 @@
 """Tries a device's kernels in a process of their own before they serve, and keeps the results.
 
 A wrong kernel may give wrong results, but also hang, or end its process. So it is compared with plain operations
-(`comparison`) in a child process (`child`) with a time limit: once for each device, shape or type, and version of MLX
-and Onefold. The results are in `kernels.json` in the user's cache folder. `onefold doctor` repeats the comparison.
+(`comparison`) in a child process (`child`) with a time limit: once for each device, shape or type, version of MLX and
+Onefold, and content of the kernels' source files. The results are in `kernels.json` in the user's cache folder.
+`onefold doctor` repeats the comparison.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import json
 import logging
 import os
@@ -20,7 +23,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from onefold.backend import version_of
-from onefold.cache.model.kernels.coding import Coding
+from onefold.cache.model.kernels.coded import Coding
 from onefold.cache.model.kernels.decode import Format, Shape
 from onefold.cache_folder import cache_folder
 from onefold.errors import ConfigError
@@ -163,7 +166,16 @@ def _key(trial: AnyTrial) -> str:
     info = mx.device_info() if mx.default_device().type == mx.DeviceType.gpu else {}
     device = " ".join(str(info[name]) for name in ("device_name", "architecture") if info.get(name))
     versions = ", ".join(f"{name} {version_of(name) or 'unknown'}" for name in ("mlx", "onefold"))
-    return f"{device or 'cpu'}; {versions}; {json.dumps(trial.described(), sort_keys=True)}"
+    return f"{device or 'cpu'}; {versions} {sources()}; {json.dumps(trial.described(), sort_keys=True)}"
+
+
+@functools.cache
+def sources() -> str:
+    """Returns a digest of the kernels' source files: in a clone they change more often than the version."""
+    folder, digest = Path(__file__).parent, hashlib.sha256()
+    for path in [*sorted(folder.glob("*.py")), *folder.parent.glob("levels.py")]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _path() -> Path | None:

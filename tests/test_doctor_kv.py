@@ -37,8 +37,11 @@ def test_every_format_is_tried(loaded: None, tmp_path: Path, capsys: pytest.Capt
     assert shares == sorted(shares, reverse=True) and shares[0] == 1
     worst = told["formats"]["turbo3"]["mean_kl"]
     assert told["formats"]["16"]["mean_kl"] == 0 <= told["formats"]["8"]["mean_kl"] < worst
+    assert "150 tokens say little" in told["warning"]
     assert main(["doctor", "--kv", "llama_q", "--text", str(text)]) == 0
-    assert f"recommended: --kv {told['recommended']}" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert f"recommended: --kv {told['recommended']}" in printed.out
+    assert "trying 16, 8," in printed.err and "200 of 200 tokens" in printed.err
 
 
 def test_what_a_model_cannot_take_is_named(loaded: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,6 +120,7 @@ def test_tokens_that_no_model_gives() -> None:
         (["--disk", "folder"], "give --kv or --disk"),
         (["--tokens", "1"], "at least 64"),
         (["--text", "no/such"], "cannot be read"),
+        (["--kv", "8"], "on a model: give its name or folder in place of 8"),
     ],
 )
 def test_arguments_are_checked_before_a_model_is_loaded(
@@ -128,6 +132,26 @@ def test_arguments_are_checked_before_a_model_is_loaded(
     except SystemExit as ended:
         assert ended.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_text_that_is_longer_than_the_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model: Any = tiny("llama_q")
+    model.args.max_position_embeddings = 120
+    monkeypatch.setattr(onefold, "load", lambda name: (model, Words()), raising=False)
+    (tmp_path / "text").write_text("one two " * 100)
+    assert main(["doctor", "--kv", "llama_q", "--text", str(tmp_path / "text")]) == 2
+    assert "this model's context of 120: give --tokens of at most 104" in capsys.readouterr().err
+
+
+def test_a_folder_of_the_environment_is_no_argument(
+    loaded: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ONEFOLD_DISK", str(tmp_path))
+    (tmp_path / "text").write_text("a bb " * 99)
+    assert main(["doctor", "--kv", "llama", "--text", str(tmp_path / "text")]) == 0
+    assert "recommended: --kv 16" in capsys.readouterr().out
 
 
 def test_the_fewest_bytes_that_are_good_enough_are_recommended() -> None:

@@ -229,6 +229,7 @@ def test_nonsense_on_the_command_line_is_refused(capsys: pytest.CaptureFixture[s
         assert left.value.code == 2
     assert "--no-such-flag" in capsys.readouterr().err
     both = ["--max-kv-size", "64", "--kv-bits"]
-    for wrong in (["--max-kv-size", "4", "--keep", "4"], ["--device-limit", "a lot"], both):
+    formats = [["--kv", "16", "--kv-bits"], ["--kv", "4", "--kv-bits"], ["--kv", ""]]
+    for wrong in (["--max-kv-size", "4", "--keep", "4"], ["--device-limit", "a lot"], both, *formats):
         assert main(["mlx-lm-server", *wrong]) == 2
         assert wrong[-1] in capsys.readouterr().err

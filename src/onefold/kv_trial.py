@@ -7,7 +7,7 @@ same chunks with KV as the model makes it are the reference. No token is exempt.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import exp, inf, isfinite
@@ -92,7 +92,17 @@ def chunks(tokens: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
         yield at, tokens[at : at + CHUNK]
 
 
-def compare(model: Any, caches: dict[str, PrefixCache], window: Sequence[int], found: dict[str, Quality]) -> None:
+Tell = Callable[[int], None]
+"""Is told how many tokens were fed, after each chunk."""
+
+
+def compare(
+    model: Any,
+    caches: dict[str, PrefixCache],
+    window: Sequence[int],
+    found: dict[str, Quality],
+    tell: Tell | None = None,
+) -> None:
     """Feed a window to a cache of each format, "16" among them, and add what it costs to `found`."""
     with ExitStack() as stack:
         fed = {name: Fed(cache, model, [*window, *window[:DECODED]]) for name, cache in caches.items()}
@@ -104,6 +114,8 @@ def compare(model: Any, caches: dict[str, PrefixCache], window: Sequence[int], f
             likely = mx.exp(exact)
             for name, one in fed.items():
                 found[name].add(exact, likely, exact if name == "16" else one.feed(tokens), following)
+            if tell is not None:
+                tell(at + len(tokens))
         for name, one in fed.items():
             found[name].prefill_seconds, one.seconds = one.seconds, 0.0
             for token in window[:DECODED]:
@@ -111,7 +123,9 @@ def compare(model: Any, caches: dict[str, PrefixCache], window: Sequence[int], f
             found[name].decode_seconds = one.seconds / DECODED
 
 
-def trial(model: Any, tokens: Sequence[int], names: Sequence[str], budget: int | str | None) -> dict[str, Quality]:
+def trial(
+    model: Any, tokens: Sequence[int], names: Sequence[str], budget: int | str | None, tell: Tell | None = None
+) -> dict[str, Quality]:
     """Returns what each format, "16" among them, costs on these tokens. Raises ConfigError for one that the model
     cannot take."""
     with ExitStack() as stack:
@@ -119,7 +133,7 @@ def trial(model: Any, tokens: Sequence[int], names: Sequence[str], budget: int |
         for name in names:
             caches[name] = stack.enter_context(PrefixCache(model, budget, kv=name))
         found = {name: Quality(cache.state.store.token_bytes) for name, cache in caches.items()}
-        compare(model, caches, tokens, found)
+        compare(model, caches, tokens, found, tell)
     return found
 
 

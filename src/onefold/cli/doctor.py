@@ -14,10 +14,12 @@ import subprocess
 import sys
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import onefold
 from onefold import backend
+from onefold.cache.model.formats.names import NAMES
 from onefold.cli import doctor_device, doctor_install
 from onefold.cli.cache import DISK
 from onefold.cli.command_line import INTERRUPTED, Parser
@@ -55,8 +57,10 @@ def run(arguments: list[str]) -> int:
         parser().error("--disk is empty: give a folder, or leave the option out")
     if given.kv is None and (given.text is not None or given.tokens is not None):
         parser().error("--text and --tokens are for --kv: name a model with it")
-    if given.kv is not None and given.disk is not None:
+    if given.kv is not None and any(a == "--disk" or a.startswith("--disk=") for a in arguments):
         parser().error("--kv tries formats and does not check a folder: give --kv or --disk")
+    if given.kv in NAMES and not Path(given.kv).exists():
+        parser().error(f"--kv tries every format on a model: give its name or folder in place of {given.kv}")
     if given.text is not None and not given.text.strip():
         parser().error("--text is empty: give a file, or leave the option out")
     try:

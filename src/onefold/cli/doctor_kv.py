@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import pydoc_data.topics
+import sys
 from pathlib import Path
 from typing import Any
 
 from onefold.cache.model.formats.names import NAMES
 from onefold.cli.command_line import complain
+from onefold.engine.context_length import context_length
 from onefold.errors import ConfigError, OnefoldError
 
 LEAST_TOKENS = 64
@@ -41,8 +43,13 @@ def measured(model_name: str, text: str | None, n_tokens: int) -> dict[str, Any]
     tokens = list(tokenizer.encode(content))[:n_tokens]
     if len(tokens) < LEAST_TOKENS:
         raise ConfigError(f"the text has {len(tokens)} tokens: give one with at least {LEAST_TOKENS}")
+    longest = context_length(model, tokenizer)
+    if longest is not None and len(tokens) + kv_trial.DECODED > longest:
+        most = f"give --tokens of at most {longest - kv_trial.DECODED}"
+        raise ConfigError(f"{len(tokens)} tokens of the text are beyond this model's context of {longest}: {most}")
     able, refused = _possible(model)
-    found = kv_trial.trial(model, tokens, able, None)
+    _say(f"trying {', '.join(able)} on {len(tokens):,} tokens")
+    found = kv_trial.trial(model, tokens, able, None, lambda n: _say(f"  {n:,} of {len(tokens):,} tokens"))
     if not found["16"].is_finite:
         raise ConfigError("the model's own outputs on this text are not numbers: give another text, or another model")
     for name in [name for name, q in found.items() if not q.is_finite]:
@@ -54,17 +61,27 @@ def measured(model_name: str, text: str | None, n_tokens: int) -> dict[str, Any]
             "bytes_per_token": q.token_bytes,
             "share": round(q.token_bytes / exact.token_bytes, 4),
             "perplexity": round(q.perplexity, 4),
-            "loss": round(q.loss(exact), 5),
+            "perplexity_change": round(q.loss(exact), 5),
             "mean_kl": round(q.mean_divergence, 6),
             "prefill_tokens_per_second": round(len(tokens) / q.prefill_seconds, 1),
             "decode_tokens_per_second": round(1 / q.decode_seconds, 1),
         }
         for name, q in found.items()
     }
-    best = kv_trial.recommended(found)
-    return {"model": model_name, "tokens": len(tokens), "formats": formats, "refused": refused, "recommended": best} | {
-        "most_kl": kv_trial.MOST_DIVERGENCE
+    few = f"{len(tokens)} tokens say little: give a text of {FEW_TOKENS} or more" if len(tokens) < FEW_TOKENS else ""
+    return {
+        "model": model_name,
+        "tokens": len(tokens),
+        "formats": formats,
+        "refused": refused,
+        "recommended": kv_trial.recommended(found),
+        "most_kl": kv_trial.MOST_DIVERGENCE,
+        "warning": few,
     }
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _possible(model: Any) -> tuple[list[str], dict[str, str]]:
@@ -93,15 +110,16 @@ def shown(told: dict[str, Any]) -> str:
     names = f"{'format':8} {'bytes/token':>11} {'share':>6} {'perplexity':>10} {'mean KL':>9}"
     lines.append(f"{names} {'prefill/s':>9} {'decode/s':>8}")
     for name, f in told["formats"].items():
-        change = "" if name == "16" else f"{f['loss']:+.2%}"
+        change = "" if name == "16" else f"{f['perplexity_change']:+.2%}"
         costs = f"{f['bytes_per_token']:>11,} {f['share']:>6.3f} {change or f['perplexity']:>10} {f['mean_kl']:>9.5f}"
         speeds = f"{f['prefill_tokens_per_second']:>9,.1f} {f['decode_tokens_per_second']:>8,.1f}"
         lines.append(f"{name:8} {costs} {speeds}")
     lines += [f"{name}: {why}" for name, why in told["refused"].items()]
     why = f"the fewest bytes with a mean KL of at most {told['most_kl']} on this text"
-    if told["tokens"] < FEW_TOKENS:
-        lines += ["", f"{told['tokens']} tokens say little: give a text of {FEW_TOKENS} or more"]
-    lines += ["", "share: of the bytes of 16, which has the model's type; perplexity, mean KL: of the next token"]
+    if told["warning"]:
+        lines += ["", told["warning"]]
+    lines += ["", "share: of the bytes of 16, which has the model's type; mean KL: of the next token, against 16"]
+    lines += ["perplexity: that of 16, and how much higher it is in the other formats"]
     lines += [f"recommended: --kv {told['recommended']} ({why})"]
     return "\n".join(lines)
 

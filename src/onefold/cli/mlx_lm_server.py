@@ -28,12 +28,13 @@ def run(arguments: list[str]) -> int:
     quantises = any(a.startswith("--kv-b") for a in theirs)  # mlx-lm's parser takes shorter names, too
     if ours.max_kv_size and quantises:
         return complain(COMMAND, "--max-kv-size cannot be used with --kv-bits: mlx-lm has no quantised rotating cache")
-    if ours.kv != PLAIN and quantises:
+    if ours.kv is not None and quantises:
         return complain(COMMAND, "--kv cannot be used with --kv-bits, mlx-lm's own quantisation: leave one out")
     from onefold.mlx_lm import DEVICE_LIMIT, LRUPromptCache, serve  # takes seconds to import: not for --help
 
     limit = {"off": None}.get(ours.device_limit, ours.device_limit or DEVICE_LIMIT)
-    options = {"max_kv_size": ours.max_kv_size, "keep": ours.keep, "kv": ours.kv, "device_limit": limit}
+    kv = PLAIN if ours.kv is None else ours.kv
+    options = {"max_kv_size": ours.max_kv_size, "keep": ours.keep, "kv": kv, "device_limit": limit}
     try:
         LRUPromptCache(**options).close()  # checks the options before the model is loaded
         if ours.model is not None:
@@ -70,8 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         help="device memory for weights and KV, such as 24GB or 80%%; requests that do not fit are "
         "refused (default: 95%%; off: no limit)",
     )
-    formats = f"format of stored KV: {', '.join(NAMES)} (default: 16)"
-    parser.add_argument("--kv", default=PLAIN, metavar="NAME", help=formats)
+    edges = "4+2 is 4, with the first two and the last two layers as the model makes them"
+    formats = f"format of stored KV: {', '.join(NAMES)}; {edges} (default: {PLAIN})"
+    parser.add_argument("--kv", metavar="FORMAT", help=formats)
     parser.add_argument("--prompt-cache-bytes", type=_bytes, help=argparse.SUPPRESS)  # mlx-lm's help lists them
     parser.add_argument("--model", help=argparse.SUPPRESS)
     return parser

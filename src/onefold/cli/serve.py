@@ -242,7 +242,7 @@ def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
         ("budget", _budget_line(engine)),
         ("disk", _disk_line(engine)),
         *_remote_lines(engine),
-        ("one token", f"{show_size(engine.cache.inventory.token_bytes)} of KV{_format(engine)}"),
+        ("one token", f"{show_size(engine.cache.inventory.token_bytes)} of KV, in format {engine.cache.kv}"),
         ("room for", _room(engine)),
     ]
     if engine.context_length is not None:
@@ -279,10 +279,6 @@ def _remote_lines(engine: Engine) -> list[tuple[str, str]]:
     if remote.failed:
         return [("shared", f"OFF: {remote.failed}")]
     return [("shared", f"{remote.folder}, with other machines, in records of {remote.record_tokens} tokens")]
-
-
-def _format(engine: Engine) -> str:
-    return "" if engine.cache.kv == "16" else f", in format {engine.cache.kv}"
 
 
 def _room(engine: Engine) -> str:

@@ -124,16 +124,16 @@ def test_a_prompt_of_one_token(engine, loaded):
 
 
 def test_one_forward_per_step_for_all_rows(engine, forwards, loaded):
-    prompts = [words(100 + 9 * i, seed=i) for i in range(6)]
-    answers = ask_all(engine, [request(p, 60) for p in prompts])
+    prompts, length = [words(100 + 9 * i, seed=i) for i in range(6)], 200
+    answers = ask_all(engine, [request(p, length) for p in prompts])
     decoded = [shape for shape in forwards.shapes if shape[1] == 1]  # before the cold runs add theirs
-    assert [a.tokens for a in answers] == [cold(loaded[0], p, 60) for p in prompts]
+    assert [a.tokens for a in answers] == [cold(loaded[0], p, length) for p in prompts]
     stats = engine.stats()
     assert max(rows for rows, _ in decoded) == 6
     assert len(decoded) == stats.steps
-    # each row has 60 tokens, and a step that serves six is counted once; prompts have half of the time
-    assert stats.steps <= 60 + 6 * 6
-    assert sum(rows for rows, _ in decoded) >= 6 * 59
+    # a step that serves six is counted once; while a prompt is computed the rows before it take some more, by the clock
+    assert stats.steps <= 2 * length
+    assert sum(rows for rows, _ in decoded) >= 6 * (length - 1)
 
 
 @pytest.mark.parametrize("most_rows", [3, 8])

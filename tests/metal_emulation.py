@@ -14,7 +14,7 @@ import numpy as np
 from kernel_emulation import COMPILER, in_other_order, run
 
 from onefold.cache.model.kernels import coding_source, metal, metal_source
-from onefold.cache.model.kernels.coded import WARP, Coding, Turning
+from onefold.cache.model.kernels.coded_rows import WARP, Coding, Turning
 from onefold.cache.model.kernels.decode import DecodeKernel, Partial, Reduction, Shape
 
 __all__ = ["COMPILER", "emulated_coding", "emulated_kernel"]

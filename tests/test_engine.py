@@ -131,8 +131,8 @@ def test_one_forward_per_step_for_all_rows(engine, forwards, loaded):
     stats = engine.stats()
     assert max(rows for rows, _ in decoded) == 6
     assert len(decoded) == stats.steps
-    # a step that serves six is counted once; while a prompt is computed the rows before it take some more, by the clock
-    assert stats.steps <= 2 * length
+    # A step that serves six is counted once. While a prompt is computed, the rows before it take steps of their own.
+    assert stats.steps <= 1.6 * length
     assert sum(rows for rows, _ in decoded) >= 6 * (length - 1)
 
 

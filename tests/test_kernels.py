@@ -22,7 +22,7 @@ import onefold
 from onefold.cache.memory import device
 from onefold.cache.model.formats.turned import turned_sides
 from onefold.cache.model.kernels import coding_comparison, comparison, compiled, cuda, cuda_source, current, trial
-from onefold.cache.model.kernels.coded import Coding
+from onefold.cache.model.kernels.coded_rows import Coding
 from onefold.cache.model.kernels.decode import DecodeKernel, Format, Shape
 from onefold.cache.model.kernels.work_table import MOST_QUERIES, PADDING, WorkTable
 
@@ -210,7 +210,7 @@ def test_the_source_that_encodes_computes_what_plain_operations_do(form, tmp_pat
 @pytest.mark.parametrize("form", CODED, ids=lambda form: form.tag)
 def test_a_wrong_encoding_is_found(form):
     how = Coding(form.name, 64, 64, form.bits, form.value_bits, mx.float32)
-    codec = turned_sides(how, form)
+    codec = turned_sides(how, turns=form.turns)
 
     def encode(_how: Any, k: mx.array, v: mx.array, *_signs: mx.array, across: bool = False) -> mx.array:
         return (codec.encode_step if across else codec.encode)(k, v)[0]

@@ -75,7 +75,7 @@ class Quality:
     @property
     def perplexity(self) -> float:
         surprise = self.surprise / max(1, self.tokens)
-        return exp(surprise) if surprise < _MOST_SURPRISE else inf  # so is what is not a number
+        return exp(surprise) if surprise < _MOST_SURPRISE else inf  # for NaN, too
 
     @property
     def is_finite(self) -> bool:
@@ -93,7 +93,7 @@ def chunks(tokens: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
 
 
 Tell = Callable[[int], None]
-"""Is told how many tokens were fed, after each chunk."""
+"""Is called after each chunk with the number of tokens that were fed so far."""
 
 
 def compare(

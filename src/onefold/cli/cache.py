@@ -113,7 +113,7 @@ def _place(given: argparse.Namespace) -> str:
     or ""."""
     secret_given = given.remote_secret_file is not None
     if given.disk is None and given.remote is None:
-        given.disk, given.remote = _variable(DISK), _variable(REMOTE)
+        given.disk, given.remote = DISK.from_environment, REMOTE.from_environment
         if given.disk and given.remote:
             return f"{DISK.variable} and {REMOTE.variable} are both set: give --disk DIR or --remote URL"
     elif given.disk is not None and given.remote is not None:
@@ -128,12 +128,8 @@ def _place(given: argparse.Namespace) -> str:
             "a bucket by its rules; clear removes all values of a namespace"
         )
     if not secret_given:
-        given.remote_secret_file = _variable(REMOTE_SECRET)
+        given.remote_secret_file = REMOTE_SECRET.from_environment
     return ""
-
-
-def _variable(flag: Flag) -> str | None:
-    return os.environ.get(flag.variable, "").strip() or None
 
 
 def _write_no_more() -> None:

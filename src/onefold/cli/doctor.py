@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     DISK.add_to(made)
+    made.set_defaults(disk=None)  # `run` reads the variable
     made.add_argument("--kv", metavar="MODEL", help="instead, try every format of stored KV on this model")
     made.add_argument("--text", metavar="FILE", help="with --kv: try them on this text (default: Python's reference)")
     made.add_argument("--tokens", type=int, help=f"with --kv: so many tokens of it (default: {TOKENS})")
@@ -57,7 +58,7 @@ def run(arguments: list[str]) -> int:
         parser().error("--disk is empty: give a folder, or leave the option out")
     if given.kv is None and (given.text is not None or given.tokens is not None):
         parser().error("--text and --tokens are for --kv: name a model with it")
-    if given.kv is not None and any(a == "--disk" or a.startswith("--disk=") for a in arguments):
+    if given.kv is not None and given.disk is not None:
         parser().error("--kv tries formats and does not check a folder: give --kv or --disk")
     if given.kv in NAMES and not Path(given.kv).exists():
         parser().error(f"--kv tries every format on a model: give its name or folder in place of {given.kv}")
@@ -69,7 +70,7 @@ def run(arguments: list[str]) -> int:
 
             tokens = TOKENS if given.tokens is None else given.tokens
             return doctor_kv.run(NAME, given.kv, given.text, tokens, as_json=given.json)
-        report = examine(given.disk)
+        report = examine(DISK.from_environment if given.disk is None else given.disk)
     except KeyboardInterrupt:
         return INTERRUPTED
     if given.json:

@@ -68,7 +68,7 @@ def measured(model_name: str, text: str | None, n_tokens: int) -> dict[str, Any]
         }
         for name, q in found.items()
     }
-    few = f"{len(tokens)} tokens say little: give a text of {FEW_TOKENS} or more" if len(tokens) < FEW_TOKENS else ""
+    few = f"{len(tokens)} tokens say little: give {FEW_TOKENS} or more with --text and --tokens"
     return {
         "model": model_name,
         "tokens": len(tokens),
@@ -76,11 +76,12 @@ def measured(model_name: str, text: str | None, n_tokens: int) -> dict[str, Any]
         "refused": refused,
         "recommended": kv_trial.recommended(found),
         "most_kl": kv_trial.MOST_DIVERGENCE,
-        "warning": few,
+        "warning": few if len(tokens) < FEW_TOKENS else "",
     }
 
 
 def _say(line: str) -> None:
+    """Print how far it is, where it does not mix with the report."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -96,7 +97,7 @@ def _possible(model: Any) -> tuple[list[str], dict[str, str]]:
                 if cache.uncached_reason:
                     raise ConfigError(f"this model's KV is not cached: {cache.uncached_reason}")
                 if not cache.state.store.token_bytes:
-                    raise ConfigError("no layer of this model keeps the KV of all tokens: there is no format to choose")
+                    raise ConfigError("no layer of this model keeps the KV of all tokens: serve it without --kv")
             able.append(name)
         except ConfigError as error:
             if name == "16":

@@ -137,9 +137,14 @@ class Flag:
     def dest(self) -> str:
         return self.name.replace("-", "_")
 
+    @property
+    def from_environment(self) -> str | None:
+        """What its environment variable says; None if that is not set or empty."""
+        return os.environ.get(self.variable, "").strip() or None
+
     def add_to(self, parser: argparse.ArgumentParser) -> None:
         told = self.help + (f" (default {self.default})" if self.default else "") + f" [{self.variable}]"
-        given = os.environ.get(self.variable, "").strip()
+        given = self.from_environment
         kind = partial(self._read, parser)
         if self.type is bool:
             on = (given or self.default or "").lower() in ("1", "true", "yes", "on")

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import mlx.core as mx
 
 from onefold.cache.memory.shapes import ArraySpec, LayerSpec
-from onefold.cache.model.kernels.coded import Coding
+from onefold.cache.model.kernels.coded_rows import Coding
 from onefold.cache.model.kernels.decode import Format, Signs
 
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from onefold.cache.memory.shapes import ArraySpec, LayerSpec
 from onefold.cache.model.formats.codec import StockForm, across
-from onefold.cache.model.kernels.coded import Coding
+from onefold.cache.model.kernels.coded_rows import Coding
 from onefold.cache.model.kernels.decode import Format, Signs
 
 

@@ -15,7 +15,7 @@ from onefold.cache.model.formats.plain import PlainCodec
 from onefold.cache.model.formats.rotation import is_turnable
 from onefold.cache.model.formats.sides import Sides, scale_type
 from onefold.cache.model.formats.turned import turned_sides
-from onefold.cache.model.kernels.coded import DIMS, Coding
+from onefold.cache.model.kernels.coded_rows import DIMS, Coding
 from onefold.cache.model.kernels.decode import Format
 from onefold.errors import ConfigError
 
@@ -55,9 +55,8 @@ def _rotatable(k: ArraySpec, v: ArraySpec) -> bool:
 
 def _turned(name: str, key_bits: int, value_bits: int) -> Callable[[ArraySpec, ArraySpec], Codec]:
     def make(k: ArraySpec, v: ArraySpec) -> Codec:
-        turns = k.dim in DIMS and v.dim in DIMS
         how = Coding(name, k.dim, v.dim, key_bits, value_bits, k.dtype)
-        return turned_sides(how, Format(name, 1, key_bits, 0, value_bits, turns=turns))
+        return turned_sides(how, turns=k.dim in DIMS and v.dim in DIMS)
 
     return make
 

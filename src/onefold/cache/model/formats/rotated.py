@@ -6,8 +6,8 @@ an eighth of a bit for each of 128 values. MLX's `quantized_matmul` reads it, wi
 With few bits, steps that do not reach the largest channels are nearer to a vector as a whole: a few are tried for each
 vector, and the best is stored (`levels.steps`). At 4 bits the squared error is 10 to 15 % less for it, at 5 bits 5 %.
 
-A vector can be divided into up to four groups, each with a scale of its own: group g has (b + 1) / 256 of the vector's,
-where b is byte g of a word that is stored too.
+A vector can be divided into up to four groups, each with a scale of its own. The largest of these is stored, and a word
+whose byte g says which share of it group g has: (byte + 1) / 256.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from onefold.cache.model.levels import steps
 
 _LEAST = 1e-6
 """The least scale: of a vector of zeros."""
-_NOT_ZERO = 1e-30
-"""What the largest scale of a vector's groups is at the least, where it divides the others."""
-_BYTES = 4
-"""Of a word: so many groups a vector can have."""
+_LEAST_DIVISOR = 1e-30
+"""Of the scales of groups: the largest of them is the divisor, and it may be 0."""
+_MOST_GROUPS = 4
+"""A word has a byte for each."""
 _ENCODED = 256
 """Tokens that are encoded at once where several steps are tried: all take memory meanwhile."""
 
@@ -56,13 +56,13 @@ class Rotated(Packed):
         middle, scale = (mx.take_along_axis(a, best, axis=-2).squeeze(-2) for a in (middle, scale))
         words = pack((middle + (self._half - 0.5)).astype(mx.uint8).reshape(x.shape), self.bits)
         scale = scale.squeeze(-1)
-        whole = scale.max(axis=-1, keepdims=True)
-        stored = words, as_scale(whole, scale_type(x.dtype))
         if self.groups == 1:
-            return stored
-        shares = mx.clip(mx.floor(scale / mx.maximum(whole, _NOT_ZERO) * 256 + 0.5), 1, 256) - 1
-        unused = [(0, 0)] * (x.ndim - 1) + [(0, _BYTES - self.groups)]
-        return *stored, mx.pad(shares.astype(mx.uint8), unused).view(mx.uint32)
+            return words, as_scale(scale, scale_type(x.dtype))
+        whole = scale.max(axis=-1, keepdims=True)
+        shares = mx.clip(mx.floor(scale / mx.maximum(whole, _LEAST_DIVISOR) * 256 + 0.5), 1, 256) - 1
+        unused = [(0, 0)] * (x.ndim - 1) + [(0, _MOST_GROUPS - self.groups)]
+        word = mx.pad(shares.astype(mx.uint8), unused).view(mx.uint32)
+        return words, as_scale(whole, scale_type(x.dtype)), word
 
     def decode(self, arrays: list[mx.array], dtype: mx.Dtype) -> mx.array:
         if dtype == mx.float32:

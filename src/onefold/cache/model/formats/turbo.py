@@ -47,6 +47,7 @@ class Turbo:
         return in_slices(unpacked, arrays)
 
     def scales(self, arrays: list[mx.array], dtype: mx.Dtype) -> mx.array:
+        """Returns the scale of each vector."""
         return arrays[1].astype(dtype)
 
     def times_tokens(self, q: mx.array, arrays: list[mx.array], lo: int, hi: int) -> mx.array:

@@ -1,7 +1,7 @@
 """Rotated formats: the keys and values of a layer in one array, a row for each head and token.
 
-A row has the codes of the key, those of the value, perhaps one more word (`row_words`), and a word with both scales,
-the key's in its lower half. The one more has the shares of the value's groups (`rotated`), or is 0. So a step writes
+A row has the codes of the key, those of the value, perhaps a spare word (`row_words`), and a word with both scales,
+the key's in its lower half. The spare word has the shares of the value's groups (`rotated`), or is 0. So a step writes
 one array of each layer, and a kernel is given one of each slab. Where the device has a kernel for it, that rotates and
 encodes, and unpacks.
 """
@@ -18,7 +18,7 @@ from onefold.cache.model.formats.rotated import Rotated
 from onefold.cache.model.formats.sides import scale_type, vectors_made
 from onefold.cache.model.formats.turbo import Turbo
 from onefold.cache.model.kernels import coding, current
-from onefold.cache.model.kernels.coded import Coding, Turning
+from onefold.cache.model.kernels.coded_rows import Coding, Turning
 from onefold.cache.model.kernels.decode import Format, Signs
 
 KEYS, VALUES = 1, 2
@@ -104,8 +104,9 @@ class TurnedSides:
         return x.dtype == self._how.dtype and x.ndim == 4 and x.size > 0 and current.codes(self._how)
 
 
-def turned_sides(how: Coding, form: Format) -> TurnedSides:
-    """Returns the codec that stores keys and values so."""
+def turned_sides(how: Coding, *, turns: bool) -> TurnedSides:
+    """Returns the codec that stores keys and values so. `turns`: whether the decode kernel rotates queries itself."""
+    form = Format(how.name, 1, how.key_bits, 0, how.value_bits, turns=turns)
     if how.name == "rotated":
         values = Rotated(how.value_dim, how.value_bits, VALUES, how.value_groups)
         return TurnedSides(Rotated(how.key_dim, how.key_bits, KEYS), values, how, form)

@@ -15,7 +15,7 @@ import mlx.core as mx
 from onefold.cache.memory import device
 from onefold.cache.model.kernels import coding_source as source
 from onefold.cache.model.kernels import cuda_header
-from onefold.cache.model.kernels.coded import DIMS, WARP, Coding, Turning
+from onefold.cache.model.kernels.coded_rows import DIMS, WARP, Coding, Turning
 from onefold.cache.model.kernels.compiled import kernel
 
 

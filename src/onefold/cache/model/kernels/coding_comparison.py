@@ -11,8 +11,7 @@ from onefold.cache.model.formats.rotated import Rotated
 from onefold.cache.model.formats.turbo import Turbo
 from onefold.cache.model.formats.turned import TurnedSides, turned_sides
 from onefold.cache.model.kernels import coding
-from onefold.cache.model.kernels.coded import Coding, Turning
-from onefold.cache.model.kernels.decode import Format
+from onefold.cache.model.kernels.coded_rows import Coding, Turning
 
 SHAPES = (1, 1, 1), (1, 8, 1), (3, 2, 1), (8, 4, 1), (1, 3, 7), (2, 5, 130)
 """Rows, heads and tokens."""
@@ -36,10 +35,9 @@ def compare(
     """Returns why the kernels are wrong; empty if they are right. Raises RuntimeError if the device cannot compile or
     run them."""
     mx.random.seed(0)
-    codec = turned_sides(how, Format(how.name, 1, how.key_bits, 0, how.value_bits))
+    codec = turned_sides(how, turns=False)
     sides = codec.keys, codec.values
-    shares = how.value_groups if how.value_groups > 1 else 0
-    """Bytes behind the codes that say how large groups are."""
+    shares = how.value_groups if how.value_groups > 1 else 0  # bytes behind the codes
     for i, shape in enumerate(SHAPES):
         given = [_vectors(shape, side.dim, how.dtype, across=i % 2 == 1) for side in sides]
         signs = [side.signs for side in sides]

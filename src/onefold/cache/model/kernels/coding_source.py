@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache.model.kernels import cuda_header, metal_source
-from onefold.cache.model.kernels.coded import Coding, Turning
+from onefold.cache.model.kernels.coded_rows import Coding, Turning
 from onefold.cache.model.levels import levels_source, steps
 
 _TURN = """

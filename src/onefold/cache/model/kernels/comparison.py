@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from onefold.cache.model.formats.turned import TurnedSides, turned_sides
 from onefold.cache.model.kernels import product
-from onefold.cache.model.kernels.coded import Coding
+from onefold.cache.model.kernels.coded_rows import Coding
 from onefold.cache.model.kernels.decode import DecodeKernel, Shape, Signs
 from onefold.cache.model.kernels.work_table import CHUNK, MOST_QUERIES, Layout
 
@@ -50,7 +50,7 @@ def codec_of(shape: Shape) -> TurnedSides:
     form = shape.format
     assert form is not None
     how = Coding(form.name, shape.key_dim, shape.value_dim, form.bits, form.value_bits, shape.dtype)
-    return turned_sides(how, form)
+    return turned_sides(how, turns=form.turns)
 
 
 class Case(NamedTuple):

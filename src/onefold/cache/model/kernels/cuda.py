@@ -53,7 +53,8 @@ def staging(shape: Shape) -> Staging | None:
     form = shape.format
     if form is None or form.name not in cuda_formats.TILES or not splits_keys(shape):
         return None
-    tile_bytes = cuda_formats.tile_bytes(form.name, shape.key_dim, shape.value_dim, _row(shape))
+    row = form.row(shape.key_dim, shape.value_dim)
+    tile_bytes = cuda_formats.tile_bytes(form.name, shape.key_dim, shape.value_dim, row)
     warps = source.THREADS // 32
     stages = min(4, max(2, MOST_STAGED // (warps * tile_bytes)))
     n_bytes, others = stages * warps * tile_bytes, source.shared_bytes(shape.key_dim, shape.value_dim, tile(shape))
@@ -61,11 +62,6 @@ def staging(shape: Shape) -> Staging | None:
         return None
     # MLX asks the driver for more than usual if it is given so much here, without what the source declares
     return Staging(stages, tile_bytes, n_bytes if n_bytes + others <= USUAL_SHARED else max(n_bytes, USUAL_SHARED))
-
-
-def _row(shape: Shape) -> int:
-    form = shape.format
-    return form.row(shape.key_dim, shape.value_dim) if form is not None and form.value_bits else 0
 
 
 def takes(shape: Shape) -> str:
@@ -139,7 +135,7 @@ def partial_source(shape: Shape, slabs: int) -> dict[str, Any]:
     name, dk, dv, form = cuda_header.NAMES[shape.dtype], shape.key_dim, shape.value_dim, shape.format
     assert form is not None
     both = form.slots
-    parameters = {"bits": form.bits, "group": form.group, "row": _row(shape)}
+    parameters = {"bits": form.bits, "group": form.group, "row": form.row(dk, dv)}
     staged = staging(shape)
     cases = [" ".join(f"{a} = {a}_{i};" for a in both) for i in range(slabs)]
     each = 8 if dv // _split(dv) % 64 == 0 else 4

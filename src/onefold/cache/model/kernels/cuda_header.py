@@ -14,6 +14,15 @@ def shortened(source: str) -> str:
     return "\n".join(line for line in lines if line)
 
 
+_OF_ONE_NUMBER = """
+__device__ __forceinline__ float {name}(float x) {{
+  float r;
+  asm("{instruction}.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}}
+"""
+_APPROXIMATE = {"of_exp2": "ex2", "of_log2": "lg2", "of_inverse": "rcp"}
+
 INSTRUCTIONS = """
 typedef unsigned int u32;
 __device__ __forceinline__ u32 of_pack(float a, float b) {{
@@ -32,21 +41,7 @@ __device__ __forceinline__ float of_wide16(unsigned short h) {{
   asm("cvt.f32.{given} %0, %1;" : "=f"(r) : "h"(h));
   return r;
 }}
-__device__ __forceinline__ float of_exp2(float x) {{
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}}
-__device__ __forceinline__ float of_log2(float x) {{
-  float r;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}}
-__device__ __forceinline__ float of_inverse(float x) {{
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}}
+{of_one_number}
 #define OF_STAGED extern __shared__ uint4 of_staged[]
 // copies n of 16 bytes into shared memory, and zeros in place of the others
 __device__ __forceinline__ void of_copy16(void* to, const void* from, int n) {{
@@ -158,4 +153,5 @@ def header(given: str, load: str = "", *, products: str = "", turns: bool = Fals
 
 def instructions(given: str, products: str) -> str:
     """Returns the functions that are single instructions."""
-    return shortened(INSTRUCTIONS.format(t=products, given=given))
+    of_one = (_OF_ONE_NUMBER.format(name=name, instruction=i) for name, i in _APPROXIMATE.items())
+    return shortened(INSTRUCTIONS.format(t=products, given=given, of_one_number="".join(of_one)))

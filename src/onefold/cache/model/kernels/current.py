@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from onefold.cache.memory import device
 from onefold.cache.model.kernels import coding, cuda, metal, product, trial
-from onefold.cache.model.kernels.coded import Coding, Turning
+from onefold.cache.model.kernels.coded_rows import Coding, Turning
 from onefold.cache.model.kernels.decode import DecodeKernel, Shape
 
 log = logging.getLogger("onefold")

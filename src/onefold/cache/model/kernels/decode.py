@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 
 from onefold.cache.memory import device
-from onefold.cache.model.kernels.coded import row_words, value_groups
+from onefold.cache.model.kernels.coded_rows import row_words, value_groups
 from onefold.cache.model.kernels.work_table import MOST_QUERIES, WorkTable, most_partials
 
 log = logging.getLogger("onefold")

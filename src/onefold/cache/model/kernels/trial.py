@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from onefold.backend import version_of
-from onefold.cache.model.kernels.coded import Coding
+from onefold.cache.model.kernels.coded_rows import Coding
 from onefold.cache.model.kernels.decode import Format, Shape
 from onefold.cache_folder import cache_folder
 from onefold.errors import ConfigError

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import os
 import threading
 import time
@@ -32,7 +33,9 @@ from onefold.cache.tiers import host, registry
 from onefold.cache.tiers.disk.tier import DiskSettings, DiskStats
 from onefold.cache.tiers.pace import Pace
 from onefold.cache.tiers.records import system
+from onefold.cache.tiers.records.entry import on_disk
 from onefold.errors import FolderInUse
+from onefold.sizes import show_size
 
 
 def model_of(case: Case) -> FakeModel:
@@ -290,6 +293,41 @@ def test_what_changes_the_bytes_changes_the_namespace(
         }[other]
     with opened(model, tmp_path, **options) as cache:
         assert cache.lease([*tokens, 1]).matched == 0
+
+
+def test_kv_of_another_format_is_not_read_and_is_named_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = FakeModel(("full",), dim=64)
+    with opened(model, tmp_path) as cache:
+        turn(model, cache, text(80))
+        turn(model, cache, text(90, seed=1), namespace="tenant")
+    stored = sum(on_disk(p.stat().st_size) for p in files(tmp_path))
+    with opened(FakeModel(("full", "full"), dim=64), tmp_path, kv="8") as another:
+        assert another.stats().disk.used_bytes == stored > 0 and caplog.text == ""
+    with opened(model, tmp_path, kv="8") as cache:
+        assert cache.lease([*text(80), 1]).matched == 0
+    (said,) = caplog.messages
+    assert f"kv='8' does not use {show_size(stored)} of this model's KV in {tmp_path}" in said
+    assert "it was stored with kv='16'; start with that to use it" in said
+    caplog.clear()
+    with opened(model, tmp_path) as cache:
+        assert cache.lease([*text(80), 1]).matched == 80 and caplog.text == ""
+
+
+@pytest.mark.parametrize("tag", [8, "of tomorrow", ["r8r8"], None])
+def test_kv_of_a_format_that_no_name_reads_is_not_promised(
+    tag: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """8 is how 0.6.0 stored models of 32 bits. The others come from a later version, or from elsewhere."""
+    model = FakeModel(("full",), dim=64)
+    with opened(model, tmp_path) as cache:
+        turn(model, cache, text(80))
+    (described,) = tmp_path.glob("*/about.json")
+    described.write_text(json.dumps(json.loads(described.read_text()) | {"kv": tag}))
+    with opened(model, tmp_path, kv="8"):
+        (said,) = caplog.messages
+        assert "no kv of this version reads it" in said
 
 
 def test_the_name_of_a_model_does_not_matter(model: FakeModel, tmp_path: Path) -> None:

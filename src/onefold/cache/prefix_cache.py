@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterable
+from functools import partial
 from typing import Any, Unpack
 
 import mlx.core as mx
@@ -34,6 +35,7 @@ from onefold.cache.memory.tier import Fetch, TierStats
 from onefold.cache.memory.tokens import as_tokens, frozen
 from onefold.cache.model import linear
 from onefold.cache.model.fingerprint import lasting_digest, model_digest, model_name
+from onefold.cache.model.formats.registry import kv_of
 from onefold.cache.model.survey import read_off, survey
 from onefold.cache.parts import Parts
 from onefold.cache.pins import Pin, Pins
@@ -125,7 +127,8 @@ class PrefixCache:
             if below is not None and not self.state.uncached_reason:
                 about = {"adapter": config.adapter, "tokenizer": config.tokenizer, "kv": tag, "bound": bound}
                 about["model"] = lasting_digest(digest, *models)
-                _open_tier(self, below, about, config.label)
+                names = partial(kv_of, anatomies[0].made_type)
+                _open_tier(self, below, Identity(about, self.parts.models.describe(), config.label, names))
             undo.pop_all()
 
     @classmethod
@@ -370,10 +373,10 @@ def _refuse_tiny(parts: Parts, budget_bytes: int) -> None:
         )
 
 
-def _open_tier(cache: PrefixCache, settings: object, about: dict[str, Any], label: str) -> None:
+def _open_tier(cache: PrefixCache, settings: object, identity: Identity) -> None:
     """Open the tier below memory. If it cannot be used, the cache runs without one. Raises ConfigError."""
     parts = cache.parts
-    opened = open_tier(settings, parts.state, Identity(about, parts.models.describe(), label))
+    opened = open_tier(settings, parts.state, identity)
     if isinstance(opened, TierStats):
         parts.no_tier = opened
         return

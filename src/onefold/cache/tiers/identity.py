@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 
@@ -14,6 +14,8 @@ class Identity(NamedTuple):
     """What checkpoints are made of."""
     label: str
     """The model's name, for people."""
+    kv_of: Callable[[object], str]
+    """Returns the `kv` that reads this model's KV of a format, given what `about` calls it; nothing if none does."""
 
 
 def salt_of(namespace: Hashable) -> str | None:

@@ -11,6 +11,7 @@ import mlx.core as mx
 from onefold.cache.memory.shapes import ArraySpec
 from onefold.cache.model.formats.affine import Affine
 from onefold.cache.model.formats.codec import Codec, StockForm
+from onefold.cache.model.formats.names import name_of
 from onefold.cache.model.formats.plain import PlainCodec
 from onefold.cache.model.formats.rotation import is_turnable
 from onefold.cache.model.formats.sides import Sides, scale_type
@@ -125,3 +126,12 @@ class KvFormat:
 
     def codec(self, k: ArraySpec, v: ArraySpec) -> Codec:
         return FORMATS[self.name].codec(k, v)
+
+
+def kv_of(made: mx.Dtype | None, tag: object) -> str:
+    """Returns the `kv` whose KV has this tag, for keys and values of this type; nothing if that of none has it."""
+    name = name_of(tag)
+    try:
+        return name if KvFormat.parse(name).tag(made) == tag else ""
+    except ConfigError:
+        return ""

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Hashable, Iterable
+from typing import Any
 
 from onefold.cache.memory.payloads import Node, Tree
 from onefold.cache.tiers.disk.growing import grow
 from onefold.cache.tiers.disk.naming import name_of
 from onefold.cache.tiers.identity import Identity, salt_of
 from onefold.cache.tiers.records.catalog import Catalog
+from onefold.cache.tiers.records.entry import on_disk
 from onefold.collecting import paused
+from onefold.sizes import show_size
 
 log = logging.getLogger("onefold")
+
+FORMAT_KEYS = {"kv", "layout"}
+"""What differs between namespaces of one model whose KV has different formats."""
 
 
 class Namespaces:
@@ -42,7 +49,7 @@ class Namespaces:
             )
             self._names[tree.root] = None
             return
-        about, points, label = self._identity
+        about, points, label, _ = self._identity
         name = self._names[tree.root] = name_of(about, salt)
         salted = namespace not in ("", None)
         self._catalog.folder.describe(name, {"label": label} | about | {"points": points, "salted": salted})
@@ -55,10 +62,42 @@ class Namespaces:
 
     def ours(self, names: Iterable[str]) -> set[str]:
         """Returns those of these namespaces that belong to this model, and all that are used here."""
-        about = json.loads(json.dumps(self._identity.about))
+        about = self._about()
         found = {name for name in self._names.values() if name is not None}
         for name in set(names) - found:
             described = self._catalog.folder.about(name)
             if {key: described.get(key) for key in about} == about:
                 found.add(name)
         return found
+
+    def log_other_formats(self) -> None:
+        """Log how much KV of this model is not read, because it has another format."""
+        for kv, size in self._in_other_formats().items():
+            why = f"it was stored with kv='{kv}'; start with that to use it" if kv else "no kv of this version reads it"
+            log.warning(
+                "kv='%s' does not use %s of this model's KV in %s: %s. It counts in the disk budget until it is "
+                "evicted; `onefold cache ls` lists it, and `onefold cache clear --namespace ID` deletes it",
+                self._identity.kv_of(self._identity.about["kv"]),
+                show_size(size),
+                self._catalog.folder.path,
+                why,
+            )
+
+    def _in_other_formats(self) -> Counter[str]:
+        """Returns the bytes of this model's KV that is not read because it has another format, by the `kv` that reads
+        it; under "" that which none reads."""
+        sizes, found = Counter[str](), Counter[str]()
+        for record in self._catalog.records():
+            sizes[record.namespace] += on_disk(record.size)
+        about = self._about()
+        same = about.keys() - FORMAT_KEYS
+        for name, size in sizes.items():
+            described = self._catalog.folder.about(name)
+            if described.get("kv") != about["kv"] and all(described.get(key) == about[key] for key in same):
+                found[self._identity.kv_of(described.get("kv"))] += size
+        return found
+
+    def _about(self) -> dict[str, Any]:
+        """Returns what every namespace of this model says, as it is read from a file."""
+        made: dict[str, Any] = json.loads(json.dumps(self._identity.about))
+        return made

@@ -110,6 +110,7 @@ class Disk:
         except (OSError, OnefoldError):
             folder.unlock()
             raise
+        self._namespaces.log_other_formats()
         self.reader = concurrent.futures.ThreadPoolExecutor(AHEAD, "onefold-read")
         """Reads the next records while one is being checked. Its threads are started when they are first used."""
         self.reading = Reading(self.links, self.layout, self.reader, self.spiller.committed)

@@ -138,11 +138,13 @@ def test_quantised_kv_is_taken_over_and_continued(model: Path) -> None:
     assert answers[0] == answers[1]
 
 
-def test_the_command_passes_its_arguments_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_passes_its_arguments_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_model(tmp_path, Shape(layers=3))
     seen: dict[str, Any] = {}
 
     class Generator(mlx_lm_server.ResponseGenerator):
         def __init__(self, provider: Any, cache: Any) -> None:
+            provider.load_default()  # as its thread does
             seen.update(cache=cache)
 
     monkeypatch.setattr(mlx_lm_server, "ResponseGenerator", Generator)
@@ -169,11 +171,30 @@ def test_the_command_knows_the_demo_model(model: Path, monkeypatch: pytest.Monke
     assert seen == ["--host", "demo", "--model", str(model)]
 
 
-def test_the_command_serves(model: Path) -> None:
+def test_a_model_that_cannot_have_the_format_ends_the_command(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = (mlx_lm_server.run, mlx_lm_server._run_http_server, mlx_lm_server.ResponseGenerator._run_generate)
+    assert main(["mlx-lm-server", "--model", str(model), "--port", "0", "--kv", "8+99"]) == 2
+    assert "onefold mlx-lm-server: kv='8+99' leaves no layer in format 8: this model has" in capfd.readouterr().err
+    after = (mlx_lm_server.run, mlx_lm_server._run_http_server, mlx_lm_server.ResponseGenerator._run_generate)
+    assert after == before
+
+
+def test_a_model_that_cannot_be_loaded_is_reported_as_mlx_lm_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    listening: list[bool] = []
+    monkeypatch.setattr(mlx_lm_server, "_run_http_server", lambda _, __, g: listening.append(g.generation_available()))
+    assert main(["mlx-lm-server", "--model", str(tmp_path), "--port", "0", "--kv", "8"]) == 0
+    assert "generation thread died" in caplog.text and len(listening) == 1
+
+
+@pytest.mark.parametrize("ours", [[], ["--kv", "affine8"]], ids=["16", "affine8"])
+def test_the_command_serves(model: Path, ours: list[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "onefold", "mlx-lm-server", "--model", str(model), "--port", str(port)]
+    command += ours
     interruptible = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in the background is not
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=interruptible

@@ -46,6 +46,8 @@ def run(arguments: list[str]) -> int:
     before, sys.argv = sys.argv, [COMMAND, *theirs]  # where mlx-lm's parser looks
     try:
         serve(**options)
+    except ConfigError as error:
+        return complain(COMMAND, str(error))
     finally:
         sys.argv = before
     return 0

@@ -6,7 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import mlx.nn as nn
+
+from onefold.cache.config import CacheConfig
 from onefold.cache.model import stock
+from onefold.cache.model.survey import survey
 from onefold.errors import ConfigError
 from onefold.mlx_lm.prompt_cache import LRUPromptCache
 
@@ -72,5 +76,14 @@ def _with_options(options: dict[str, Any]) -> type[LRUPromptCache]:
 
 
 def serve(**options: Any) -> None:
-    """Runs mlx-lm's server, with its own arguments, on this cache made with these options."""
-    stock.run_server(functools.partial(LRUPromptCache, **options))
+    """Runs mlx-lm's server, with its own arguments, on this cache made with these options. Raises Unstorable, and
+    serves nothing, if KV of the model that it is started with cannot be held in the format `kv`."""
+    made = LRUPromptCache(**options)
+    made.close()
+    config = CacheConfig.of({"kv": made.kv, "max_kv_size": made.max_kv_size, "keep": made.keep})
+
+    def accept(models: list[nn.Module]) -> None:
+        for model in models:
+            survey(model, kv=config.format(), bound=config.bound())
+
+    stock.run_server(functools.partial(LRUPromptCache, **options), None if config.format().plain else accept)

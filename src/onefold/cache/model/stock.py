@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import base as _base
 from mlx_lm.models import cache as _cache
+
+from onefold.errors import ConfigError
 
 ArraysCache = _cache.ArraysCache
 BatchKVCache = _cache.BatchKVCache
@@ -302,17 +305,22 @@ def _hook_batches() -> Callable[[], None]:
     return restore
 
 
-def run_server(make_cache: Callable[[int, int | None], Any]) -> None:
+def run_server(
+    make_cache: Callable[[int, int | None], Any], accept: Callable[[list[nn.Module]], None] | None = None
+) -> None:
     """Run mlx-lm's own server, with its own command line, on the prompt cache that `make_cache(max_size, max_bytes)`
-    returns."""
+    returns. With `accept`, the server listens when it has loaded the model of its command line and `accept` has
+    returned; what that raises ends the server, and is raised here."""
     server: Any = importlib.import_module("mlx_lm.server")
     run, lru, generator = server.run, server.LRUPromptCache, server.ResponseGenerator
-    generate = generator._run_generate
+    generate, listen = generator._run_generate, server._run_http_server
+    loaded = _Loaded(accept)
 
     @functools.wraps(run)
     def run_with(host: str, port: int, provider: Any, *args: Any, **kwargs: Any) -> Any:
         limit = getattr(provider.cli_args, "prompt_cache_bytes", None)
         server.LRUPromptCache = lambda max_size=10, *_: make_cache(max_size, limit)
+        loaded.watch(provider)
         return run(host, port, provider, *args, **kwargs)
 
     @functools.wraps(generate)
@@ -320,10 +328,57 @@ def run_server(make_cache: Callable[[int, int | None], Any]) -> None:
         try:
             generate(self)
         finally:
+            loaded.ended.set()  # without a model, if that could not be loaded
             mx.clear_streams()  # else the streams of this thread can abort the process at exit
 
-    server.run, generator._run_generate = run_with, run_generate
+    @functools.wraps(listen)
+    def listen_if_accepted(host: str, port: int, generator: Any, *args: Any, **kwargs: Any) -> Any:
+        if not loaded.accepted():
+            generator.stop_and_join()
+            return None
+        return listen(host, port, generator, *args, **kwargs)
+
+    server.run, generator._run_generate, server._run_http_server = run_with, run_generate, listen_if_accepted
     try:
         server.main()
     finally:
         server.run, server.LRUPromptCache, generator._run_generate = run, lru, generate
+        server._run_http_server = listen
+    if loaded.refusal is not None:
+        raise loaded.refusal
+
+
+class _Loaded:
+    """The model of mlx-lm's command line, which its server loads on a thread of its own, and if it is accepted."""
+
+    def __init__(self, accept: Callable[[list[nn.Module]], None] | None) -> None:
+        self._accept = accept
+        self.refusal: ConfigError | None = None
+        self.ended = threading.Event()
+        """Set when the model is loaded and judged, or there will be none."""
+
+    def watch(self, provider: Any) -> None:
+        """Judge what the server loads when it starts."""
+        load, accept = provider.load_default, self._accept
+        if accept is None:
+            self.ended.set()
+            return
+
+        def load_and_judge() -> None:
+            load()
+            models = [m for m in (provider.model, provider.draft_model) if m is not None]
+            try:
+                accept(models)
+            except ConfigError as error:
+                self.refusal = error
+            self.ended.set()
+
+        provider.load_default = load_and_judge
+
+    def accepted(self) -> bool:
+        """Wait until the model is judged. Returns False if it is refused, or the user interrupts."""
+        try:
+            self.ended.wait()
+        except KeyboardInterrupt:
+            return False
+        return self.refusal is None

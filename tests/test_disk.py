@@ -315,7 +315,7 @@ def test_kv_of_another_format_is_not_read_and_is_named_at_the_start(
         assert cache.lease([*text(80), 1]).matched == 80 and caplog.text == ""
 
 
-@pytest.mark.parametrize("tag", [8, "of tomorrow", ["r8r8"], None])
+@pytest.mark.parametrize("tag", [8, "of tomorrow", ["r8r8"], "r5r4+" + "9" * 5000, None])
 def test_kv_of_a_format_that_no_name_reads_is_not_promised(
     tag: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

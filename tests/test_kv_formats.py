@@ -165,6 +165,7 @@ def test_what_was_stored_under_a_tag_is_found_under_the_same_tag():
         ("llama_q", "5", "kv must be one of 16, 8, k8v4, 4"),
         ("llama_q", "4+", "as in 4+2"),
         ("llama_q", "4+x", "as in 4+2"),
+        pytest.param("llama_q", "4+" + "1" * 5000, "as in 4+2", id="4+11111"),
         ("llama_q", "4+9", "this model has 2 that keep the KV of all tokens, so only 4 without + is possible"),
         ("llama_q", "16+2", "leave +2 out"),
         ("llama_q", "4+0", "at least 1, as in 4+2"),

@@ -98,7 +98,7 @@ class KvFormat:
             )
         if plus and name == "16":
             raise ConfigError(f"kv={kv!r}: with 16, all layers are as the model makes them; leave {plus}{edges} out")
-        if plus and (not edges.isdecimal() or not 0 < int(edges) < 1000):
+        if plus and not (edges.isdecimal() and len(edges) <= 9 and 0 < int(edges) < 1000):
             raise ConfigError(
                 f"kv={kv!r}: after the + comes how many of the first and of the last layers stay as the model makes "
                 f"them, at least 1, as in {name}+2"

@@ -308,14 +308,14 @@ def test_kv_of_another_format_is_not_read_and_is_named_at_the_start(
     with opened(model, tmp_path, kv="8") as cache:
         assert cache.lease([*text(80), 1]).matched == 0
     (said,) = caplog.messages
-    assert f"kv='8' does not use {show_size(stored)} of this model's KV in {tmp_path}" in said
-    assert "it was stored with kv='16'; start with that to use it" in said
+    assert f"{tmp_path} has KV of this model that is not used, because the cache has kv='8'" in said
+    assert f": {show_size(stored)} stored with kv='16'. It counts" in said
     caplog.clear()
     with opened(model, tmp_path) as cache:
         assert cache.lease([*text(80), 1]).matched == 80 and caplog.text == ""
 
 
-@pytest.mark.parametrize("tag", [8, "of tomorrow", ["r8r8"], "r5r4+" + "9" * 5000, None])
+@pytest.mark.parametrize("tag", [8, "of tomorrow", ["r8r8"], "r5r4+" + "9" * 5000])
 def test_kv_of_a_format_that_no_name_reads_is_not_promised(
     tag: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -327,7 +327,31 @@ def test_kv_of_a_format_that_no_name_reads_is_not_promised(
     described.write_text(json.dumps(json.loads(described.read_text()) | {"kv": tag}))
     with opened(model, tmp_path, kv="8"):
         (said,) = caplog.messages
-        assert "no kv of this version reads it" in said
+        assert "that no kv of this version reads" in said
+
+
+@pytest.mark.parametrize("tag", [8, None])
+def test_kv_that_is_read_is_not_called_unused(tag: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The name of a namespace's folder says what it is, and not its `about.json`."""
+    model = FakeModel(("full",), dim=64)
+    with opened(model, tmp_path) as cache:
+        turn(model, cache, text(80))
+    (described,) = tmp_path.glob("*/about.json")
+    described.write_text(json.dumps(json.loads(described.read_text()) | {"kv": tag}))
+    with opened(model, tmp_path) as cache:
+        assert cache.lease([*text(80), 1]).matched == 80 and caplog.text == ""
+
+
+def test_many_formats_are_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = FakeModel(("full",), dim=64)
+    for i in range(8):
+        with opened(model, tmp_path) as cache:
+            turn(model, cache, text(80), namespace=f"tenant {i}")
+    for i, described in enumerate(tmp_path.glob("*/about.json")):
+        described.write_text(json.dumps(json.loads(described.read_text()) | {"kv": f"r8r8+{i + 1}"}))
+    with opened(model, tmp_path):
+        (said,) = caplog.messages
+    assert said.count("stored with kv='8+") == 5 and "and 3 more formats" in said
 
 
 def test_the_name_of_a_model_does_not_matter(model: FakeModel, tmp_path: Path) -> None:

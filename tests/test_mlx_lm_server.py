@@ -21,6 +21,7 @@ from mlx_lm import server as mlx_lm_server
 from serving import CHAT, TEXT, cached_tokens, serving, text_of
 
 from onefold.cli import main
+from onefold.errors import Unbounded
 from onefold.mlx_lm import LRUPromptCache
 
 DEEP = Shape(layers=32, heads=1, kv_heads=1, intermediate=64)
@@ -177,6 +178,25 @@ def test_a_model_that_cannot_have_the_format_ends_the_command(model: Path, capfd
     assert "onefold mlx-lm-server: kv='8+99' leaves no layer in format 8: this model has" in capfd.readouterr().err
     after = (mlx_lm_server.run, mlx_lm_server._run_http_server, mlx_lm_server.ResponseGenerator._run_generate)
     assert after == before
+
+
+@pytest.mark.parametrize("fault", [RuntimeError, Unbounded])
+def test_a_fault_of_the_check_is_left_to_requests(
+    fault: type[Exception], model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    alive: list[bool] = []
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise fault("not ours")
+
+    def listen(_host: str, _port: int, generator: Any) -> None:
+        alive.append(generator.generation_available())
+        generator.stop_and_join()
+
+    monkeypatch.setattr("onefold.mlx_lm.installing.survey", fail)
+    monkeypatch.setattr(mlx_lm_server, "_run_http_server", listen)
+    assert main(["mlx-lm-server", "--model", str(model), "--port", "0", "--kv", "8"]) == 0
+    assert alive == [True] and "not ours" in caplog.text
 
 
 def test_a_model_that_cannot_be_loaded_is_reported_as_mlx_lm_does(

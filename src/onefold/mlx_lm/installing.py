@@ -11,8 +11,9 @@ import mlx.nn as nn
 from onefold.cache.config import CacheConfig
 from onefold.cache.model import stock
 from onefold.cache.model.survey import survey
-from onefold.errors import ConfigError
+from onefold.errors import ConfigError, Unstorable
 from onefold.mlx_lm.prompt_cache import LRUPromptCache
+from onefold.mlx_lm.reasons import Reasons
 
 _POSITIONAL = ("max_size", "max_bytes")
 
@@ -84,6 +85,7 @@ def serve(**options: Any) -> None:
 
     def accept(models: list[nn.Module]) -> None:
         for model in models:
-            survey(model, kv=config.format(), bound=config.bound())
+            look = functools.partial(survey, model, kv=config.format(), bound=config.bound())
+            Reasons().attempt(look, None, but=(Unstorable,))  # of other faults, requests decide
 
     stock.run_server(functools.partial(LRUPromptCache, **options), None if config.format().plain else accept)

@@ -370,7 +370,7 @@ class _Loaded:
             try:
                 accept(models)
             except ConfigError as error:
-                self.refusal = error
+                self.refusal = error.with_traceback(None)  # whose frames hold the model
             self.ended.set()
 
         provider.load_default = load_and_judge

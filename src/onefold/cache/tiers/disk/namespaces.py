@@ -23,6 +23,8 @@ from onefold.sizes import show_size
 
 log = logging.getLogger("onefold")
 
+MOST_FORMATS = 5
+"""That one warning names."""
 FORMAT_KEYS = {"kv", "layout"}
 """What differs between namespaces of one model whose KV has different formats."""
 
@@ -72,29 +74,41 @@ class Namespaces:
 
     def log_other_formats(self) -> None:
         """Log how much KV of this model is not read, because it has another format."""
-        for kv, size in self._in_other_formats().items():
-            why = f"it was stored with kv='{kv}'; start with that to use it" if kv else "no kv of this version reads it"
-            log.warning(
-                "kv='%s' does not use %s of this model's KV in %s: %s. It counts in the disk budget until it is "
-                "evicted; `onefold cache ls` lists it, and `onefold cache clear --namespace ID` deletes it",
-                self._identity.kv_of(self._identity.about["kv"]),
-                show_size(size),
-                self._catalog.folder.path,
-                why,
-            )
+        sizes = self._in_other_formats()
+        if not sizes:
+            return
+        parts = [
+            f"{show_size(size)} stored with kv='{kv}'" if kv else f"{show_size(size)} that no kv of this version reads"
+            for kv, size in sizes.most_common(MOST_FORMATS)
+        ]
+        folder = self._catalog.folder.path
+        log.warning(
+            "%s has KV of this model that is not used, because the cache has kv='%s': %s%s. It counts in the disk "
+            "budget until it is evicted. `onefold cache --disk %s ls` lists it; `clear --namespace ID` in place of "
+            "`ls` deletes it when no process uses the folder",
+            folder,
+            self._identity.kv_of(self._identity.about["kv"]),
+            ", ".join(parts),
+            "" if len(sizes) <= MOST_FORMATS else f" and {len(sizes) - MOST_FORMATS} more formats",
+            folder,
+        )
 
     def _in_other_formats(self) -> Counter[str]:
         """Returns the bytes of this model's KV that is not read because it has another format, by the `kv` that reads
-        it; under "" that which none reads."""
+        it; under "" that which none reads. What a damaged `about.json` says may be missing."""
         sizes, found = Counter[str](), Counter[str]()
         for record in self._catalog.records():
             sizes[record.namespace] += on_disk(record.size)
+        salt = salt_of("")
+        assert salt is not None
+        del sizes[name_of(self._identity.about, salt)]  # it is read, whatever its `about.json` says
         about = self._about()
         same = about.keys() - FORMAT_KEYS
         for name, size in sizes.items():
             described = self._catalog.folder.about(name)
-            if described.get("kv") != about["kv"] and all(described.get(key) == about[key] for key in same):
-                found[self._identity.kv_of(described.get("kv"))] += size
+            other = described.get("kv", about["kv"])
+            if other != about["kv"] and all(described.get(key) == about[key] for key in same):
+                found[self._identity.kv_of(other)] += size
         return found
 
     def _about(self) -> dict[str, Any]:

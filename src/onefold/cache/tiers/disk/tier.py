@@ -107,10 +107,10 @@ class Disk:
             self.spiller = Spiller(
                 state, self.links, self.layout, through=settings.mode == "through", space_of=self._namespaces.name_of
             )
+            self._namespaces.log_other_formats()
         except (OSError, OnefoldError):
             folder.unlock()
             raise
-        self._namespaces.log_other_formats()
         self.reader = concurrent.futures.ThreadPoolExecutor(AHEAD, "onefold-read")
         """Reads the next records while one is being checked. Its threads are started when they are first used."""
         self.reading = Reading(self.links, self.layout, self.reader, self.spiller.committed)

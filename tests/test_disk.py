@@ -308,11 +308,30 @@ def test_kv_of_another_format_is_not_read_and_is_named_at_the_start(
     with opened(model, tmp_path, kv="8") as cache:
         assert cache.lease([*text(80), 1]).matched == 0
     (said,) = caplog.messages
-    assert f"{tmp_path} has KV of this model that is not used, because the cache has kv='8'" in said
-    assert f": {show_size(stored)} stored with kv='16'. It counts" in said
+    assert f"{tmp_path} has KV of this model that is not used, because this cache has kv='8': " in said
+    names = {p.parent.name[:8] for p in files(tmp_path)}
+    lists = (", ".join(n) for n in itertools.permutations(names))
+    assert any(f" {show_size(stored)} with kv='16' (namespaces {n}). " in said for n in lists)
     caplog.clear()
     with opened(model, tmp_path) as cache:
         assert cache.lease([*text(80), 1]).matched == 80 and caplog.text == ""
+
+
+def test_kv_of_another_bound_is_named_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, model = tmp_path / "a folder", FakeModel(("full",), dim=64)
+    with opened(model, folder, max_kv_size=4096, keep=7) as cache:
+        turn(model, cache, text(80))
+    assert caplog.text == ""
+    with opened(model, folder):
+        (said,) = caplog.messages
+    assert "this cache has kv='16' and no max_kv_size: " in said
+    assert " with kv='16', max_kv_size=4096, keep=7 (namespace " in said
+    assert f"`onefold cache clear --disk '{folder}' --namespace ID`" in said
+    (described,) = folder.glob("*/about.json")
+    for bound in (7, [7], "x" * 9, {}):
+        described.write_text(json.dumps(json.loads(described.read_text()) | {"bound": bound}))
+        with opened(model, folder):
+            assert "a bound that this version does not know" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("tag", [8, "of tomorrow", ["r8r8"], "r5r4+" + "9" * 5000])
@@ -327,7 +346,7 @@ def test_kv_of_a_format_that_no_name_reads_is_not_promised(
     described.write_text(json.dumps(json.loads(described.read_text()) | {"kv": tag}))
     with opened(model, tmp_path, kv="8"):
         (said,) = caplog.messages
-        assert "that no kv of this version reads" in said
+        assert "with a format that no kv of this version reads (namespace " in said
 
 
 @pytest.mark.parametrize("tag", [8, None])
@@ -351,7 +370,7 @@ def test_many_formats_are_one_warning(tmp_path: Path, caplog: pytest.LogCaptureF
         described.write_text(json.dumps(json.loads(described.read_text()) | {"kv": f"r8r8+{i + 1}"}))
     with opened(model, tmp_path):
         (said,) = caplog.messages
-    assert said.count("stored with kv='8+") == 5 and "and 3 more formats" in said
+    assert said.count(" with kv='8+") == 5 and "; and 3 more. " in said
 
 
 def test_the_name_of_a_model_does_not_matter(model: FakeModel, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def run(arguments: list[str]) -> int:
         _tell(given, told)
         return code
     except FolderInUse as error:
-        ask = "" if given.action == "verify" else ", or send the server DELETE /v1/cache to drop unused KV"
+        ask = "" if given.action == "verify" else ", or send the server DELETE /v1/cache to drop the KV that it serves"
         return complain(name, f"{error}{ask}")
     except OnefoldError as error:
         from onefold.cli.cache_report import plain

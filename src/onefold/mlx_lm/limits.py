@@ -66,6 +66,4 @@ def _check_bound(max_kv_size: int | None, keep: int) -> None:
     if max_kv_size is None:
         return
     if not isinstance(max_kv_size, int) or not isinstance(keep, int) or not 0 <= keep < max_kv_size:
-        raise ConfigError(
-            f"max_kv_size is a number of tokens and keep one from 0 to below it, got {max_kv_size!r} and {keep!r}"
-        )
+        raise ConfigError(f"keep must be from 0 to below max_kv_size, got keep={keep!r}, max_kv_size={max_kv_size!r}")

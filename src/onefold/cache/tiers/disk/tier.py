@@ -28,6 +28,7 @@ from onefold.cache.memory.tokens import Tokens
 from onefold.cache.tiers.disk import ondisk, restoring
 from onefold.cache.tiers.disk.linking import Links
 from onefold.cache.tiers.disk.namespaces import Namespaces
+from onefold.cache.tiers.disk.others import log_others
 from onefold.cache.tiers.disk.reading import Reading
 from onefold.cache.tiers.disk.reading_ranges import AHEAD
 from onefold.cache.tiers.disk.spilling import Spiller
@@ -107,7 +108,7 @@ class Disk:
             self.spiller = Spiller(
                 state, self.links, self.layout, through=settings.mode == "through", space_of=self._namespaces.name_of
             )
-            self._namespaces.log_other_formats()
+            log_others(self.catalog, identity)
         except (OSError, OnefoldError):
             folder.unlock()
             raise

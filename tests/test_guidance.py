@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jsonschema
@@ -25,6 +26,7 @@ from onefold.engine.constraint import Constraint, Shape, ToolRule
 from onefold.engine.engine import Engine
 from onefold.engine.guidance import closing, compiler, guide, masks, trial
 from onefold.engine.guidance.guide import Guide
+from onefold.engine.guidance.limits import SLOW_SECONDS, SLOW_STEPS
 from onefold.engine.limits import Limits
 from onefold.engine.request import Reasoning, Request, Sampling, Text
 from onefold.errors import BudgetError, EngineStopped, PromptError, RequestError
@@ -700,6 +702,20 @@ def test_a_guide_that_takes_long_fails_its_request_alone(engine, monkeypatch):
     assert isinstance(answer.error, PromptError) and "takes too long" in str(answer.error)
     monkeypatch.undo()
     jsonschema.validate(json.loads(ask(engine, shaped(PERSON)).text), PERSON)
+
+
+def test_a_busy_machine_is_not_a_slow_grammar(engine, monkeypatch):
+    """The thread may wait for the processor at any time, and no answer fails or is cut for it."""
+
+    def late(real: Callable[..., Any]) -> Callable[..., Any]:
+        pauses = itertools.repeat(2 * SLOW_SECONDS, 2 * SLOW_STEPS)
+        return lambda *given: (time.sleep(next(pauses, 0.0)), real(*given))[1]
+
+    monkeypatch.setattr(masks, "fill_next_token_bitmask", late(masks.fill_next_token_bitmask))
+    monkeypatch.setattr(Guide, "_read", late(Guide._read))
+    monkeypatch.setattr(closing.Completions, "_next", late(closing.Completions._next))
+    answer = ask(engine, shaped(STORY), max_tokens=120)
+    jsonschema.validate(json.loads(answer.text), STORY)
 
 
 def test_masks_that_take_long_together_are_looked_at_one_by_one(engine, monkeypatch):

@@ -46,10 +46,10 @@ class Completions:
         matcher, found = matcher.deep_copy(), list[int]()
         used: dict[int, int] = {}
         most = min(most, MOST_TOKENS)
-        until = time.monotonic() + SLOW_SECONDS
+        until = time.thread_time() + SLOW_SECONDS
         while not matcher.is_accepting():
             ahead = matcher.compute_ff_tokens() or self._next(matcher, used)
-            if not ahead or len(found) + len(ahead) > most or time.monotonic() > until:
+            if not ahead or len(found) + len(ahead) > most or time.thread_time() > until:
                 return None
             matcher.consume_tokens(ahead)
             found += ahead

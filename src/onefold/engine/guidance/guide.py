@@ -102,15 +102,15 @@ class Guide:
     def read(self, token: int, state: str | None, left: int) -> None:
         """Follows a token of the answer. `state`: what the answer is in behind it. `left`: tokens that may still come.
         Raises RequestError if the grammar has become too complex, or has no way on."""
-        begun = time.perf_counter()
+        begun = time.thread_time()
         self._read(token, state)
-        self.note_time(time.perf_counter() - begun)
+        self.note_time(time.thread_time() - begun)
         self.check()
         if self._completions is not None and left <= self._look_at and self.began and not self._completing:
             self._consider_completing(self._completions, left)
 
     def note_time(self, seconds: float) -> None:
-        """Notes how long it took to compute its mask, or to follow a token: all rows wait for that."""
+        """Notes how long the thread computed its mask, or followed a token: all rows wait for that."""
         self.suspect = False
         self._slow += seconds > SLOW_SECONDS
 
@@ -165,9 +165,9 @@ class Guide:
         to look again."""
         if self._matcher.is_stopped():  # all that may come is the end
             return
-        begun = time.perf_counter()
+        begun = time.thread_time()
         found = completions.find(self._matcher, left - len(self.forced))
-        if time.perf_counter() - begun > SLOW_SECONDS / 2:  # all rows wait for it: not again
+        if time.thread_time() - begun > SLOW_SECONDS / 2:  # all rows wait for it: not again
             self._completions = None
         needed = len(self.forced) + len(found or ())
         least = needed + max(1, min(MOST_SPARE, needed // 4))

@@ -15,7 +15,7 @@ class Identity(NamedTuple):
     label: str
     """The model's name, for people."""
     kv_of: Callable[[object], str]
-    """Returns the `kv` that reads this model's KV of a format, given what `about` calls it; nothing if none does."""
+    """Returns the name of the format that `about["kv"]` stands for with this model; empty if there is none."""
 
 
 def salt_of(namespace: Hashable) -> str | None:

@@ -129,7 +129,7 @@ class KvFormat:
 
 
 def kv_of(made: mx.Dtype | None, tag: object) -> str:
-    """Returns the `kv` whose KV has this tag, for keys and values of this type; nothing if that of none has it."""
+    """Returns the name of the format that has this tag for keys and values of this type; empty if none has it."""
     name = name_of(tag)
     try:
         return name if KvFormat.parse(name).tag(made) == tag else ""

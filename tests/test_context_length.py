@@ -145,41 +145,41 @@ def test_a_bound_does_not_make_the_context_longer_and_a_flag_ignores_it(short: P
 def test_openai_is_told_in_its_own_words(url: str) -> None:
     import openai
 
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
-    for stream in (False, True):
-        with pytest.raises(openai.BadRequestError) as long:
-            client.chat.completions.create(
-                model="short", messages=[{"role": "user", "content": "x" * LENGTH}], stream=stream
-            )
-        assert long.value.code == "context_length_exceeded" and long.value.type == "invalid_request_error"
-        assert "maximum context length is 200 tokens. However, your messages resulted in 2" in long.value.message
-    with pytest.raises(openai.BadRequestError, match="maximum context length"):
-        client.completions.create(model="short", prompt="x" * (LENGTH + 1))
-    cut = client.completions.create(model="short", prompt="x" * (LENGTH - 3), max_tokens=100)
-    assert cut.choices[0].finish_reason == "length" and cut.usage and cut.usage.total_tokens == LENGTH
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as long:
+                client.chat.completions.create(
+                    model="short", messages=[{"role": "user", "content": "x" * LENGTH}], stream=stream
+                )
+            assert long.value.code == "context_length_exceeded" and long.value.type == "invalid_request_error"
+            assert "maximum context length is 200 tokens. However, your messages resulted in 2" in long.value.message
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            client.completions.create(model="short", prompt="x" * (LENGTH + 1))
+        cut = client.completions.create(model="short", prompt="x" * (LENGTH - 3), max_tokens=100)
+        assert cut.choices[0].finish_reason == "length" and cut.usage and cut.usage.total_tokens == LENGTH
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_anthropic_is_told_in_its_own_words(url: str, stream: bool) -> None:
     import anthropic
 
-    client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
+    with anthropic.Anthropic(base_url=url, api_key="any", max_retries=0) as client:
 
-    def ask(length: int, max_tokens: int) -> Any:
-        asked: dict[str, Any] = {"model": "short", "max_tokens": max_tokens}
-        asked["messages"] = [{"role": "user", "content": "x" * length}]
-        if not stream:
-            return client.messages.create(**asked)
-        with client.messages.stream(**asked) as streamed:
-            return streamed.get_final_message()
+        def ask(length: int, max_tokens: int) -> Any:
+            asked: dict[str, Any] = {"model": "short", "max_tokens": max_tokens}
+            asked["messages"] = [{"role": "user", "content": "x" * length}]
+            if not stream:
+                return client.messages.create(**asked)
+            with client.messages.stream(**asked) as streamed:
+                return streamed.get_final_message()
 
-    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: 2\d\d tokens > 200 maximum") as long:
-        ask(LENGTH, 5)
-    assert long.value.type == "invalid_request_error"
-    assert ask(100, 1000).stop_reason == "model_context_window_exceeded"
-    assert ask(100, 3).stop_reason == "max_tokens"
-    counted = client.messages.count_tokens(model="short", messages=[{"role": "user", "content": "x" * LENGTH}])
-    assert counted.input_tokens > LENGTH
+        with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: 2\d\d tokens > 200 maximum") as long:
+            ask(LENGTH, 5)
+        assert long.value.type == "invalid_request_error"
+        assert ask(100, 1000).stop_reason == "model_context_window_exceeded"
+        assert ask(100, 3).stop_reason == "max_tokens"
+        counted = client.messages.count_tokens(model="short", messages=[{"role": "user", "content": "x" * LENGTH}])
+        assert counted.input_tokens > LENGTH
 
 
 def test_models_and_banner_say_it(engine: Engine, url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,10 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import onefold
 
+T = TypeVar("T")
 GRID = 8
 """Chunks end at multiples of this, warm or cold, so that both make the same calls."""
 
@@ -118,6 +121,19 @@ def turn(
     cache.check()
     assert cache.stats().used_bytes <= cache.stats().budget_bytes
     return lease, tokens + out
+
+
+def elsewhere(work: Callable[[], T]) -> T:
+    """Returns what `work` returns on a thread of its own, which ends then."""
+
+    def run() -> T:
+        try:
+            return work()
+        finally:
+            mx.clear_streams()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
 
 
 def in_its_own_process(module: str, name: str) -> None:

@@ -6,32 +6,24 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import pytest
-from driving import cold, forward, same, turn
+from driving import cold, elsewhere, forward, same, turn
 from mlx_lm.models.cache import make_prompt_cache
 from tiny import tiny
 
 import onefold
 from onefold.mlx_lm import LRUPromptCache
 
-T = TypeVar("T")
 FAMILIES = ("llama", "gemma3", "qwen3_next", "gemma2")
 """Full, sliding, hybrid, and outside the seam."""
 
 
 def words(n: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(1, 90), k=n)
-
-
-def elsewhere(work: Callable[[], T]) -> T:
-    """Run on a thread that is gone afterwards."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result()
 
 
 def step(model: Any, layers: list[Any], tokens: list[int]) -> mx.array:

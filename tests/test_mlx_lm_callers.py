@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from batching import KEY
-from driving import cold
+from driving import cold, elsewhere
 from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models import llama
@@ -276,20 +275,6 @@ def test_a_model_that_was_told_and_is_gone_is_learnt_again(caches):
     make_prompt_cache(model)
     again, known = turn(cache, model, prompt + out + [3])
     assert known > 0 and again == cold(model, prompt + out + [3], 4)[0]
-
-
-def elsewhere(work: Callable[[], Any]) -> Any:
-    """What `work` returns on a thread of its own."""
-    found: list[Any] = []
-
-    def target() -> None:
-        found.append(work())
-        mx.clear_streams()
-
-    thread = threading.Thread(target=target)
-    thread.start()
-    thread.join()
-    return found[0]
 
 
 def test_the_model_is_learnt_from_layers_that_were_made_and_filled_on_another_thread(caches):

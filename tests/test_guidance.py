@@ -709,7 +709,12 @@ def test_a_busy_machine_is_not_a_slow_grammar(engine, monkeypatch):
 
     def late(real: Callable[..., Any]) -> Callable[..., Any]:
         pauses = itertools.repeat(2 * SLOW_SECONDS, 2 * SLOW_STEPS)
-        return lambda *given: (time.sleep(next(pauses, 0.0)), real(*given))[1]
+
+        def called(*given: Any) -> Any:
+            time.sleep(next(pauses, 0.0))
+            return real(*given)
+
+        return called
 
     monkeypatch.setattr(masks, "fill_next_token_bitmask", late(masks.fill_next_token_bitmask))
     monkeypatch.setattr(Guide, "_read", late(Guide._read))

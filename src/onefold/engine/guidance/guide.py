@@ -110,7 +110,7 @@ class Guide:
             self._consider_completing(self._completions, left)
 
     def note_time(self, seconds: float) -> None:
-        """Notes how long the thread computed its mask, or followed a token: all rows wait for that."""
+        """Notes the processor time that one mask, or following one token, took: all rows wait for it."""
         self.suspect = False
         self._slow += seconds > SLOW_SECONDS
 

@@ -28,8 +28,8 @@ MOST_TOOLS_BYTES = 1 << 19
 MOST_TOLD = 100
 """At most so many names of tools are logged."""
 SLOW_SECONDS, SLOW_STEPS = 0.05, 3
-"""A guide that takes so much time of the processor, so many times, fails its request: others wait for its masks. Time
-that the thread waits for a busy machine is not the grammar's."""
+"""A guide that takes so much processor time, so many times, fails its request: others wait for its masks. Time in which
+the thread waits for the processor does not count."""
 KEPT_BYTES = 8 << 20
 """Of the keys of what is kept: texts of grammars, and of tools."""
 

@@ -14,10 +14,12 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 import pytest
+from effort import quick
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from tiny import tiny
 
 import onefold
+from onefold.cache.model.formats.registry import FORMATS
 
 TEXT = "The quick brown fox jumps over the lazy dog; a radix tree holds it once."
 
@@ -285,6 +287,20 @@ def test_async_gives_the_same_and_does_not_block_the_loop(loaded: Any, cache: on
     assert asyncio.run(main()) == expected
     assert cache.inventory.open_leases == 0
     assert cache.inventory.matched(tokens_of(tokenizer, TEXT + expected)) == len(TEXT) + 6
+
+
+@pytest.mark.parametrize("kv", quick([*FORMATS], "4"))
+def test_async_is_the_first_use_of_a_new_cache(loaded: Any, kv: str) -> None:
+    """Its thread is another one than the thread that made the cache."""
+    model, tokenizer = tiny("llama_q"), loaded[1]
+
+    async def main(cache: onefold.PrefixCache) -> str:
+        return "".join([r.text async for r in onefold.async_stream_generate(model, tokenizer, TEXT, 6, cache=cache)])
+
+    with onefold.PrefixCache(model, "64MB", kv=kv) as cache:
+        found = asyncio.run(main(cache))
+    with onefold.PrefixCache(model, "64MB", kv=kv) as cache:
+        assert found == onefold.generate(model, tokenizer, TEXT, cache=cache, max_tokens=6)
 
 
 def waiting(tokenizer: Any, go: threading.Event) -> Any:

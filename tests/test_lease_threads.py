@@ -11,15 +11,29 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from driving import cold, elsewhere, forward, same, turn
+from driving import cold, decode, elsewhere, forward, prefilled, same, turn
+from effort import quick
 from mlx_lm.models.cache import make_prompt_cache
-from tiny import tiny
+from tiny import FAMILIES as CONFIGS
+from tiny import build, tiny
 
 import onefold
+from onefold.cache.model import stock
+from onefold.cache.model.formats.registry import FORMATS
 from onefold.mlx_lm import LRUPromptCache
 
 FAMILIES = ("llama", "gemma3", "qwen3_next", "gemma2")
 """Full, sliding, hybrid, and outside the seam."""
+
+
+WIDE = {"llama_q": {"num_hidden_layers": 4}, "gemma4": {}, "qwen3_next": {"head_dim": 32}, "deepseek_v3": {}}
+"""Full, sliding, hybrid and MLA, with heads that quantised formats store."""
+STORED = [f"{family} {kv}" for family in ("llama_q", "gemma4", "qwen3_next") for kv in FORMATS]
+HANDED = quick([*STORED, "llama_q 4+1", "deepseek_v3 16"], "llama_q 4", "gemma4 8", "qwen3_next k8v4", "deepseek_v3 16")
+
+
+def wide(family: str) -> Any:
+    return build(CONFIGS[family].module, {**CONFIGS[family].config, **WIDE[family]}, seed=1)
 
 
 def words(n: int, seed: int = 0) -> list[int]:
@@ -31,6 +45,47 @@ def step(model: Any, layers: list[Any], tokens: list[int]) -> mx.array:
     logits = model(mx.array([tokens]), cache=layers)[:, -1, :]
     mx.eval(logits)
     return logits
+
+
+@pytest.mark.parametrize("stored", HANDED)
+def test_a_cache_that_is_made_here_and_first_used_elsewhere(stored: str) -> None:
+    """The second conversation steps in a batch that was made here, too."""
+    family, kv = stored.split()
+    model, tokens, options = wide(family), words(40), {"kv": kv, "min_checkpoint_tokens": 1}
+
+    def run(cache: onefold.PrefixCache) -> list[mx.array]:
+        with cache.lease(tokens) as lease:
+            seen = [forward(model, lease.layers, tokens, lease.cached)]
+            lease.commit()
+        return seen
+
+    def batched(cache: onefold.PrefixCache, on: Any) -> list[mx.array]:
+        prompts = [tokens + words(5, 1), words(30, 2)]
+        leases = on(lambda: prefilled(cache, model, prompts, 8))
+        batch = cache.batch(leases)
+        seen = [on(lambda: decode(batch, prompts, 1)), decode(batch, prompts, 1), on(lambda: decode(batch, prompts, 1))]
+        for lease in leases:
+            on(lease.commit)
+        return seen
+
+    with onefold.PrefixCache(model, "64MB", **options) as cache:
+        reference = run(cache) + batched(cache, lambda work: work())
+    with onefold.PrefixCache(model, "64MB", **options) as cache:
+        kept = stock.arrays_of(cache.parts.models.anatomies)
+        assert bool(kept) == (kv not in ("16", "affine8", "affine4"))
+        elsewhere(lambda: mx.eval(kept))  # what is lazy can be computed on this thread alone
+        seen = elsewhere(lambda: run(cache)) + batched(cache, elsewhere)
+        cache.check()
+    assert all(mx.array_equal(a, b) for a, b in zip(seen, reference, strict=True))
+
+
+def test_a_model_that_is_loaded_here_and_first_used_elsewhere() -> None:
+    """Rotary frequencies are no parameters, and mlx-lm leaves them lazy."""
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaled = rope | {"original_max_position_embeddings": 64}
+    model = build("llama", {**CONFIGS["llama"].config, "rope_scaling": scaled})
+    with onefold.PrefixCache(model, "64MB") as cache:
+        elsewhere(lambda: turn(cache, model, words(40)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -226,6 +281,26 @@ def test_a_reader_waits_for_a_forward_and_shares_what_it_finds() -> None:
         other.cancel()
         lease.commit([*prompt, 1, 2])
         cache.check()
+
+
+@pytest.mark.parametrize("stored", HANDED)
+def test_the_drop_in_made_here_and_first_used_elsewhere(stored: str) -> None:
+    family, kv = stored.split()
+    model, tokens = wide(family), words(40)
+    longer = [*tokens, 5]
+    seen = []
+    for on in (lambda work: work(), elsewhere):
+        cache = LRUPromptCache(kv=kv)
+        cache.learn("model", model)
+        layers, _ = cache.fetch_nearest_cache("model", tokens)
+        seen.append(on(lambda layers=layers: forward(model, layers, tokens, 0)))
+        on(lambda cache=cache, layers=layers: cache.insert_cache("model", tokens, layers))
+        layers, rest = cache.fetch_nearest_cache("model", longer)
+        assert layers is not None
+        start = len(longer) - len(rest)
+        seen.append(on(lambda layers=layers, start=start: forward(model, layers, longer, start)))
+        cache.close()
+    assert mx.array_equal(seen[0], seen[2]) and mx.array_equal(seen[1], seen[3])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -32,6 +32,7 @@ class Parts:
     ) -> None:
         """`models` may be fewer than `anatomies`, because layers can come without a model. `form` identifies the models
         and the KV format, and is part of each tree's namespace."""
+        stock.evaluate_kept(*models, anatomies)
         self.refs = [weakref.ref(m) for m in models]
         self.models = Models(anatomies)
         self.state = CacheState(self.models, ledger, lock)

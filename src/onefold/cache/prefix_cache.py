@@ -15,7 +15,6 @@ from collections.abc import Hashable, Iterable
 from functools import partial
 from typing import Any, Unpack
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from onefold.cache import stats
@@ -101,7 +100,6 @@ class PrefixCache:
         form, bound = config.format(), config.bound()
         given = None if budget is None or budget == AUTO else parse_size(budget, total_bytes=device.memory_bytes())
         budget_bytes = device.default_budget(*models) if given is None else given
-        mx.eval([m.parameters() for m in models])
         anatomies = [survey(m, kv=form, bound=bound) for m in models]
         for anatomy in anatomies:
             anatomy.logit_tokens = config.logit_tokens

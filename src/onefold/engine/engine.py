@@ -19,9 +19,9 @@ from typing import Any, Unpack
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from onefold.cache.memory import device
+from onefold.cache.model.stock import evaluate_kept
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.stats import Stats
 from onefold.engine import wanted, warming
@@ -105,7 +105,7 @@ class Engine:
         """Why the engine ended by itself: the device does not recover, and only a new process can use it."""
         self.cache: PrefixCache
         self._scheduler: Scheduler
-        _evaluate(model)
+        evaluate_kept(model)  # the engine's thread could not
         # Weights and KV stay resident on a Mac. Applies to the process, as in mlx-lm's server; never in mid-evaluation.
         maybe_set_recommended_wired_limit()
         self._start(functools.partial(self._begin, model, config))
@@ -358,13 +358,6 @@ def _end_thread(mailbox: queue.SimpleQueue[Any], thread: Worker, timeout_seconds
     mailbox.put(None)
     if not thread.is_this_thread:
         thread.wait(timeout_seconds)
-
-
-def _evaluate(model: nn.Module) -> None:
-    """Evaluates all arrays of the model, such as rotary embeddings: another thread cannot compute lazy ones."""
-    for module in model.modules():
-        held: Any = tree_flatten([*module.values(), *vars(module).values()])
-        mx.eval([value for _, value in held if isinstance(value, mx.array)])
 
 
 def _vocab(model: nn.Module, tokenizer: Any) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from onefold.cache.memory.shapes import View
 from onefold.cache.model.blocks import lowest
@@ -60,9 +60,6 @@ def make_plan(
     own = [[j for j, v in enumerate(row) if (v.slab, v.lo, v.hi) not in taken] for row in rows]
     single = [(i, j) for i, js in enumerate(own) for j in js]
 
-    def hide(seen: Any) -> mx.array:
-        return mx.where(mx.array(seen), mx.array(0, dtype), mx.array(lowest(dtype), dtype))[None, :, None, :]
-
     hidden: list[mx.array | None] = []
     for i, j in common:
         seen = np.zeros((n, capacities[rows[i][j].slab]), dtype=bool)
@@ -70,9 +67,15 @@ def make_plan(
             for v in row:
                 if v.slab == rows[i][j].slab:
                     seen[r, v.lo : v.hi] = True
-        hidden.append(hide(seen))
+        hidden.append(hide(seen, dtype))
     hidden += [None] * len(shared)
     return ReadingPlan(common, shared, single, hidden)
+
+
+def hide(seen: npt.NDArray[np.bool_], dtype: mx.Dtype) -> mx.array:
+    """Returns what is added to scores: 0 where a row sees a column, very low where not, [1, rows, 1, columns]. A plan
+    keeps it for other threads, so it is made of numbers and is not lazy."""
+    return mx.array(np.where(seen, np.float32(0), np.float32(lowest(dtype)))[None, :, None, :], dtype)
 
 
 Ranges = tuple[tuple[int, int, tuple[int, ...]], ...]

@@ -19,11 +19,11 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from onefold.cache.memory.segment import STEP, round_up
 from onefold.cache.memory.shapes import View
-from onefold.cache.model.blocks import lowest
-from onefold.cache.model.reading_plan import Ranges, make_plan
+from onefold.cache.model.reading_plan import Ranges, hide, make_plan
 
 COLUMNS = 32
 """Of the regions so many columns are read, or a multiple: up to the longest fill."""
@@ -97,10 +97,10 @@ class Group:
     pieces: list[Own]
     cuts: list[int]
     """Where the columns of all rows, one after the other, are cut into those of the pieces and the gaps."""
-    hidden_own: mx.array
-    """0 where a row sees an own column, very low where not, [1, rows, 1, width]."""
+    seen: npt.NDArray[np.bool_]
+    """Whether a row sees an own column, [rows, width]."""
     hidden: mx.array
-    """The same for its own columns and those of the regions; added to the scores."""
+    """0 where a row sees a column, of its own or of the regions, very low where not; added to the scores."""
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ class RegionPlan:
     def empty(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
         key = (*shape, dtype)
         if key not in self.constants:
-            self.constants[key] = mx.zeros(shape, dtype)
+            self.constants[key] = mx.array(np.zeros(shape, np.float32), dtype)  # kept, so not lazy
         return self.constants[key]
 
     def follow(self, layout: Layout, dtype: mx.Dtype, whole: bool) -> None:
@@ -144,17 +144,12 @@ class RegionPlan:
         if found is not None:
             ends = [(row[-1][2] - 1) % STEP + 1 for row in layout]
             self.columns = STEP if whole else min(STEP, round_up(max(ends), COLUMNS))
-            at = mx.arange(self.columns)
-        for group in self.groups:
-            if found is None:
-                group.hidden = group.hidden_own
-                continue
-            seen = at < mx.array([ends[i] for i in group.rows])[:, None]
-            begins = [0 if self.made_for[2][i] else layout[i][-1][1] % STEP for i in group.rows]
-            if any(begins):
-                seen = seen & (at >= mx.array(begins)[:, None])
-            hidden = _hide(seen, dtype)
-            group.hidden = mx.concatenate([group.hidden_own, hidden], axis=-1) if group.width else hidden
+            at = np.arange(self.columns)
+            for group in self.groups:
+                seen = at < np.array([ends[i] for i in group.rows])[:, None]
+                begins = [0 if self.made_for[2][i] else layout[i][-1][1] % STEP for i in group.rows]
+                seen &= at >= np.array(begins)[:, None]
+                group.hidden = hide(np.concatenate([group.seen, seen], axis=1), dtype)
 
 
 def plan_regions(
@@ -268,9 +263,4 @@ def _group(rows: list[int], own: Layout, width: int, dtype: mx.Dtype) -> Group:
         else:
             pieces[-1].gap = width - at
         cuts.append((k + 1) * width)
-    hidden = _hide(mx.array(seen), dtype)
-    return Group(rows, width, pieces, cuts[:-1], hidden, hidden)
-
-
-def _hide(seen: mx.array, dtype: mx.Dtype) -> mx.array:
-    return mx.where(seen, mx.array(0, dtype), mx.array(lowest(dtype), dtype))[None, :, None, :]
+    return Group(rows, width, pieces, cuts[:-1], seen, hide(seen, dtype))

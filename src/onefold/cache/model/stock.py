@@ -20,6 +20,7 @@ import mlx.nn as nn
 from mlx_lm.models import base as _base
 from mlx_lm.models import cache as _cache
 
+from onefold.cache.memory import device
 from onefold.errors import ConfigError
 
 ArraysCache = _cache.ArraysCache
@@ -76,16 +77,27 @@ def arrays_of(held: Any) -> list[mx.array]:
         at = todo.pop()
         if isinstance(at, mx.array):
             found[id(at)] = at
+        elif isinstance(at, (type, nn.Module, types.FunctionType)) or id(at) in seen:
+            continue
         elif isinstance(at, (list, tuple)):
             todo += at
         elif isinstance(at, dict):
             todo += at.values()
-        elif id(at) not in seen and not isinstance(at, (type, nn.Module, types.FunctionType, types.MethodType)):
+        elif isinstance(at, types.MethodType):
+            todo.append(at.__self__)
+        else:
             seen.add(id(at))
             todo += getattr(at, "__dict__", {}).values()
             slots = {name for cls in type(at).__mro__ for name in vars(cls).get("__slots__", ())}
             todo += [getattr(at, name) for name in slots if hasattr(at, name)]
     return list(found.values())
+
+
+def evaluate_kept(*held: Any) -> None:
+    """Compute every array that these models and objects keep. MLX computes a lazy array only on the thread that made
+    it, so what any thread may use passes here when it is made: weights, rotary embeddings, formats, initial states."""
+    modules = [module for model in held if isinstance(model, nn.Module) for module in model.modules()]
+    device.evaluate(arrays_of([held, [[*module.values(), *vars(module).values()] for module in modules]]))
 
 
 def flatten(cache: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], Any]]:

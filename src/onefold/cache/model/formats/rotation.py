@@ -12,8 +12,6 @@ import hashlib
 import mlx.core as mx
 import numpy as np
 
-from onefold.cache.memory import device
-
 _FACTORS = (1, 12, 20, 28)
 """A Hadamard matrix of m * 2^k rows is known to MLX for these m."""
 _SYMMETRIC = (1, 12)
@@ -38,7 +36,6 @@ class Rotation:
         """What undoes the transform, where that is not the transform itself."""
         if not any(dim % m == 0 and _is_power_of_two(dim // m) for m in _SYMMETRIC):
             self._back = mx.hadamard_transform(mx.eye(dim), scale=self._scale).T
-            device.evaluate(self._back)
 
     def turn(self, x: mx.array) -> mx.array:
         """Returns the vectors along the last axis, rotated."""

@@ -20,6 +20,7 @@ from tiny import tiny
 
 import onefold
 from onefold.cache.model.formats.registry import FORMATS
+from onefold.errors import CommitError, LeaseClosed
 
 TEXT = "The quick brown fox jumps over the lazy dog; a radix tree holds it once."
 
@@ -261,6 +262,49 @@ def test_models_that_need_checkpoints_continue_from_what_was_committed(loaded: A
             assert responses[0].cached_tokens == (0 if turn == 0 else len(conversation) - 1)
             conversation += [r.token for r in responses] + [7]
         cache.check()
+
+
+def test_closing_does_not_replace_the_error_that_is_being_raised(loaded: Any, cache: onefold.PrefixCache) -> None:
+    model, tokenizer = loaded
+
+    def sampler(logprobs: mx.array) -> mx.array:
+        for lease in list(cache.state.leases):
+            lease.discard()  # so that the commit at the end fails
+        raise ValueError("the sampler's own")
+
+    with pytest.raises(ValueError, match="the sampler's own") as caught:
+        onefold.generate(model, tokenizer, TEXT, cache=cache, sampler=sampler)
+    assert [note for note in caught.value.__notes__ if "LeaseClosed" in note]
+
+
+def test_a_commit_that_fails_when_an_iterator_is_closed_is_raised(loaded: Any, cache: onefold.PrefixCache) -> None:
+    """There is no other error that could tell of it."""
+    model, tokenizer = loaded
+    responses = onefold.stream_generate(model, tokenizer, TEXT, cache=cache)
+    next(responses)
+    for lease in list(cache.state.leases):
+        lease.discard()
+    with pytest.raises(LeaseClosed):
+        responses.close()
+
+
+def test_a_cancelled_task_stays_cancelled_if_the_commit_fails(
+    loaded: Any, cache: onefold.PrefixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = loaded
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise CommitError("no commit today")
+
+    async def main() -> None:
+        async for _ in onefold.async_stream_generate(model, tokenizer, TEXT, 100_000, cache=cache):
+            monkeypatch.setattr(onefold.Lease, "commit", fail)
+            if (task := asyncio.current_task()) is not None:
+                task.cancel()
+
+    with pytest.raises(asyncio.CancelledError) as caught:
+        asyncio.run(main())
+    assert [note for note in caught.value.__notes__ if "no commit today" in note]
 
 
 # -- asyncio ----------------------------------------------------------------------------------

@@ -79,6 +79,41 @@ def test_a_cache_that_is_made_here_and_first_used_elsewhere(stored: str) -> None
     assert all(mx.array_equal(a, b) for a, b in zip(seen, reference, strict=True))
 
 
+def test_closing_a_lease_or_a_cache_does_not_replace_the_error_that_is_being_raised() -> None:
+    model = tiny("llama")
+    cache, left, go = onefold.PrefixCache(model, "64MB"), threading.Event(), threading.Event()
+    lease = cache.lease(words(40))
+
+    def leave_lazy_arrays() -> None:  # which only a thread that is alive can compute
+        model.model(mx.array([words(8)]), cache=lease.layers)
+        left.set()
+        go.wait(60)
+        mx.clear_streams()
+
+    thread = threading.Thread(target=leave_lazy_arrays)
+    thread.start()
+    assert left.wait(60)
+    try:
+        with pytest.raises(ValueError, match="the caller's own") as caught, lease:
+            raise ValueError("the caller's own")
+        assert [note for note in caught.value.__notes__ if "WrongThread" in note]
+    finally:
+        go.set()
+        thread.join()
+    closing = cache.close
+
+    def failing() -> None:
+        closing()
+        raise RuntimeError("the cache's own")
+
+    cache.close = failing  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="the caller's own") as caught, cache:
+        raise ValueError("the caller's own")
+    assert caught.value.__notes__ == ["After this error, closing failed too: RuntimeError: the cache's own"]
+    with pytest.raises(RuntimeError, match="the cache's own"), cache:
+        pass
+
+
 def test_a_model_that_is_loaded_here_and_first_used_elsewhere() -> None:
     """Rotary frequencies are no parameters, and mlx-lm leaves them lazy."""
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

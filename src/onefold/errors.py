@@ -32,11 +32,32 @@ A miss is a value, not an exception: see `Lease.reason` and `Stats.reasons`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import TracebackType
 from typing import Any
 
 
 class OnefoldError(Exception):
     """The root: `except OnefoldError` catches every exception of Onefold."""
+
+
+class AddedTo:
+    """A block that closes something. An exception in it is added to the notes of `error`, which is being raised
+    already, and does not replace it. It is raised if there is no such error, or a generator is merely being closed."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self._error = None if isinstance(error, GeneratorExit) else error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, later: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if self._error is None or not isinstance(later, Exception):
+            return False
+        if later is not self._error:
+            self._error.add_note(f"After this error, closing failed too: {type(later).__name__}: {later}")
+        return True
 
 
 class ConfigError(OnefoldError, ValueError):

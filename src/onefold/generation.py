@@ -31,7 +31,7 @@ from onefold.cache.memory.tokens import Tokens, as_tokens
 from onefold.cache.prefix_cache import PrefixCache
 from onefold.cache.request.lease import Lease
 from onefold.engine import stock
-from onefold.errors import ConfigError, DeviceError
+from onefold.errors import AddedTo, ConfigError
 
 _ELSEWHERE = {
     "prompt_cache": "the layers are leased from cache=; leave prompt_cache out",
@@ -242,8 +242,7 @@ class _Kept:
     ) -> None:
         if error is not None:
             device.note_raised(error)
-        said = (DeviceError,) if error is not None else ()  # the error that is being raised says so already
-        with self._lease, contextlib.suppress(*said):
+        with AddedTo(error), self._lease:
             self._lease.commit()
 
 
@@ -351,7 +350,8 @@ async def _driven(request: _Request) -> AsyncIterator[Response]:
     finally:
         try:
             # a step that is running ends first; a second cancellation does not stop the commit
-            await asyncio.shield(loop.run_in_executor(thread, _finish, steps))
+            with AddedTo(sys.exception()):
+                await asyncio.shield(loop.run_in_executor(thread, _finish, steps))
         finally:
             thread.shutdown(wait=False)
 

@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from functools import partial
+from types import TracebackType
 from typing import Any, Unpack
 
 import mlx.nn as nn
@@ -45,7 +46,7 @@ from onefold.cache.stats import Stats
 from onefold.cache.tiers.identity import Identity
 from onefold.cache.tiers.registry import open_tier
 from onefold.cache.view import View
-from onefold.errors import ConfigError, IntegrityError
+from onefold.errors import AddedTo, ConfigError, IntegrityError
 from onefold.options import shown_as
 from onefold.sizes import parse_size, show_count, show_size
 
@@ -113,7 +114,7 @@ class PrefixCache:
         _assemble(self, Parts(models, anatomies, ledger, (digest, config.adapter, tag, bound), lock))
         self.parts.log_limits()
         with contextlib.ExitStack() as undo:
-            undo.callback(self.close)
+            undo.push(self.__exit__)
             if given is None:
                 self.budget = Budget(self.parts, self.inventory, device.gauge())
                 _announce(self.budget, models)
@@ -273,8 +274,11 @@ class PrefixCache:
     def __enter__(self) -> PrefixCache:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with AddedTo(error):
+            self.close()
 
     # -- looking ---------------------------------------------------------------------------
 

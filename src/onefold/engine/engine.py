@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Unpack
 
 import mlx.core as mx
@@ -31,11 +32,12 @@ from onefold.engine.guidance.compiler import Compiler
 from onefold.engine.job import Deliver, Job
 from onefold.engine.lengths import Lengths
 from onefold.engine.limits import Limits
+from onefold.engine.loading import model_name
 from onefold.engine.prompt import PromptMaker
 from onefold.engine.request import Done, Event, Failed, Prompt, Request, Sampling
 from onefold.engine.scheduler import Scheduler
 from onefold.engine.stock import maybe_set_recommended_wired_limit
-from onefold.errors import Busy, ConfigError, DeviceLost, EngineStopped, OnefoldError, PromptError
+from onefold.errors import AddedTo, Busy, ConfigError, DeviceLost, EngineStopped, OnefoldError, PromptError
 from onefold.faults import UNEXPECTED
 from onefold.options import shown_as
 from onefold.sizes import show_size
@@ -86,7 +88,8 @@ class Engine:
     def __init__(self, model: nn.Module, tokenizer: Any, **options: Unpack[EngineOptions]) -> None:
         """Takes the keywords of `EngineConfig`. Raises ConfigError if they, or the model, cannot be used."""
         config = EngineConfig.of(options)
-        self.model_id = config.model_id
+        self.model_id = model_name(config.model_id)
+        """What clients see; `config.model_id`, as it was given, is the label of what lies on disk."""
         self.tokenizer = tokenizer
         self.defaults = config.defaults or Sampling()
         """How tokens are chosen if a request does not say."""
@@ -298,8 +301,11 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with AddedTo(error):
+            self.stop()
 
     def _run(self, begin: Callable[[], None], refused: list[OnefoldError], ready: threading.Event) -> None:
         try:

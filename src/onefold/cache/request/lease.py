@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import logging
@@ -38,7 +37,7 @@ from onefold.cache.request.held_leaves import HeldLeaves
 from onefold.cache.request.hold import Hold
 from onefold.cache.request.usage import Usage
 from onefold.cache.request.watcher import ForwardWatcher, give_up
-from onefold.errors import CommitError, ConfigError, DeviceError, LeaseError
+from onefold.errors import AddedTo, CommitError, ConfigError, LeaseError
 from onefold.sizes import show_count
 
 log = logging.getLogger("onefold")
@@ -238,11 +237,9 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.cancel()
-            return
-        device.note_raised(error)  # the caller's own evaluation may have been told
-        with contextlib.suppress(DeviceError):  # `error` is raised already
+        if error is not None:
+            device.note_raised(error)  # the caller's own evaluation may have been told
+        with AddedTo(error):
             self.cancel()
 
     def __len__(self) -> int:

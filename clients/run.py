@@ -32,6 +32,8 @@ import page
 from model import Script, write_scripted_model
 from serving import Server, serving
 
+from onefold.cli.command_line import ended_in_order
+
 HERE = Path(__file__).resolve().parent
 CELLS = HERE / "cells"
 INSTALLED = HERE.parent / ".clients"
@@ -160,4 +162,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ended_in_order():  # a run whose terminal closes leaves no server and no client behind
+        main()

@@ -69,9 +69,11 @@ def _request(line: str) -> Request | None:
 @contextmanager
 def serving(folder: Path, log: Path, *flags: str) -> Iterator[Server]:
     """Starts the server and yields when it listens. Ends it, and raises RuntimeError if it did not end well."""
-    command = [sys.executable, "-m", "onefold", "serve", str(folder), "--port", "0", *flags]
+    command = [sys.executable, "-m", "onefold", "serve", str(folder), "--port", "0", "--until-eof", *flags]
+    environment = {**os.environ, **OFFLINE}
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **OFFLINE})
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=file, stderr=file, env=environment)
+    assert process.stdin is not None
     try:
         yield Server(_url(process, log), log)
     finally:
@@ -82,6 +84,7 @@ def serving(folder: Path, log: Path, *flags: str) -> Iterator[Server]:
         except subprocess.TimeoutExpired:
             process.kill()
             ended = process.wait()
+        process.stdin.close()
     if ended != 0:
         raise RuntimeError(f"the server ended with {ended}:\n{log.read_text()[-3000:]}")
 

@@ -56,10 +56,11 @@ class Terminal:
     def __init__(self, master: int, process: subprocess.Popen[bytes]) -> None:
         self.process = process
         self.seen = ""
-        self._master = master
+        self._master: int | None = master
         self._read_to = 0
 
     def type(self, text: str) -> None:
+        assert self._master is not None
         os.write(self._master, text.encode())
 
     def wait_for(self, pattern: str) -> str:
@@ -70,12 +71,19 @@ class Terminal:
         before, self._read_to = self._read_to, found.end()
         return self.seen[before : found.end()]
 
+    def close(self) -> None:
+        """As a window that is closed: what runs on it gets SIGHUP, and can neither read nor write any more."""
+        if self._master is not None:
+            os.close(self._master)
+        self._master = None
+
     def end(self) -> int:
         while self._more():
             pass
         return self.process.wait(WAIT)
 
     def _more(self) -> bool:
+        assert self._master is not None
         if not select.select([self._master], [], [], WAIT)[0]:
             return False
         try:
@@ -89,20 +97,19 @@ class Terminal:
 @contextmanager
 def on_terminal(*arguments: str, **variables: str) -> Iterator[Terminal]:
     master, slave = pty.openpty()
-    try:
-        process = subprocess.Popen(
-            command(*arguments),
-            env=environment(**variables),
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-        )
-        os.close(slave)
-        with process:
-            try:
-                yield Terminal(master, process)
-            finally:
-                process.kill()
-    finally:
-        os.close(master)
+    process = subprocess.Popen(
+        command(*arguments),
+        env=environment(**variables),
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+    )
+    os.close(slave)
+    terminal = Terminal(master, process)
+    with process:
+        try:
+            yield terminal
+        finally:
+            process.kill()
+            terminal.close()

@@ -269,6 +269,15 @@ def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_leaves(model: Path) -> 
         assert terminal.end() == 0
 
 
+def test_a_terminal_that_closes_ends_the_chat_in_order(model: Path) -> None:
+    with on_terminal("chat", str(model), "--max-tokens", "1000000", "--budget", "200MB") as terminal:
+        terminal.wait_for("> ")
+        terminal.type("Tell me everything.\n")
+        terminal.wait_for(r"\x1b\[2K[^\x1b]{20}")
+        terminal.close()
+        assert terminal.process.wait(60) == 128 + signal.SIGHUP  # its own exit code, with the engine stopped before
+
+
 @pytest.mark.parametrize("typed, code", [(True, 0), (False, 130)])
 def test_an_interrupt_where_there_is_nothing_to_stop(
     chat: Chatting, model: Path, monkeypatch: pytest.MonkeyPatch, typed: bool, code: int

@@ -220,11 +220,11 @@ def test_a_server_that_fails(
     assert main(["demo", "--model", "m"]) == 1
     said = capsys.readouterr().err
     assert re.search(told, said) and said.startswith("onefold demo: ")
-    assert "begun with -m onefold serve m --host 127.0.0.1 --port 0 --grace 1 None" in said
+    assert "begun with -m onefold serve m --host 127.0.0.1 --port 0 --grace 1 --until-eof None" in said
     assert len(servers) == 1 and gone(servers[0])
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_ends_both(stub: Callable[..., None], servers: list[int], number: int, code: int) -> None:
     if threading.current_thread() is not threading.main_thread():
         pytest.skip("signals are heard on the main thread only")
@@ -246,7 +246,7 @@ def test_a_signal_ends_both(stub: Callable[..., None], servers: list[int], numbe
         thread.join()
         signal.signal(signal.SIGINT, before)
     assert found == code and gone(servers[0])
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
 
 
 def test_a_server_that_does_not_listen_to_reason_is_killed(

@@ -208,8 +208,8 @@ def test_a_model_that_cannot_be_loaded_is_reported_as_mlx_lm_does(
     assert "generation thread died" in caplog.text and len(listening) == 1
 
 
-@pytest.mark.parametrize("ours", [[], ["--kv", "affine8"]], ids=["16", "affine8"])
-def test_the_command_serves(model: Path, ours: list[str]) -> None:
+@pytest.mark.parametrize("ours, told", [([], signal.SIGINT), (["--kv", "affine8"], signal.SIGHUP)], ids=["16", "8"])
+def test_the_command_serves_and_ends_as_it_is_told(model: Path, ours: list[str], told: signal.Signals) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -223,7 +223,7 @@ def test_the_command_serves(model: Path, ours: list[str]) -> None:
         ask(port, "warm")
         assert ask(port, text(80)) == 0
         assert ask(port, text(80) + "?") >= 80
-        process.send_signal(signal.SIGINT)
+        process.send_signal(told)
         _, said = process.communicate(timeout=60)
         assert process.returncode == 0, said
     finally:

@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE, Popen
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from effort import quick
+from terminal import on_terminal
 from tiny import tiny
 
 import onefold
@@ -287,13 +289,12 @@ def test_the_help_states_what_keep_is_by_default(capsys):
 
 
 @contextmanager
-def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command in a process of its own, and where it listens."""
-    command = [sys.executable, "-m", "onefold", "serve", "--port", "0", "--budget", "64MB", *arguments]
+def running(*arguments: str, begin: str = "") -> Iterator[tuple[Popen[str], str]]:
+    """The command in a process of its own, which runs `begin` first, and where it listens."""
+    code = f"{begin}\nimport sys; from onefold.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "serve", "--port", "0", "--budget", "64MB", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}
-    with subprocess.Popen(
-        command, env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    with Popen(command, env=environment, cwd=ROOT, text=True, stdin=PIPE, stdout=PIPE, stderr=PIPE) as process:
         try:
             for line in process.stdout or ():
                 if found := re.search(r"OpenAI +(http://\S+)/v1", line):
@@ -331,7 +332,7 @@ def ends_while_it_streams(process: Any, client: httpx.Client, press: Callable[[]
     return said
 
 
-@pytest.mark.parametrize("how", quick(["SIGINT", "SIGTERM"], "SIGINT"))
+@pytest.mark.parametrize("how", quick(["SIGINT", "SIGTERM", "SIGHUP"], "SIGINT"))
 def test_a_signal_in_the_moment_before_the_port_listens_is_not_lost(model, how):
     code = (
         "import os, signal, sys; from onefold.cli import main; from onefold.server import running; real = "
@@ -357,6 +358,29 @@ def test_an_impatient_interrupt_ends_the_grace_and_nothing_else(model, tmp_path,
         ends_while_it_streams(process, client, press, 30)
     if presses == 2:
         assert [*(tmp_path / "kept").glob("*/*.safetensors")]
+
+
+def test_what_memory_holds_is_written_when_the_terminal_closes(model, tmp_path):
+    with on_terminal("serve", str(model), "--port", "0", "--budget", "64MB", "--disk", str(tmp_path)) as terminal:
+        url = re.findall(r"OpenAI +(http://\S+)/v1", terminal.wait_for(r"OpenAI +http://\S+/v1"))[0]
+        with ready(url) as client:
+            client.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 4}).raise_for_status()
+        assert not [*tmp_path.glob("*/*.safetensors")]
+        terminal.close()
+        assert terminal.process.wait(60) == 0
+    assert [*tmp_path.glob("*/*.safetensors")]
+
+
+def test_nohup_outlives_its_terminal(model):
+    with running(str(model), "--until-eof", begin="import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)") as (
+        process,
+        url,
+    ):
+        process.send_signal(signal.SIGHUP)
+        with ready(url) as client:
+            assert client.get("/v1/models").status_code == 200
+        process.stdin.close()  # and a server whose parent has ended ends
+        assert process.wait(60) == 0
 
 
 @pytest.mark.parametrize("how", quick([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))

@@ -30,6 +30,8 @@ from agents.known import AGENTS, CONTENT, Agent, Place  # noqa: E402
 from model import Script, write_scripted_model  # noqa: E402
 from serving import Request, Server, serving  # noqa: E402
 
+from onefold.cli.command_line import ended_in_order  # noqa: E402
+
 ROOT = HERE.parent.parent
 INSTALLED = ROOT / ".clients" / "agents"
 RUNS = ROOT / ".clients" / "runs"
@@ -227,4 +229,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ended_in_order():  # a run whose terminal closes leaves no server and no client behind
+        main()

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from onefold.cli import flags, serve
-from onefold.cli.command_line import INTERRUPTED, Parser, complain
+from onefold.cli.command_line import INTERRUPTED, Parser, complain, ended_in_order
 from onefold.cli.key_file import read_keys
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ def run(arguments: list[str]) -> int:
         if wrong := [f"--{flag.name}" for flag in ENGINE if f"--{flag.name}" in typed]:
             return complain(NAME, f"{' and '.join(wrong)} cannot be used with --url: the server has its own settings")
     try:
-        return _talk(given)
+        with ended_in_order():
+            return _talk(given)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader closed the pipe; Python would report it again when it ends

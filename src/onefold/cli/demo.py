@@ -7,16 +7,13 @@ the server ends too.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 from onefold.cli import flags
-from onefold.cli.command_line import INTERRUPTED, Parser, complain
+from onefold.cli.command_line import INTERRUPTED, Parser, complain, ended_in_order
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,8 +22,6 @@ if TYPE_CHECKING:
 
 HELP = "run a demo: a server, and agents that share a system prompt"
 NAME = "onefold demo"
-TERMINATED = 143
-"""The exit code that a shell expects after SIGTERM."""
 SILENCE_SECONDS = 300.0
 """A server that sends nothing for so long has failed."""
 
@@ -47,29 +42,12 @@ def run(arguments: list[str]) -> int:
     from onefold.errors import ConfigError
 
     try:
-        with _told_to_end():
+        with ended_in_order():
             return _show(given)
     except ConfigError as error:
         return complain(NAME, str(error), 1)
     except KeyboardInterrupt:
         return INTERRUPTED
-
-
-@contextmanager
-def _told_to_end() -> Iterator[None]:
-    """Turns SIGTERM into an exception, which also ends the server."""
-
-    def end(*_: Any) -> NoReturn:
-        raise SystemExit(TERMINATED)
-
-    if threading.current_thread() is not threading.main_thread():  # only there signals can be handled
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _show(given: argparse.Namespace) -> int:

@@ -240,6 +240,7 @@ FLAGS = (
     Flag("body-limit", "the largest request body", partial(size, total_bytes=None), "32MiB", "SIZE"),
     Flag("keep-alive", "send a keep-alive on a stream after this long without data", seconds, "5", "SECONDS"),
     Flag("send-timeout", "disconnect a client that does not read for this long", seconds, "60", "SECONDS"),
+    Flag("until-eof", "end when standard input ends, for a program that starts this server", bool),
     Flag("grace", "time for running requests when the server stops", partial(_number, most=1e6), "5", "SECONDS"),
     Flag("log-level", f"{', '.join(LEVELS)}", _level, "info", "LEVEL"),
 )  # fmt: skip

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from onefold.cli.command_line import Parser, complain
+from onefold.cli.command_line import Parser, complain, ending_signals
 from onefold.cli.flags import (
     ALIAS,
     ALLOWED_HOST,
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("onefold")
 
 HELP = "serve a model behind OpenAI's and Anthropic's API"
+LOST = {"back": "what memory alone holds", "through": "answers that are not written yet"}
+"""What a process that is killed loses, by the mode of the disk."""
 PACES = "remote.json"
 """In the system's cache folder: how quick shared stores are."""
 
@@ -92,7 +94,7 @@ def _serve(given: argparse.Namespace) -> int:
         engine = _engine(given)
         ending = Ending(engine)
         try:
-            return _listen(engine, settings, bound, ending.begin)
+            return _listen(given, engine, settings, bound, ending.begin)
         finally:
             ending.stop()
 
@@ -208,7 +210,13 @@ def make_engine(given: argparse.Namespace, **more: Any) -> Engine:
         return Engine(model, tokenizer, **options)
 
 
-def _listen(engine: Engine, settings: Settings, bound: list[socket.socket], ending: Callable[[], None]) -> int:
+def _listen(
+    given: argparse.Namespace,
+    engine: Engine,
+    settings: Settings,
+    bound: list[socket.socket],
+    ending: Callable[[], None],
+) -> int:
     from onefold.server.app import make_app
     from onefold.server.running import Server
 
@@ -217,13 +225,21 @@ def _listen(engine: Engine, settings: Settings, bound: list[socket.socket], endi
     server = Server(make_app(engine, settings, leaving), engine, settings, ready, ending, leaving.set)
     # A signal may come before uvicorn has installed its handlers. When uvicorn has ended, it raises the signal again
     # for the handlers that were there before: to end twice does no harm.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: server.end())
+    for number in (signal.SIGINT, *ending_signals()):
+        signal.signal(number, lambda number, frame: server.handle_exit(number, frame))
+    if given.until_eof:
+        threading.Thread(target=_await_eof, args=(server.end,), name="onefold-stdin", daemon=True).start()
     try:
         server.run(bound)
     except OSError as error:  # two servers took the address before one of them listened
         return _complain(_not_listening(settings, error))
     return 0 if engine.lost is None else os.EX_TEMPFAIL
+
+
+def _await_eof(end: Callable[[], None]) -> None:
+    while os.read(sys.stdin.fileno(), 1 << 16):
+        pass
+    end()
 
 
 def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
@@ -266,9 +282,11 @@ def _budget_line(engine: Engine) -> str:
 def _disk_line(engine: Engine) -> str:
     disk = engine.cache.stats().disk
     if disk.mode == "off":
-        return f"OFF: {disk.folder}: {disk.failed}" if disk.failed else "none: memory only"
+        kept = "none: conversations are lost when the server ends; --disk auto keeps them"
+        return f"OFF: {disk.folder}: {disk.failed}" if disk.failed else kept
     limit = f", at most {show_size(disk.daily_limit_bytes)} a day" if disk.daily_limit_bytes else ""
-    return f"{disk.folder}: {show_size(disk.used_bytes)} of {show_size(disk.budget_bytes)}, mode {disk.mode}{limit}"
+    used = f"{disk.folder}: {show_size(disk.used_bytes)} of {show_size(disk.budget_bytes)}{limit}"
+    return f"{used}; mode {disk.mode}: a kill or a power cut loses {LOST[disk.mode]}"
 
 
 def _remote_lines(engine: Engine) -> list[tuple[str, str]]:

@@ -1,7 +1,8 @@
 """`onefold serve` in a process of its own, on a free port of the loopback interface.
 
 - It has the settings that it is given here and none from the environment, and listens on 127.0.0.1 only.
-- Ctrl-C on the terminal does not reach it: its parent ends it by its process id, and `stop` always does.
+- Ctrl-C on the terminal does not reach it: its parent ends it by its process id, and `stop` always does. However the
+  parent ends, the server's standard input ends with it, and the server then ends by itself.
 - Its last lines of output are kept: they name the reason if it fails.
 """
 
@@ -33,7 +34,7 @@ _URL = re.compile(r"http://127\.0\.0\.1:\d+")
 class ServerProcess:
     def __init__(self, model: str) -> None:
         command = [sys.executable, "-m", "onefold", "serve", model]
-        command += ["--host", "127.0.0.1", "--port", "0", "--grace", "1"]
+        command += ["--host", "127.0.0.1", "--port", "0", "--grace", "1", "--until-eof"]
         settings = {flag.variable for flag in FLAGS}
         environment = {name: value for name, value in os.environ.items() if name not in settings}
         self._lines: deque[str] = deque(maxlen=LINES)
@@ -42,7 +43,7 @@ class ServerProcess:
         self._process = subprocess.Popen(
             command,
             env=environment,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -109,4 +110,6 @@ class ServerProcess:
         finally:
             self._process.kill()  # does nothing to one that has ended
             self._process.wait()
+            assert self._process.stdin is not None
+            self._process.stdin.close()
             self._reader.join(LAST_SECONDS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import signal
 import sys
 import threading
 import types
@@ -322,7 +323,8 @@ def run_server(
 ) -> None:
     """Run mlx-lm's own server, with its own command line, on the prompt cache that `make_cache(max_size, max_bytes)`
     returns. With `accept`, the server listens when it has loaded the model of its command line and `accept` has
-    returned; what that raises ends the server, and is raised here."""
+    returned; what that raises ends the server, and is raised here. Call it on the main thread: SIGTERM, and SIGHUP of a
+    terminal that closes, end a server that listens as Ctrl-C does."""
     server: Any = importlib.import_module("mlx_lm.server")
     run, lru, generator = server.run, server.LRUPromptCache, server.ResponseGenerator
     generate, listen = generator._run_generate, server._run_http_server
@@ -348,7 +350,14 @@ def run_server(
         if not loaded.accepted():
             generator.stop_and_join()
             return None
-        return listen(host, port, generator, *args, **kwargs)
+        told = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+        for number in told:
+            signal.signal(number, signal.default_int_handler)  # Ctrl-C, at which mlx-lm's server ends in order
+        try:
+            return listen(host, port, generator, *args, **kwargs)
+        finally:
+            for number in told:
+                signal.signal(number, signal.SIG_DFL)
 
     server.run, generator._run_generate, server._run_http_server = run_with, run_generate, listen_if_accepted
     try:

@@ -141,7 +141,7 @@ def as_asked() -> None:
 
 def known_tokens(cache: onefold.PrefixCache, tokens: list[int]) -> int:
     """How much of a conversation the tree still knows, without a request."""
-    return int(cache.state.nodes.tree(("", cache.parts.form)).match(as_tokens(tokens)).matched)
+    return int(cache.state.nodes.tree(cache.parts.key("")).match(as_tokens(tokens)).matched)
 
 
 def address(array: mx.array) -> int:

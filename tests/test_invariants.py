@@ -242,7 +242,7 @@ def test_6_a_committed_segment_is_never_written():
     model = tiny("llama")
     with onefold.PrefixCache(model, "64MB") as cache:
         _, known = turn(cache, model, words(50))
-        node = cache.state.nodes.tree(("", cache.parts.form)).match(cache.lease(known).tokens).path[0]
+        node = cache.state.nodes.tree(cache.parts.key("")).match(cache.lease(known).tokens).path[0]
         span = node.span
         image = [mx.array(a[..., span.lo : span.hi, :]) for a in span.slab.arrays(0)]
         mx.eval(image)
@@ -254,7 +254,7 @@ def test_6_a_committed_segment_is_never_written():
                 layer.trim(30)  # far below what is committed
             forward(model, lease.layers, [*known[: lease.offset], 5, 5, 5], lease.offset)
         cache.check()
-        found = cache.state.nodes.tree(("", cache.parts.form)).match(cache.lease(known).tokens).path
+        found = cache.state.nodes.tree(cache.parts.key("")).match(cache.lease(known).tokens).path
         at = 0
         for n in found:
             for a, b in zip(n.span.slab.arrays(0), image, strict=True):
@@ -483,6 +483,17 @@ def test_one_forward_per_decode_step_for_all_rows(monkeypatch):
         monkeypatch.setattr(type(model), "__call__", lambda *a, **k: (calls.append(1), inner(*a, **k))[1])
         mx.eval(batch.step(mx.array([1, 2, 3, 4])))
         assert len(calls) == 1
+
+
+@pytest.mark.parametrize("others", [(1, True, 1.0), (0, False, 0.0, -0.0), (("a", 1), ("a", True)), ("1", b"1", 1)])
+def test_namespaces_that_are_equal_in_python_never_share(others, tmp_path):
+    model, tokens = tiny("llama"), words(40)
+    for opened in range(2):  # the second time from disk
+        with onefold.PrefixCache(model, "64MB", disk=tmp_path, disk_mode="through") as cache:
+            for i, namespace in enumerate(others):
+                lease, _ = turn(cache, model, tokens + [i + 1] * 3, namespace=namespace)
+                assert lease.cached == (42 if opened else 0), f"{namespace!r} of {others}"
+                assert cache.inventory.matched([*tokens, 99], namespace=namespace) == 40
 
 
 def test_namespaces_never_share():

@@ -384,7 +384,7 @@ class Trial:
 
     def resumable(self, cache: onefold.PrefixCache, tokens: list[int]) -> int:
         """How much of a conversation a request would reuse. Asking as a request would make it the last used."""
-        path, matched = cache.state.nodes.tree(("", cache.parts.form)).match(np.array(tokens, np.int32))
+        path, matched = cache.state.nodes.tree(cache.parts.key("")).match(np.array(tokens, np.int32))
         readable, _ = readable_length(cache.state, path, matched)
         return resume_point(cache.state, path, readable, matched)[0]
 
@@ -412,7 +412,7 @@ class Trial:
     def disturb(self, cache: onefold.PrefixCache, tokens: list[int], leaf: int, first: int) -> None:
         """Change what one layer has in the cache: its first positions, or its window or state."""
         used = [x for x in self.anatomy.leaves if x.used]
-        path, _ = cache.state.nodes.tree(("", cache.parts.form)).match(np.array(tokens, np.int32))
+        path, _ = cache.state.nodes.tree(cache.parts.key("")).match(np.array(tokens, np.int32))
         for node in path:
             if used[leaf].sliceable:
                 assert node.span is not None

@@ -111,7 +111,7 @@ class Leasing:
         self._state.sweep()
         models = [ref() for ref in self._parts.refs]
         anatomies = [] if self._state.uncached_reason else self._parts.models.anatomies
-        lease = Lease(self._state, tokens, (namespace, self._parts.form), anatomies, models, checkpoints)
+        lease = Lease(self._state, tokens, self._parts.key(namespace), anatomies, models, checkpoints)
         if self._parts.tier is not None:
             lease.hold.grid = self._parts.tier.grid
         self._state.leases.add(lease)

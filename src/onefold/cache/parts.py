@@ -21,6 +21,7 @@ from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.attention import attention
 from onefold.cache.model.models import Models
 from onefold.cache.model.survey import look_uncached
+from onefold.cache.tiers.identity import salt_of
 from onefold.errors import ConfigError
 
 log = logging.getLogger("onefold")
@@ -58,9 +59,14 @@ class Parts:
         if self.state.uncached_reason and self.refs:
             log.warning("this model runs uncached: %s", self.state.uncached_reason)
 
+    def key(self, namespace: Hashable) -> Hashable:
+        """Returns what names the tree of a caller's namespace. Namespaces that are equal in Python, such as 1, True and
+        1.0, are told apart as they are on disk."""
+        return namespace, self.form, salt_of(namespace) or type(namespace)
+
     def tree(self, namespace: Hashable) -> Tree:
         """Returns the tree of a caller's namespace, with the nodes that the tier has."""
-        tree = self.state.nodes.tree((namespace, self.form))
+        tree = self.state.nodes.tree(self.key(namespace))
         if self.tier is not None:
             self.tier.attach(tree, namespace)
         return tree

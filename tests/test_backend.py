@@ -216,5 +216,9 @@ def test_the_extras_are_those_that_messages_name() -> None:
     assert not [line for line in project["dependencies"] if "[" in line or "blas" in line]
 
 
-def test_the_version_of_the_code_is_the_project_s() -> None:
-    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == onefold.__version__
+def test_there_is_one_version_and_it_is_the_newest_of_the_changelog() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" not in project["project"] and project["tool"]["hatch"]["version"]["path"].endswith("__init__.py")
+    newest = re.search(r"^## (\S+)( \(not released\))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert onefold.__version__ == newest[1] + (".dev0" if newest[2] else "")

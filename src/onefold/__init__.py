@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from onefold.generation import async_stream_generate, generate, stream_generate
 
-__version__ = "0.6.0"
+__version__ = "0.7.0.dev0"
 
 _WHERE = {
     "Batch": "cache.request.batch",

@@ -49,6 +49,15 @@ def converted(file: Path, dtype: mx.Dtype = mx.float32) -> Path:
     return made
 
 
+def test_progress_reaches_the_end(tmp_path: Path) -> None:
+    file = tiny_gguf.write(tmp_path / "tiny.gguf", tiny_gguf.tensors(tiny_gguf.tiny_model()), tiny_gguf.facts())
+    seen: list[int] = []
+    convert(file, tmp_path, mx.float32, seen.append)
+    weights = sum(w.nbytes for w in mx.load(str(tmp_path / "model.safetensors")).values())
+    assert seen == sorted(seen) and len(seen) > 10
+    assert 2 * weights <= seen[-1] == weights + (tmp_path / "model.safetensors").stat().st_size
+
+
 # -- the model --------------------------------------------------------------------------------
 
 

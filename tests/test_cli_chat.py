@@ -254,6 +254,7 @@ def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_leaves(model: Path) -> 
         terminal.wait_for(r"\. ")
         terminal.type("everything.\n")
         terminal.wait_for(r"\x1b\[2K[^\x1b]{20}")  # the answer has begun, where a sign of waiting was
+        terminal.type("Zugzwang\n")  # is neither shown nor asked
         terminal.type("\x03")
         line = terminal.wait_for("stopped · KV .* of 200.0 MB")
         prompt = len("[user\nTell me\neverything.]\n[assistant\n")
@@ -264,6 +265,7 @@ def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_leaves(model: Path) -> 
         terminal.type("\x03")
         reused = re.search(r"([\d,]+) reused", terminal.wait_for("stopped · KV"))
         assert reused and int(reused[1].replace(",", "")) > prompt, "what was said was kept, and is known"
+        assert "Zug" not in terminal.seen
         terminal.wait_for("> ")
         terminal.type("\x04")
         assert terminal.end() == 0

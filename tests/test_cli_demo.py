@@ -249,6 +249,19 @@ def test_a_signal_ends_both(stub: Callable[..., None], servers: list[int], numbe
     assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
 
 
+def test_the_options_of_serve_are_for_its_server(
+    stub: Callable[..., None], servers: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub(begin="sys.exit(3)")
+    assert main(["demo", "--model", "m", "--agents", "2", "--port", "8123", "--budget", "1GB"]) == 1
+    assert "--grace 1 --until-eof --port 8123 --budget 1GB None" in capsys.readouterr().err
+    assert main(["demo", "--host", "0.0.0.0"]) == 2 and "leave --host out" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["demo", "--bugdet", "1GB"])
+    assert "onefold demo: " in (said := capsys.readouterr().err) and "did you mean --budget?" in said
+    assert len(servers) == 1
+
+
 def test_a_server_that_does_not_listen_to_reason_is_killed(
     stub: Callable[..., None], servers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

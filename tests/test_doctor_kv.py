@@ -41,6 +41,7 @@ def test_every_format_is_tried(loaded: None, tmp_path: Path, capsys: pytest.Capt
     assert main(["doctor", "--kv", "llama_q", "--text", str(text)]) == 0
     printed = capsys.readouterr()
     assert f"recommended: --kv {told['recommended']}" in printed.out
+    assert told["model_bits"] == 32 and "share: of the bytes of the model's own 32 bits" in printed.out
     assert "trying 16, 8," in printed.err and "200 of 200 tokens" in printed.err
 
 

@@ -65,6 +65,16 @@ def forwards(monkeypatch: pytest.MonkeyPatch, loaded: tuple[Any, Any]) -> Forwar
     return Forwards(monkeypatch, loaded[0])
 
 
+def test_a_budget_for_less_than_a_conversation_is_warned_about(loaded, caplog):
+    for budget, warned in (("3MB", True), ("256MB", False)):
+        with Engine(*loaded, budget=budget) as engine:
+            assert ("has room for a conversation of" in caplog.text) == (engine.most_tokens < 4096) == warned
+            least = engine.cache.budget.least_bytes()
+        caplog.clear()
+    with Engine(*loaded, budget=least + (32 << 20)):  # with MLX's pool
+        assert not caplog.text
+
+
 # -- one answer ------------------------------------------------------------------------------------
 
 

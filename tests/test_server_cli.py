@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -61,6 +62,15 @@ def test_defaults():
     assert settings.api_keys == settings.cors_origins == settings.aliases == () and not settings.namespace_per_key
     assert dict(settings.sampling) == {} and settings.max_tokens is None
     assert (settings.keep_alive_seconds, settings.send_timeout_seconds, settings.grace_seconds) == (5, 60, 5)
+
+
+def test_the_help_has_groups_and_spells_kv_out(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    at = [said.index(f" {title}: --") for title in flags.GROUPS]
+    assert at == sorted(at) and said.startswith("usage: onefold serve MODEL [options] Serves")
+    assert said.index("keys and values") < said.index("KV ", said.index("keys and values"))
 
 
 def test_every_flag_has_a_variable_that_the_help_names(capsys):
@@ -178,7 +188,10 @@ def test_a_model_that_takes_no_bound_is_served_without_the_default_one(monkeypat
         (["m", "--max-tokens", "-1"], "--max-tokens"),
         (["m", "--keep-alive", "0"], "--keep-alive"),
         (["m", "--log-level", "loud"], "debug, info, warning, error"),
-        (["m", "--nonsense"], "--nonsense"),
+        (["m", "--nonsense"], "unrecognized arguments: --nonsense; onefold serve --help lists all options"),
+        (["m", "--bugdet", "8GB"], "did you mean --budget?"),
+        (["m", "--port", "0", "--disk", "/proc/kept"], "--disk /proc/kept cannot be used"),
+        (["m", "--port", "0", "--disk", "/dev/null/kept"], "/dev/null/kept cannot be a folder"),
         (["m", "another"], "another"),
         (["m", "--api-key", "ü"], "ASCII"),
         (["m", "--api-key", ""], "the value is empty: give a key"),
@@ -239,15 +252,21 @@ def test_a_server_that_is_open_to_all_is_warned_about(capsys, host, keys, warns)
     stats = SimpleNamespace(disk=disk, remote=DiskStats(mode="remote", folder="redis://127.0.0.1/0", record_tokens=88))
     inventory = SimpleNamespace(budget_bytes=8 * 10**9, token_bytes=131_072)
     budget = SimpleNamespace(follows=False)
-    cache = SimpleNamespace(inventory=inventory, budget=budget, kv="16", max_kv_size=None)
+    kv = "32 bits, as the model makes it"
+    cache = SimpleNamespace(inventory=inventory, budget=budget, kv_stored=kv, max_kv_size=None)
     cache.stats = lambda: stats
     engine: Any = SimpleNamespace(model_id="a/model", cache=cache, most_tokens=50_000, context_length=40960)
     settings = serve._settings(given("m", "--host", host, *(a for key in keys for a in ("--api-key", key))))
     port = greet(engine, settings)
     said = capsys.readouterr()
-    assert "bits" not in said.out and "bound" not in said.out
+    assert "bound" not in said.out
     assert ("--api-key" in said.err) == warns
-    disk = "/f: 5.0 GB of 100.0 GB, mode back"
+    disk = "/f: 5.0 GB of 100.0 GB; mode back: a kill or a power cut loses what memory alone holds"
+    shown = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    tried, chat = (shlex.split(line) for line in said.out.splitlines()[-2:])  # commands to paste
+    assert tried[:6] == ["to", "try", "it", "curl", "-N", f"{shown}/v1/chat/completions"]
+    assert json.loads(tried[-1])["stream"] is True and ("authorization: Bearer $KEY" in tried) == bool(keys)
+    assert chat[:5] == ["or", "onefold", "chat", "--url", shown]
     for part in ("a/model", f":{port}/v1", "8.0 GB", disk, "131.1 kB", "50,000 of them in one conversation", "40,960",
                  "redis://127.0.0.1/0, with other machines, in records of 88 tokens"):
         assert part in said.out
@@ -274,7 +293,8 @@ def test_the_banner_names_the_format_and_the_bound_and_has_no_trailing_spaces(ca
         engine = SimpleNamespace(model_id="m", cache=cache, most_tokens=sys.maxsize, context_length=None)
         greet(engine, serve._settings(given("m")))
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("one token") and line.endswith("of KV, in format 8") for line in lines)
+    (stored,) = [line for line in lines if line.startswith("one token")]
+    assert stored.endswith(" of KV; 8 bits, rotated: 0.27 of the model's own 32 bits")
     assert "bound      4,096 tokens a conversation, its first 8 kept" in lines
     assert lines == [line.rstrip() for line in lines]
 

@@ -95,14 +95,15 @@ class Budget:
 
     def raise_to_least(self) -> bool:
         """Raises an automatic budget to the least that serves a conversation, and returns whether it had to."""
-        least = self._least_bytes()
+        least = self.least_bytes()
         if self._ledger.budget_bytes >= least:
             return False
         self._set(least)
         self.whole_bytes = least
         return True
 
-    def _least_bytes(self) -> int:
+    def least_bytes(self) -> int:
+        """Returns the bytes that serve a conversation of `LEAST_TOKENS`; 0 if that is not known."""
         return 0 if self._parts.state.uncached_reason else self._parts.need(LEAST_TOKENS, chunk=LEAST_CHUNK)
 
     # -- following ---------------------------------------------------------------------------------
@@ -178,7 +179,7 @@ class Budget:
             lasting = used - state.reclaiming.reclaimable_bytes() + ledger.headroom() + POOL_WHILE_SHORT
         growth = self.whole_bytes // STEP_SHARE
         target = min(before * 3 // 4 if critical else before * 7 // 8, used + growth)
-        least = max(self.whole_bytes // LEAST_SHARE, min(self.whole_bytes, self._least_bytes()))
+        least = max(self.whole_bytes // LEAST_SHARE, min(self.whole_bytes, self.least_bytes()))
         target = max(least, target, lasting + (0 if critical else growth))
         target = min(target, before if critical else self.whole_bytes)
         if target == before:

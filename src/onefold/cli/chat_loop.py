@@ -16,7 +16,7 @@ from onefold.cli.answering import Source
 from onefold.cli.conversation import Conversation, Turn
 from onefold.cli.holding import show_held
 from onefold.cli.interrupts import Interrupts
-from onefold.cli.lines import Lines
+from onefold.cli.lines import Lines, keys_ignored
 from onefold.cli.reading import Reading
 from onefold.cli.screen import Screen
 from onefold.engine.request import Event, Hit, Progress, Reasoning, Text
@@ -100,7 +100,8 @@ class Chat:
             self._screen.note(self._line(reading, stopped))
 
     def _listen(self, messages: list[dict[str, str]], reading: Reading) -> None:
-        with Interrupts() as interrupts, contextlib.closing(self._source.ask(messages)) as asked:
+        answer = contextlib.closing(self._source.ask(messages))
+        with keys_ignored(), Interrupts() as interrupts, answer as asked:
             events, first = interrupts.between(asked), None
             with self._screen.waiting("...") as show:
                 for event in events:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
+import re
 import signal
 import sys
 import threading
@@ -23,7 +25,12 @@ INTERRUPTED = 130
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Prints the error without the usage, which is longer than the error."""
+        """Prints the error without the usage, which is longer than the error. Names what a mistyped option may be."""
+        typed = [word.split("=")[0] for word in message.split() if word.startswith("--")]
+        if message.startswith("unrecognized arguments") and typed:
+            known = re.findall(r"--[a-z][a-z-]*", self.format_help())
+            close = dict.fromkeys(found for word in typed for found in difflib.get_close_matches(word, known, 1))
+            message += f": did you mean {' and '.join(close)}?" if close else f"; {self.prog} --help lists all options"
         raise SystemExit(complain(self.prog, message))
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from onefold.cli import flags
+from onefold.cli import flags, serve
 from onefold.cli.command_line import INTERRUPTED, Parser, complain, ended_in_order
 
 if TYPE_CHECKING:
@@ -27,7 +27,12 @@ SILENCE_SECONDS = 300.0
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(prog=NAME, description="Starts a server, runs agents against it over HTTP, and shows the cost.")
+    made = Parser(
+        prog=NAME,
+        description="Starts a server, runs agents against it over HTTP, and shows the cost.",
+        epilog="Takes the options of `onefold serve`, too, such as --port, --budget and --kv.",
+        allow_abbrev=False,
+    )
     made.add_argument("--agents", type=partial(flags.positive, most=32), default=4, metavar="N", help="default 4")
     made.add_argument("--turns", type=partial(flags.positive, most=32), default=3, metavar="N", help="default 3")
     told = 'a folder, a Hugging Face id, or "demo": a small model, fetched once (93 MB). That is the default'
@@ -38,20 +43,24 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: list[str]) -> int:
-    given = parser().parse_args(arguments)
+    given, options = parser().parse_known_args(arguments)
+    of_serve = serve.parser(NAME).parse_args([given.model, *options])
+    if of_serve.host != "127.0.0.1":
+        return complain(NAME, "the demo listens on 127.0.0.1: leave --host out")
     from onefold.errors import ConfigError
 
     try:
+        keys = serve.api_keys(of_serve)
         with ended_in_order():
-            return _show(given)
+            return _show(given, options, keys[0] if keys else "")
     except ConfigError as error:
         return complain(NAME, str(error), 1)
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-def _show(given: argparse.Namespace) -> int:
-    """Starts the server, runs the demo and stops the server. Raises ConfigError."""
+def _show(given: argparse.Namespace, options: list[str], api_key: str) -> int:
+    """Starts the server with these options of its own, runs the demo and stops the server. Raises ConfigError."""
     from onefold.cli import demo_report
     from onefold.cli.server_process import ServerProcess
     from onefold.engine import demo_model
@@ -61,9 +70,9 @@ def _show(given: argparse.Namespace) -> int:
     screen = demo_report.console()
     if given.model == DEMO:
         demo_model.folder()  # here rather than in the server, so that its progress is seen
-    server = ServerProcess(given.model)
+    server = ServerProcess(given.model, options)
     try:
-        _with(server, given, screen)
+        _with(server, given, screen, api_key)
     except ServerError as error:
         said = server.last_lines()
         code = complain(NAME, f"{error}" + ("; its last output:" if said else ""), 1)
@@ -76,7 +85,7 @@ def _show(given: argparse.Namespace) -> int:
     return 0
 
 
-def _with(server: ServerProcess, given: argparse.Namespace, screen: Console) -> None:
+def _with(server: ServerProcess, given: argparse.Namespace, screen: Console, api_key: str) -> None:
     """Runs the agents against the server and prints the report. Raises ServerError."""
     from onefold.cli import demo_agents, demo_report
     from onefold.cli.client import Client
@@ -87,7 +96,7 @@ def _with(server: ServerProcess, given: argparse.Namespace, screen: Console) -> 
     screen.print(f"The server is up at {server.url}, process {server.pid}.", soft_wrap=True)
     screen.print(f"Its page, which shows what is held and by whom: {server.url}/", soft_wrap=True)
     screen.print(_plan(given))
-    client = Client(server.url, silence_seconds=SILENCE_SECONDS)
+    client = Client(server.url, api_key=api_key, silence_seconds=SILENCE_SECONDS)
     names = [role(number).desk for number in range(given.agents)]
     with demo_report.stage(screen, names, given.turns) as hear:
         played = demo_agents.play(client, given.agents, given.turns, hear)

@@ -47,7 +47,7 @@ def measured(model_name: str, text: str | None, n_tokens: int) -> dict[str, Any]
     if longest is not None and len(tokens) + kv_trial.DECODED > longest:
         most = f"give --tokens of at most {longest - kv_trial.DECODED}"
         raise ConfigError(f"{len(tokens)} tokens of the text are beyond this model's context of {longest}: {most}")
-    able, refused = _possible(model)
+    able, refused, bits = _possible(model)
     _say(f"trying {', '.join(able)} on {len(tokens):,} tokens")
     found = kv_trial.trial(model, tokens, able, None, lambda n: _say(f"  {n:,} of {len(tokens):,} tokens"))
     if not found["16"].is_finite:
@@ -73,6 +73,7 @@ def measured(model_name: str, text: str | None, n_tokens: int) -> dict[str, Any]
         "model": model_name,
         "tokens": len(tokens),
         "formats": formats,
+        "model_bits": bits,
         "refused": refused,
         "recommended": kv_trial.recommended(found),
         "most_kl": kv_trial.MOST_DIVERGENCE,
@@ -85,12 +86,12 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _possible(model: Any) -> tuple[list[str], dict[str, str]]:
-    """Returns the formats that the model can have, and why it cannot have the others. Raises ConfigError if no KV of it
-    is stored in a format."""
+def _possible(model: Any) -> tuple[list[str], dict[str, str], int]:
+    """Returns the formats that the model can have, why it cannot have the others, and the bits of its own keys and
+    values. Raises ConfigError if no KV of it is stored in a format."""
     import onefold
 
-    able, refused = list[str](), dict[str, str]()
+    able, refused, bits = list[str](), dict[str, str](), 16
     for name in NAMES:
         try:
             with onefold.PrefixCache(model, kv=name) as cache:
@@ -98,29 +99,32 @@ def _possible(model: Any) -> tuple[list[str], dict[str, str]]:
                     raise ConfigError(f"this model's KV is not cached: {cache.uncached_reason}")
                 if not cache.state.store.token_bytes:
                     raise ConfigError("no layer of this model keeps the KV of all tokens: serve it without --kv")
+                made = cache.parts.models.anatomies[0].made_type
+                bits = 8 * made.size if made is not None else bits
             able.append(name)
         except ConfigError as error:
             if name == "16":
                 raise
             refused[name] = str(error)
-    return able, refused
+    return able, refused, bits
 
 
 def shown(told: dict[str, Any]) -> str:
     lines = [f"{told['model']}, {told['tokens']} tokens of text", ""]
-    names = f"{'format':8} {'bytes/token':>11} {'share':>6} {'perplexity':>10} {'mean KL':>9}"
+    own = f"{told['model_bits']} bits"
+    names = f"{'--kv':8} {'bytes/token':>11} {'share':>6} {'perplexity':>10} {'mean KL':>9}"
     lines.append(f"{names} {'prefill/s':>9} {'decode/s':>8}")
     for name, f in told["formats"].items():
         change = "" if name == "16" else f"{f['perplexity_change']:+.2%}"
         costs = f"{f['bytes_per_token']:>11,} {f['share']:>6.3f} {change or f['perplexity']:>10} {f['mean_kl']:>9.5f}"
         speeds = f"{f['prefill_tokens_per_second']:>9,.1f} {f['decode_tokens_per_second']:>8,.1f}"
-        lines.append(f"{name:8} {costs} {speeds}")
+        lines.append(f"{name:8} {costs} {speeds}" + (f"   the model's own {own}" if name == "16" else ""))
     lines += [f"{name}: {why}" for name, why in told["refused"].items()]
     why = f"the fewest bytes with a mean KL of at most {told['most_kl']} on this text"
     if told["warning"]:
         lines += ["", told["warning"]]
-    lines += ["", "share: of the bytes of 16, which has the model's type; mean KL: of the next token, against 16"]
-    lines += ["perplexity: that of 16, and how much higher it is in the other formats"]
+    lines += ["", f"share: of the bytes of the model's own {own}; mean KL: of the next token, against these"]
+    lines += [f"perplexity: that of the model's own {own}, and how much higher it is in the other formats"]
     lines += [f"recommended: --kv {told['recommended']} ({why})"]
     return "\n".join(lines)
 

@@ -142,18 +142,20 @@ class Flag:
         """What its environment variable says; None if that is not set or empty."""
         return os.environ.get(self.variable, "").strip() or None
 
-    def add_to(self, parser: argparse.ArgumentParser) -> None:
+    def add_to(self, parser: argparse.ArgumentParser, group: Any = None) -> None:
+        """Add it to a parser, in a group of its help if that is given."""
+        within = group or parser
         told = self.help + (f" (default {self.default})" if self.default else "") + f" [{self.variable}]"
         given = self.from_environment
         kind = partial(self._read, parser)
         if self.type is bool:
             on = (given or self.default or "").lower() in ("1", "true", "yes", "on")
-            parser.add_argument(f"--{self.name}", action=argparse.BooleanOptionalAction, default=on, help=told)
+            within.add_argument(f"--{self.name}", action=argparse.BooleanOptionalAction, default=on, help=told)
         elif self.many:
-            parser.add_argument(f"--{self.name}", action="append", type=kind, metavar=self.metavar, help=told)
+            within.add_argument(f"--{self.name}", action="append", type=kind, metavar=self.metavar, help=told)
         else:
             default = _FromEnvironment(given) if given else self.default
-            parser.add_argument(f"--{self.name}", type=kind, default=default, metavar=self.metavar, help=told)
+            within.add_argument(f"--{self.name}", type=kind, default=default, metavar=self.metavar, help=told)
 
     def _read(self, parser: argparse.ArgumentParser, text: str) -> Any:
         try:
@@ -185,19 +187,32 @@ REMOTE_SECRET = Flag("remote-secret-file", "a file with a secret of at least 16 
                      "only what was sealed with it is used", partial(_not_empty, wanted="a file"),
                      metavar="FILE")  # fmt: skip
 
-FLAGS = (
+LISTENING = (
     Flag("host", "address to listen on; a name stands for all its addresses", default="127.0.0.1", metavar="ADDRESS"),
     Flag("port", "port to listen on; 0 picks a free one", partial(count, most=65535), "8080", "PORT"),
-    API_KEY,
-    API_KEY_FILE,
     ALIAS,
     CORS_ORIGIN,
     ALLOWED_HOST,
-    Flag("namespace-per-key", "share KV only among requests with the same API key", bool),
     Flag("page", "a page at / that shows what is held, by whom, and what is evicted next", bool, "yes"),
     Flag("show-text", "show on that page what prompts say, to everyone who may see it", bool),
-    Flag("budget", "memory for KV and activations: 8GB, 24GiB, 60%%; auto is four fifths of the device's memory less "
-         "the weights, and less while the machine's memory is short", _budget, "auto", "SIZE"),
+)  # fmt: skip
+ACCESS = (
+    API_KEY,
+    API_KEY_FILE,
+    Flag("namespace-per-key", "share KV only among requests with the same API key", bool),
+)  # fmt: skip
+MEMORY = (
+    Flag("budget", "memory for KV and for what is being computed, beside the weights: 8GB, 24GiB, 60%%; auto is "
+         "four fifths of the device's memory less the weights, and less while the machine's memory is short", _budget,
+         "auto", "SIZE"),
+    Flag("kv", f"format of stored KV: {', '.join(NAMES)}; 16 is as the model makes it, the others have about so many "
+         "bits; 4+2 is 4, with the first two and the last two layers as the model makes them", str, "16", "FORMAT"),
+    Flag("max-kv-size", "the most tokens of a conversation; beyond that its middle is dropped; 0 is no bound; "
+         f"by default {MAX_KV_SIZE}", count, None, "TOKENS"),
+    Flag("keep", f"the first tokens of such a conversation, which always stay; by default {KEEP}, or half of "
+         "--max-kv-size if that is less", count, None, "TOKENS"),
+)  # fmt: skip
+DISK = (
     Flag("disk", f"a folder that keeps conversations across restarts, or auto: {AUTO_FOLDER}; by default nothing is "
          "kept", _folder, None, "DIR"),
     Flag("disk-budget", "the most bytes in that folder: 100GB, 20%%; by default half of the free space, and at most "
@@ -206,6 +221,8 @@ FLAGS = (
          _mode, "back", "MODE"),
     Flag("disk-daily-limit", "the most bytes written in a day: 20GB; by default no limit",
          partial(size, total_bytes=None), None, "SIZE"),
+)  # fmt: skip
+SHARED = (
     REMOTE,
     REMOTE_SECRET,
     Flag("remote-write", "what is written there: shared, what two conversations have in common, at once, and the ends "
@@ -216,19 +233,19 @@ FLAGS = (
          "1", "SECONDS"),
     Flag("remote-insecure", "use a store of another machine without a secret: who can write there can change answers",
          bool),
-    Flag("kv", f"format of stored KV: {', '.join(NAMES)}; 4+2 is 4, with the first two and the last two layers as the "
-         "model makes them", str, "16", "FORMAT"),
-    Flag("max-kv-size", "the most tokens of a conversation; beyond that its middle is dropped; 0 is no bound; "
-         f"by default {MAX_KV_SIZE}", count, None, "TOKENS"),
-    Flag("keep", f"the first tokens of such a conversation, which always stay; by default {KEEP}, or half of "
-         "--max-kv-size if that is less", count, None, "TOKENS"),
-    Flag("ignore-context-length", "allow prompts and answers that are longer than the model's context", bool),
+)  # fmt: skip
+QUEUE = (
     Flag("max-batch", "the most requests that run at once", positive, "32", "REQUESTS"),
     Flag("max-queue", "the most requests that wait; more are refused with 503", positive, "128", "REQUESTS"),
     Flag("queue-timeout", "the longest time that a request waits", seconds, "600", "SECONDS"),
     Flag("prefill-chunk", "the most tokens of a prompt in one forward", positive, "2048", "TOKENS"),
     Flag("prefill-share", "the share of the time that prompts get while answers are streamed (0.01 to 0.99)", _share,
          "0.5", "SHARE"),
+    Flag("body-limit", "the largest request body", partial(size, total_bytes=None), "32MiB", "SIZE"),
+    Flag("keep-alive", "send a keep-alive on a stream after this long without data", seconds, "5", "SECONDS"),
+    Flag("send-timeout", "disconnect a client that does not read for this long", seconds, "60", "SECONDS"),
+)  # fmt: skip
+ANSWERS = (
     Flag("max-tokens", "the most tokens of an answer if the request sets no limit; by default no limit", positive, None,
          "TOKENS"),
     Flag("temperature", "for requests that set none; by default what the model recommends",
@@ -237,10 +254,22 @@ FLAGS = (
     Flag("top-k", "for requests that set none", count, None, "K"),
     Flag("min-p", "for requests that set none", partial(_number, most=1), None, "P"),
     Flag("repetition-penalty", "for requests that set none", partial(_number, most=10, above=True), None, "X"),
-    Flag("body-limit", "the largest request body", partial(size, total_bytes=None), "32MiB", "SIZE"),
-    Flag("keep-alive", "send a keep-alive on a stream after this long without data", seconds, "5", "SECONDS"),
-    Flag("send-timeout", "disconnect a client that does not read for this long", seconds, "60", "SECONDS"),
-    Flag("until-eof", "end when standard input ends, for a program that starts this server", bool),
+    Flag("ignore-context-length", "allow prompts and answers that are longer than the model's context", bool),
+)  # fmt: skip
+PROCESS = (
     Flag("grace", "time for running requests when the server stops", partial(_number, most=1e6), "5", "SECONDS"),
+    Flag("until-eof", "end when standard input ends, for a program that starts this server", bool),
     Flag("log-level", f"{', '.join(LEVELS)}", _level, "info", "LEVEL"),
 )  # fmt: skip
+GROUPS = {
+    "where it listens": LISTENING,
+    "who may use it": ACCESS,
+    "memory for KV": MEMORY,
+    "KV on disk": DISK,
+    "KV that several machines share": SHARED,
+    "requests and their order": QUEUE,
+    "answers, where a request does not say": ANSWERS,
+    "the process": PROCESS,
+}
+"""Those of `onefold serve`, in the groups of its help."""
+FLAGS = tuple(flag for group in GROUPS.values() for flag in group)

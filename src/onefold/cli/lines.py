@@ -8,8 +8,27 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import termios
+from collections.abc import Iterator
 
 PROMPT, MORE = "> ", ". "
+
+
+@contextlib.contextmanager
+def keys_ignored() -> Iterator[None]:
+    """While it is entered, keys that are typed show nothing, and are dropped at its end. Ctrl-C works as ever."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    quiet = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(terminal, termios.TCSADRAIN, quiet)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(termios.error):  # the terminal may be gone
+            termios.tcsetattr(terminal, termios.TCSAFLUSH, before)
 
 
 class Lines:

@@ -25,7 +25,7 @@ from onefold.cli.flags import (
     ALLOWED_HOST,
     API_KEY,
     CORS_ORIGIN,
-    FLAGS,
+    GROUPS,
     KEEP,
     MAX_KV_SIZE,
     Flag,
@@ -44,23 +44,28 @@ if TYPE_CHECKING:
 log = logging.getLogger("onefold")
 
 HELP = "serve a model behind OpenAI's and Anthropic's API"
+TRY = '{"messages": [{"role": "user", "content": "What is a radix tree?"}], "max_tokens": 100, "stream": true}'
 LOST = {"back": "what memory alone holds", "through": "answers that are not written yet"}
 """What a process that is killed loses, by the mode of the disk."""
 PACES = "remote.json"
 """In the system's cache folder: how quick shared stores are."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(prog: str = "onefold serve") -> argparse.ArgumentParser:
     made = Parser(
-        prog="onefold serve",
-        description="Serves one model at /v1/chat/completions, /v1/responses, /v1/completions and /v1/messages.",
+        prog=prog,
+        usage="%(prog)s MODEL [options]",
+        description="Serves one model at /v1/chat/completions, /v1/responses, /v1/completions and /v1/messages. It "
+        "holds each token's KV once: the keys and values that the model computes for a token and reads for later ones.",
         epilog="Each flag can also be set by the environment variable in brackets; the flag wins.",
     )
     model = os.environ.get("ONEFOLD_MODEL", "").strip() or None
     told = "a folder, a Hugging Face id, or demo [ONEFOLD_MODEL]"
     made.add_argument("model", metavar="MODEL", nargs="?", default=model, help=told)
-    for flag in FLAGS:
-        flag.add_to(made)
+    for title, flags in GROUPS.items():
+        group = made.add_argument_group(title)
+        for flag in flags:
+            flag.add_to(made, group)
     return made
 
 
@@ -82,6 +87,7 @@ def _serve(given: argparse.Namespace) -> int:
     for chatty in ("uvicorn.error", "httpx", "asyncio"):
         logging.getLogger(chatty).setLevel(max(logging.getLogger().level, logging.WARNING))
     settings = _settings(given)
+    log.info("loading %s", given.model)  # at once: imports alone take seconds
     from onefold.server.addresses import bind  # takes seconds to import, as does the engine: not for --help
 
     try:
@@ -104,11 +110,10 @@ def _settings(given: argparse.Namespace) -> Settings:
     from onefold.server.settings import SAMPLING, Settings
     from onefold.sizes import parse_size
 
-    keys = read_keys(given.api_key_file) if given.api_key_file else ()
     return Settings(
         host=given.host,
         port=given.port,
-        api_keys=tuple(dict.fromkeys(API_KEY.listed(given) + keys)),
+        api_keys=api_keys(given),
         aliases=ALIAS.listed(given),
         cors_origins=CORS_ORIGIN.listed(given),
         allowed_hosts=ALLOWED_HOST.listed(given),
@@ -124,6 +129,12 @@ def _settings(given: argparse.Namespace) -> Settings:
     )
 
 
+def api_keys(given: argparse.Namespace) -> tuple[str, ...]:
+    """Returns the keys of the command line, the environment and the file. Raises ConfigError."""
+    keys = read_keys(given.api_key_file) if given.api_key_file else ()
+    return tuple(dict.fromkeys(API_KEY.listed(given) + keys))
+
+
 def _engine(given: argparse.Namespace) -> Engine:
     from onefold.engine.limits import Limits
 
@@ -136,7 +147,11 @@ def _engine(given: argparse.Namespace) -> Engine:
     disk, remote = _disk(given), _remote(given)
     if disk is not None:
         _try_folder(disk)
-    return make_engine(given, max_queue=given.max_queue, limits=limits, disk=disk, remote=remote)
+    engine = make_engine(given, max_queue=given.max_queue, limits=limits, disk=disk, remote=remote)
+    if disk is not None and (failed := engine.cache.stats().disk.failed):
+        engine.stop()
+        raise ConfigError(f"--disk {disk.folder} cannot be used: {failed}")
+    return engine
 
 
 def _remote(given: argparse.Namespace) -> RemoteSettings | None:
@@ -181,8 +196,10 @@ def _try_folder(disk: DiskSettings) -> None:
     """Checks the folder before the model is loaded. Raises ConfigError."""
     from onefold.cache.tiers.records.folder import Folder
 
-    with contextlib.suppress(OSError):  # the cache reports it, and runs without a disk
+    try:
         Folder.make(disk.folder).unlock()
+    except OSError as error:
+        raise ConfigError(f"--disk {disk.folder} cannot be used: {error.strerror or error}") from error
 
 
 def make_engine(given: argparse.Namespace, **more: Any) -> Engine:
@@ -258,7 +275,7 @@ def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
         ("budget", _budget_line(engine)),
         ("disk", _disk_line(engine)),
         *_remote_lines(engine),
-        ("one token", f"{show_size(engine.cache.inventory.token_bytes)} of KV, in format {engine.cache.kv}"),
+        ("one token", f"{show_size(engine.cache.inventory.token_bytes)} of KV; {engine.cache.kv_stored}"),
         ("room for", _room(engine)),
     ]
     if engine.context_length is not None:
@@ -266,6 +283,9 @@ def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
     most = engine.cache.max_kv_size
     if most is not None and (engine.context_length is None or most < engine.context_length):
         rows.append(("bound", f"{most:,} tokens a conversation, its first {engine.cache.keep:,} kept"))
+    key = ' -H "authorization: Bearer $KEY"' if settings.api_keys else ""
+    rows.append(("to try it", f"curl -N {url}/v1/chat/completions{key} -H 'content-type: application/json' -d '{TRY}'"))
+    rows.append(("or", f"onefold chat --url {url}" + (" --api-key KEY" if settings.api_keys else "")))
     console = Console(highlight=False)
     for name, value in rows:
         console.print(Text(f"{name:<11}{value}"), soft_wrap=True)

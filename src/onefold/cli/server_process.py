@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from onefold.cli.client import Client
@@ -32,9 +32,10 @@ _URL = re.compile(r"http://127\.0\.0\.1:\d+")
 
 
 class ServerProcess:
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, options: Sequence[str] = ()) -> None:
+        """`options` are those of `onefold serve`. An API key among them is for the caller's clients, too."""
         command = [sys.executable, "-m", "onefold", "serve", model]
-        command += ["--host", "127.0.0.1", "--port", "0", "--grace", "1", "--until-eof"]
+        command += ["--host", "127.0.0.1", "--port", "0", "--grace", "1", "--until-eof", *options]
         settings = {flag.variable for flag in FLAGS}
         environment = {name: value for name, value in os.environ.items() if name not in settings}
         self._lines: deque[str] = deque(maxlen=LINES)

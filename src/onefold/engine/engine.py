@@ -21,6 +21,7 @@ from typing import Any, Unpack
 import mlx.core as mx
 import mlx.nn as nn
 
+from onefold.cache import budget
 from onefold.cache.memory import device
 from onefold.cache.model.stock import evaluate_kept
 from onefold.cache.prefix_cache import PrefixCache
@@ -155,6 +156,14 @@ class Engine:
                 f"a budget of {given} is too small: a token takes {each} of KV, and a forward its working memory; "
                 f"there is room for a conversation of {self.most_tokens} tokens. Give at least "
                 f"{show_size(inventory.need(2 * LEAST_TOKENS))}"
+            )
+        if self.most_tokens < min(budget.LEAST_TOKENS, self.context_length or budget.LEAST_TOKENS):
+            log.warning(
+                "the budget of %s has room for a conversation of %d tokens, prompt and answer together: give %s for %d",
+                show_size(self.cache.inventory.budget_bytes),
+                self.most_tokens,
+                show_size(self.cache.budget.least_bytes()),
+                budget.LEAST_TOKENS,
             )
 
     # -- prompts -------------------------------------------------------------------------------

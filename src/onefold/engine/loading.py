@@ -52,7 +52,7 @@ def load(
     ConfigError."""
     if not isinstance(model, (str, os.PathLike)) or not os.fspath(model):
         raise ConfigError(f'a model is a folder, a Hugging Face id or "{DEMO}", not {model!r}')
-    adapter = None if adapter_path is None else str(_adapter(Path(adapter_path).expanduser()))
+    adapter = None if adapter_path is None else str(_adapter(_path(adapter_path)))
     given = os.fspath(model)
     if model == DEMO:
         from onefold.engine import demo_model  # brings what only fetching needs
@@ -73,9 +73,21 @@ def load(
     return loaded, tokenizer
 
 
+def model_name(given: str) -> str:
+    """Returns what clients call this model: the last part of a folder's path, and anything else as it was given."""
+    if given in ("", DEMO) or not _path(given).is_dir():
+        return given
+    return os.path.basename(os.path.abspath(_path(given))) or given  # not what a link leads to: its name was chosen
+
+
+def _path(given: str | os.PathLike[str]) -> Path:
+    """Returns the path, from the home that it names. A home that does not exist stays as it is."""
+    return Path(os.path.expanduser(given))
+
+
 def _source(given: str) -> str:
     """Returns the folder or the id. Raises ConfigError if it is neither."""
-    folder = Path(given).expanduser()
+    folder = _path(given)
     if folder.is_dir():
         _whole(folder)
         return str(folder)

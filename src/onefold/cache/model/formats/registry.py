@@ -108,6 +108,14 @@ class KvFormat:
     def __str__(self) -> str:
         return f"{self.name}+{self.edges}" if self.edges else self.name
 
+    def stored(self, made: mx.Dtype | None, share: float) -> str:
+        """Returns what it stores of keys and values of this type, in words. `share`: of their bytes."""
+        about, bits = FORMATS[self.name].about, f"{8 * made.size} bits" if made is not None else ""
+        if self.plain:
+            return f"{bits}, {about}" if bits else about
+        edges = f", and the first and last {self.edges} layers as the model makes them" if self.edges else ""
+        return f"{about}{edges}: {share:.2f} of the model's own {bits}"
+
     @property
     def plain(self) -> bool:
         return self.name == "16"

@@ -384,6 +384,16 @@ def test_clear_one_namespace(run, told, store) -> None:
     assert files(store) == others
 
 
+def test_clear_does_not_follow_a_link_to_another_folder(told, store, tmp_path) -> None:
+    tag = tag_of(told, "tiny/plain")
+    elsewhere = (store / PREFIX / tag).rename(tmp_path / "elsewhere")
+    (store / PREFIX / tag).symlink_to(elsewhere)
+    there = sorted(elsewhere.iterdir())
+    assert there and told("stat")["strangers"] == 1  # the link
+    told("clear", "--yes")
+    assert sorted(elsewhere.iterdir()) == there and (store / PREFIX / tag).is_symlink()
+
+
 @pytest.mark.parametrize(("answer", "code"), [("n", 1), ("y", 0)])
 def test_clear_asks_on_a_terminal(answer: str, code: int, store) -> None:
     n = len(files(store))
@@ -427,7 +437,7 @@ def test_a_url_that_is_none_does_not_show_its_password(url: str, refused) -> Non
 
 def test_a_package_that_is_missing_is_named(refused, store, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    assert "pip install 'onefold[remote]'" in refused("ls", "--remote", f"file://{store}")
+    assert "pip install 'onefold[remote]'" in refused("ls", "--remote", "s3://bucket/folder")
 
 
 def test_prune_is_not_for_stores(refused, store, monkeypatch) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import socket
+import stat
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bucket_server import BUCKET, bucket_server
@@ -16,6 +21,7 @@ from redis_server import free_port, redis_server
 
 from onefold.cache.tiers.remote.grid import VALUE_BYTES
 from onefold.cache.tiers.remote.reasons import RemoteReason
+from onefold.cache.tiers.remote.stores import store as stores
 from onefold.cache.tiers.remote.stores.redis_connection import MOST_ANSWERED
 from onefold.cache.tiers.remote.stores.registry import STORES, address_of, open_store
 from onefold.cache.tiers.remote.stores.store import Point, Store, StoreError, StoreSettings
@@ -127,7 +133,7 @@ def test_a_look_at_a_chain_is_one_round_trip_and_reading_renews(tmp_path: Path) 
     with redis_server(tmp_path) as server:
         store = opened(server.url, ttl=1000)
         store.add("of/a", b"x")
-        client = store._client  # type: ignore[attr-defined]
+        client = store._store._client  # type: ignore[attr-defined]
         client.expire("of/a", 5)
         assert store.get("of/a") == b"x" and client.ttl("of/a") > 900
         looking = opened(server.url, ttl=0)
@@ -146,7 +152,7 @@ def test_a_look_at_a_chain_is_one_round_trip_and_reading_renews(tmp_path: Path) 
 def test_what_lies_there_and_is_no_value_is_refused(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         store = opened(server.url)
-        client = store._client  # type: ignore[attr-defined]
+        client = store._store._client  # type: ignore[attr-defined]
         client.set("of/large", bytes(VALUE_BYTES + 1))
         client.lpush("of/list", "x")
         client.set("of/empty", b"")
@@ -222,6 +228,93 @@ def test_a_server_that_accepts_and_never_answers_is_given_up_at_the_deadline() -
         store.close()
 
 
+class Blocked:
+    """A store none of whose calls returns before it is released."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def _wait(self, *_: Any, **__: Any) -> Any:
+        self.released.wait()
+
+    look = get = add = remove = _wait
+
+    def close(self) -> None: ...
+
+
+ASKS: dict[str, Callable[[Store], Any]] = {
+    "look": lambda store: store.look(["a"]),
+    "patient": lambda store: store.look(["a"] * 1000, patient=True),
+    "get": lambda store: store.get("a"),
+    "add": lambda store: store.add("a", b"x"),
+    "remove": lambda store: store.remove("a"),
+}
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_a_call_that_blocks_ends_at_the_deadline(ask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = Blocked()
+    monkeypatch.setattr(stores, "_MARGIN", 0.0)
+    monkeypatch.setattr(stores, "_THREADS", 4)
+    monkeypatch.setitem(STORES, "file", STORES["file"]._replace(opener=lambda settings: blocked))  # type: ignore
+    store = opened("file:///srv/a", deadline=0.01)
+    for _ in range(6):  # more often than there are threads
+        with pytest.raises(StoreError) as failed:
+            ASKS[ask](store)
+        assert failed.value.reason is RemoteReason.SLOW
+    here = [t for t in threading.enumerate() if t.name == "onefold-store"]
+    assert len(here) == 4 and all(t.daemon for t in here)
+    blocked.released.set()
+    store.close()
+    for thread in here:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_opening_a_folder_that_blocks_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setitem(STORES, "file", STORES["file"]._replace(opener=lambda settings: released.wait()))  # type: ignore
+    with pytest.raises(ConfigError, match="file:///srv/a has not answered in time"):
+        opened("file:///srv/a", deadline=0.01)
+    released.set()
+
+
+SHARING_WITH_THE_DEAF = """
+import socket
+import time
+
+import test_remote_stores as stores
+from test_remote_tier import machine, served, words
+from tiny import tiny
+
+model = tiny("llama_q")
+stores.STORES["file"] = stores.STORES["file"]._replace(opener=lambda settings: stores.Blocked())
+deaf = socket.create_server(("127.0.0.1", 0), backlog=100)
+address = f"127.0.0.1:{deaf.getsockname()[1]}"
+stores.os.environ.update(
+    AWS_ENDPOINT=f"http://{address}", AWS_ALLOW_HTTP="true", AWS_ACCESS_KEY_ID="a", AWS_SECRET_ACCESS_KEY="a"
+)
+for url in ("file:///srv/a", f"redis://{address}/0", "s3://bucket/a"):
+    cache = machine(model, url, deadline=0.1, insecure=True)
+    served(cache, model, words(300))
+    begun = time.monotonic()
+    cache.close()
+    print(f"{time.monotonic() - begun:.3f}", flush=True)
+left_open = machine(model, "file:///srv/a", deadline=0.1)
+served(left_open, model, words(300))
+"""
+
+
+def test_a_store_that_never_answers_delays_no_close_and_no_exit() -> None:
+    """Neither one that blocks in the file system, nor a server that accepts connections."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    ended = subprocess.run(
+        [sys.executable, "-c", SHARING_WITH_THE_DEAF], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert [float(seconds) < 20 for seconds in ended.stdout.split()] == [True] * 3
+
+
 class Answering:
     """A server that answers the first GETRANGE bit by bit, or without end."""
 
@@ -277,7 +370,7 @@ def test_a_replica_is_read_and_cannot_be_written(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         store = opened(server.url)
         assert store.add("of/a", b"x")
-        store._client.replicaof("127.0.0.1", free_port())  # type: ignore[attr-defined]
+        store._store._client.replicaof("127.0.0.1", free_port())  # type: ignore[attr-defined]
         assert store.get("of/a") == b"x" and store.look(["of/a", "of/b"]).leading == 1
         with pytest.raises(StoreError) as failed:
             store.add("of/b", b"x")
@@ -289,7 +382,7 @@ def test_a_replica_is_read_and_cannot_be_written(tmp_path: Path) -> None:
 def test_a_store_that_is_closed_in_mid_call_leaves_no_connection(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         store = opened(server.url)
-        client = store._client  # type: ignore[attr-defined]
+        client = store._store._client  # type: ignore[attr-defined]
         assert store.get("a") is None
         asking = [threading.Thread(target=ask, args=(store,)) for _ in range(3)]
         client.client_pause(300)
@@ -335,6 +428,107 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
         opened(f"file://{tmp_path}/file")
+
+
+def modes(folder: Path) -> dict[str, int]:
+    """Returns the permissions of what lies below a folder."""
+    return {p.relative_to(folder).as_posix(): stat.S_IMODE(p.stat().st_mode) for p in folder.rglob("*")}
+
+
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def test_nobody_else_can_read_what_a_folder_holds(
+    tmp_path: Path, open_umask: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    born: list[int] = []
+
+    def noting(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+        file = os_open(path, flags, *arguments, **options)
+        if flags & os.O_CREAT:
+            born.append(stat.S_IMODE(os.fstat(file).st_mode))
+        return file
+
+    os_open = os.open
+    monkeypatch.setattr(os, "open", noting)
+    store = opened(f"file://{tmp_path}/new/store")
+    assert store.add("of/a/b", b"x")
+    monkeypatch.undo()
+    store.close()
+    assert modes(tmp_path) == {"new": 0o700, "new/store": 0o700, "new/store/of": 0o700, "new/store/of/a": 0o700} | {
+        "new/store/of/a/b": 0o600
+    }
+    assert set(born) == {0o600}  # before there was anything in it
+
+
+@pytest.mark.parametrize(
+    "mode, folders, files", [(0o755, 0o700, 0o600), (0o770, 0o700, 0o600), (0o2770, 0o2770, 0o640)]
+)
+def test_a_folder_that_is_there_keeps_its_mode_and_is_shared_with_a_group_if_it_says_so(
+    mode: int, folders: int, files: int, tmp_path: Path
+) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store").chmod(mode)
+    store = opened(f"file://{tmp_path}/store")
+    assert store.add("of/a", b"x")
+    store.close()
+    assert modes(tmp_path) == {"store": mode, "store/of": folders, "store/of/a": files}
+
+
+def test_links_in_a_folder_are_not_followed(tmp_path: Path) -> None:
+    """Whoever may change the folder cannot have files elsewhere listed, read, written or removed."""
+    store, elsewhere = opened(f"file://{tmp_path}/store"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "a").write_bytes(b"mine")
+    store.add("of/b", b"x")
+    (tmp_path / "store/of/link").symlink_to(elsewhere)
+    (tmp_path / "store/of/file").symlink_to(elsewhere / "a")
+    assert sorted(held.name for held in store.names("of/")) == ["of/b", "of/file", "of/link"]
+    assert store.get("of/link/a") is None and store.look(["of/link/a"]).leading == 0
+    with pytest.raises(RecordError, match=RemoteReason.OTHER_FORMAT):
+        store.get("of/file")
+    with pytest.raises(StoreError):
+        store.add("of/link/new", b"x")
+    for name in ("of/link/a", "of/link", "of/file"):
+        store.remove(name)
+    assert [(p.name, p.read_bytes()) for p in elsewhere.iterdir()] == [("a", b"mine")]
+    assert [held.name for held in store.names("of/")] == ["of/b"]
+    store.close()
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    store = opened(f"file://{tmp_path}/store")
+    store.add("of/a", b"x")
+    os.mkfifo(tmp_path / "store/of/pipe")
+    (tmp_path / "store/of/folder").mkdir()
+    for name in ("of/pipe", "of/folder"):
+        with pytest.raises(RecordError, match=RemoteReason.OTHER_FORMAT):
+            store.get(name)
+    store.remove("of/pipe")
+    assert store.get("of/pipe") is None and store.add("of/pipe", b"y") and store.get("of/pipe") == b"y"
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "failure, reason",
+    [(errno.ENOSPC, RemoteReason.FULL), (errno.EACCES, RemoteReason.REFUSED), (errno.EIO, RemoteReason.UNREACHABLE)],
+)
+def test_a_value_that_cannot_be_written_leaves_nothing(
+    failure: int, reason: RemoteReason, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*_: Any, **__: Any) -> None:
+        raise OSError(failure, os.strerror(failure))
+
+    store = opened(f"file://{tmp_path}/store")
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(StoreError, match="failed") as failed:
+        store.add("of/a", b"x")
+    assert failed.value.reason is reason and list((tmp_path / "store/of").iterdir()) == []
+    store.close()
 
 
 @pytest.mark.parametrize(
@@ -390,7 +584,7 @@ def test_a_url_is_shown_without_its_password(url: str, shown: str, local: bool) 
     assert (address.shown, address.local) == (shown, local)
 
 
-@pytest.mark.parametrize("package, url", [("redis", "redis://127.0.0.1/0"), ("obstore", "file:///srv/a")])
+@pytest.mark.parametrize("package, url", [("redis", "redis://127.0.0.1/0"), ("obstore", "s3://bucket/a")])
 def test_a_package_that_is_missing_is_named(package: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=r"pip install 'onefold\[remote\]'"):

@@ -9,8 +9,10 @@ import contextlib
 import errno
 import gc
 import json
+import os
 import random
 import socket
+import struct
 import threading
 import time
 from collections import Counter
@@ -27,12 +29,13 @@ from tiny import tiny
 import onefold
 from onefold.cache.memory.checkpoints import POINTS_SHARE
 from onefold.cache.memory.ledger import Purpose
+from onefold.cache.tiers import host
 from onefold.cache.tiers.pace import Pace
 from onefold.cache.tiers.records.folder import Folder
 from onefold.cache.tiers.records.layout import Layout
 from onefold.cache.tiers.remote import asking, health, sharing, tier
 from onefold.cache.tiers.remote.fetching import AHEAD
-from onefold.cache.tiers.remote.grid import ABOUT
+from onefold.cache.tiers.remote.grid import ABOUT, part_address
 from onefold.cache.tiers.remote.patience import Patience
 from onefold.cache.tiers.remote.points import MANIFEST_MOST, read_manifest
 from onefold.cache.tiers.remote.reasons import RemoteReason
@@ -231,7 +234,7 @@ def test_a_forged_value_is_not_believed(model: Any, url: str, cold: mx.array) ->
         assert reason(second, RemoteReason.SEAL) == 1
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "swap", "longer"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "swap", "longer", "pipe"])
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_damaged_value_is_a_miss_from_there_on(
     damage: str, which: int, model: Any, filled: str, cold: mx.array
@@ -245,7 +248,11 @@ def test_a_damaged_value_is_a_miss_from_there_on(
     if damage == "flip":
         content[len(content) // 2] ^= 1
     content = content[: {"cut": len(content) - 7, "empty": 0}.get(damage, len(content))]
-    at.write_bytes(other.read_bytes() if damage == "swap" else bytes(content) + b"x" * (damage == "longer"))
+    if damage == "pipe":  # which nobody writes to
+        at.unlink()
+        os.mkfifo(at)
+    else:
+        at.write_bytes(other.read_bytes() if damage == "swap" else bytes(content) + b"x" * (damage == "longer"))
     with machine(model, filled) as cache:
         cached, found = served(cache, model, words(700))
         assert cached == which * RECORD and same(found, cold)
@@ -328,6 +335,51 @@ def test_a_payload_of_another_size_is_refused_and_removed(model: Any, filled: st
         assert cached == 0 and same(found, cold) and reason(cache, RemoteReason.OTHER_LAYOUT) == 1
 
 
+NOT_FINITE = {
+    "F32": struct.pack("<f", float("nan")), "F16": struct.pack("<e", float("-inf")), "BF16": b"\x80\x7f",
+    "U32": struct.pack("<e", float("inf")),  # the last half of a row: a scale
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kv", "made", "spoilt"),
+    [
+        ("16", mx.float32, "F32"),
+        ("16", mx.float16, "F16"),
+        ("16", mx.bfloat16, "BF16"),
+        ("affine4", mx.float32, "F16"),
+        ("4", mx.float32, "U32"),
+        ("turbo3", mx.float16, "U32"),
+    ],
+)
+@pytest.mark.parametrize("secret", [b"", SECRET])
+def test_numbers_that_are_not_finite_are_refused_unless_a_secret_seals_them(
+    kv: str, made: mx.Dtype, spoilt: str, secret: bytes, url: str
+) -> None:
+    model = tiny("llama_q", seed=3)
+    model.set_dtype(made)
+    with machine(model, url, kv=kv, secret=secret) as first:
+        served(first, model, words(300))
+        assert first.flush(60)
+        shared = first.parts.tier._shared  # type: ignore[union-attr]
+        (path,) = values(url)
+        address, at = bytes.fromhex(path.name), 0
+        head, payload = shared.sealing.open(address, path.read_bytes(), {})
+        for tensor in host.range_tensors(shared.specs, shared.n_tokens):
+            at += tensor.nbytes
+            if tensor.dtype == spoilt:
+                end = at
+        number = NOT_FINITE[spoilt]
+        spoiled = bytes(payload[: end - len(number)]) + number + bytes(payload[end:])
+        path.write_bytes(shared.sealing.seal(address, head, [spoiled]))
+    with machine(model, url, kv=kv, secret=secret) as second:
+        assert served(second, model, words(300))[0] == (RECORD if secret else 0)
+        assert reason(second, RemoteReason.NOT_FINITE) == second.stats().remote.rejected_records == (not secret)
+        assert second.flush(60)
+    with machine(model, url, kv=kv, secret=secret) as third:
+        assert served(third, model, words(300))[0] == RECORD  # it was removed, and written again
+
+
 class Trickling:
     """A server that answers each command a byte at a time, after it was asked to."""
 
@@ -396,7 +448,7 @@ def test_a_full_store_is_still_read(model: Any, tmp_path: Path, cold: mx.array) 
             served(first, model, words(700))
             assert first.flush(60)
         with machine(model, server.url) as second:
-            client = second.parts.tier._shared.store._client  # type: ignore[union-attr]
+            client = second.parts.tier._shared.store._store._client  # type: ignore[union-attr]
             client.config_set("maxmemory", "1")
             served(second, model, words(700, seed=7))
             assert not second.flush(5) and reason(second, RemoteReason.FULL) >= 1
@@ -686,7 +738,7 @@ def hybrid_cold(hybrid: Any) -> mx.array:
 def hybrid_store(hybrid: Any, url: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """A store with a conversation of 700 tokens, whose checkpoint is in several parts."""
     monkeypatch.setattr(tier, "PART_SHARE", 1 << 16)
-    monkeypatch.setattr(tier, "LEAST_PART", 1 << 10)
+    monkeypatch.setattr(tier, "LEAST_PART", (1 << 10) + 1)  # some end in the middle of a number
     with machine(hybrid, url) as first:
         served(first, hybrid, words(700))
         assert first.flush(60)
@@ -729,6 +781,31 @@ def test_a_damaged_checkpoint_is_a_miss_and_is_written_again(
     with machine(hybrid, hybrid_store) as cache:
         assert served(cache, hybrid, words(700))[0] == 2 * EDGE
         assert not any(node.pins for node in cache.state.nodes.nodes())
+
+
+def test_a_checkpoint_that_is_not_finite_is_a_miss_and_is_written_again(
+    hybrid: Any, hybrid_store: str, hybrid_cold: mx.array
+) -> None:
+    kinds = by_kind(hybrid_store)
+    paths, point = {p.name: p for p in kinds["part"]}, bytes.fromhex(kinds["point"][0].name)
+    said = json.loads(bytes(Sealing().open(point, kinds["point"][0].read_bytes(), {})[1]))
+    parts = [part_address(point, bytes.fromhex(said["nonce"]), i) for i in range(len(said["parts"]))]
+    opened = [Sealing().open(part, paths[part.hex()].read_bytes(), {}) for part in parts]
+    whole = bytearray(b"".join(payload for _, payload in opened))
+    assert said["tensors"][-1][1] == "F32"
+    at = (len(whole) - 1) // len(opened[0][1]) * len(opened[0][1]) // 4 * 4
+    whole[at : at + 4] = NOT_FINITE["F32"]  # begins in one part, and ends in the next
+    for part, (head, payload) in zip(parts, opened, strict=True):
+        paths[part.hex()].write_bytes(Sealing().seal(part, head, [bytes(whole[: len(payload)])]))
+        del whole[: len(payload)]
+    with machine(hybrid, hybrid_store) as cache:
+        cached, found = served(cache, hybrid, words(700))
+        assert cached == 0 and same(found, hybrid_cold, 1e-3)
+        assert reason(cache, RemoteReason.NOT_FINITE) == cache.stats().remote.rejected_records == 1
+        deadline = time.monotonic() + 60
+        while kinds["point"][0].exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def test_a_fetch_of_a_checkpoint_can_be_ended_at_every_step(hybrid: Any, hybrid_store: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from onefold.cache.memory.tokens import NAMED
 from onefold.cache.tiers.remote.grid import HEAD_BYTES, MOST_TOKENS, VALUE_BYTES, addresses, record_tokens, root_of
 from onefold.cache.tiers.remote.reasons import RemoteReason
-from onefold.cache.tiers.remote.values import MAGIC, SEAL_BYTES, Sealing
+from onefold.cache.tiers.remote.values import MAGIC, SEAL_BYTES, Sealing, require_finite
 from onefold.errors import RecordError
 
 ABOUT = {"model": "a", "kv": 16}
@@ -139,3 +139,32 @@ def test_a_value_is_at_most_four_mebibytes() -> None:
         sealed(payload=bytes(room + 1))
     with pytest.raises(ValueError, match="a head of"):
         Sealing().seal(b"n", {"x": "y" * HEAD_BYTES}, [])
+
+
+BITS = {"F16": (np.uint16, 0x7C00, 16), "BF16": (np.uint16, 0x7F80, 16), "F32": (np.uint32, 0x7F800000, 32)}
+
+
+@pytest.mark.parametrize("dtype", BITS)
+@pytest.mark.parametrize("sign", [0, 1])
+@pytest.mark.parametrize("more", [-1, 0, 1, 5])
+@pytest.mark.parametrize("at", [0, 4, 9, -1])
+@pytest.mark.parametrize("words", [0, 3])
+def test_numbers_that_are_not_finite_are_found(dtype: str, sign: int, more: int, at: int, words: int) -> None:
+    """The largest number, infinity, and two of those that are none; anywhere, or in the last word of a row."""
+    kind, infinity, n_bits = BITS[dtype]
+    negative = 1 << (n_bits - 1)
+    numbers = np.resize(np.array([0, 1, infinity - 1, negative, negative | infinity - 1], kind), 18)
+    numbers[at] = sign * negative | infinity + more
+    n = n_bits // 8
+    is_seen = not words or at % len(numbers) * n // 4 % words == words - 1
+    data = memoryview(b"x" + numbers.tobytes())[1:]  # not aligned
+    if more < 0 or not is_seen:
+        require_finite(dtype, data, words)
+    else:
+        with pytest.raises(RecordError, match=RemoteReason.NOT_FINITE):
+            require_finite(dtype, data, words)
+
+
+def test_codes_and_nothing_are_finite() -> None:
+    for dtype, data in (("U32", b"\xff" * 8), ("BOOL", b"\1"), ("F32", b"")):
+        require_finite(dtype, data)

@@ -16,6 +16,8 @@ class ArraySpec(NamedTuple):
     heads: int
     dim: int
     dtype: mx.Dtype
+    scales: mx.Dtype | None = None
+    """Of the two numbers of 16 bits in the last word of a token's row; None if it has none there."""
 
     @property
     def token_bytes(self) -> int:

@@ -44,7 +44,7 @@ class TurnedSides:
         self._from_values = Turning(how.value_dim, how.dtype, back=True)
 
     def spec(self, k: ArraySpec, v: ArraySpec) -> LayerSpec:
-        return LayerSpec((ArraySpec(k.heads, self._how.row, mx.uint32),))
+        return LayerSpec((ArraySpec(k.heads, self._how.row, mx.uint32, scale_type(self._how.dtype)),))
 
     def encode(self, k: mx.array, v: mx.array) -> tuple[mx.array, ...]:
         if self._is_coded(k) and v.dtype == k.dtype:

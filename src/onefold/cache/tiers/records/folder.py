@@ -76,7 +76,7 @@ class Folder:
     def make(cls, path: str | os.PathLike[str]) -> Folder:
         """Open a cache folder to write in, and make it if need be. Raises OSError, ConfigError if it is not one of
         ours, and FolderInUse."""
-        self = cls(Path(path).expanduser().absolute())
+        self = cls(Path(os.path.expanduser(path)).absolute())
         new = not self.path.exists()
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ class Folder:
     def look(cls, path: str | os.PathLike[str]) -> Folder:
         """Open a cache folder for reading only; another process may write there meanwhile. Raises OSError, and
         ConfigError if it is not one of ours."""
-        self = cls(Path(path).expanduser().absolute())
+        self = cls(Path(os.path.expanduser(path)).absolute())
         with absent_is_empty(), Directory.at(self.path) as top:
             if top.has(MARKER):
                 require_layout(top, self.path)

@@ -406,6 +406,7 @@ class RemoteFetch:
         if not self._state.store.specs:
             self._state.nodes.put(self._tree, tokens, None)
         try:
+            self._shared.require_finite(self._point.tensors())
             made = self._point.checkpoint()
         except RecordError as error:
             self._shared.reasons[str(error)] += 1

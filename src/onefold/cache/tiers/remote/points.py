@@ -160,10 +160,14 @@ class PointBuffer:
             at += data.size
         return found
 
+    def tensors(self) -> Iterator[tuple[Tensor, Bytes]]:
+        """Yields the tensors of the checkpoint, each with its bytes, when all of them are there."""
+        return zip(self._content.tensors, self._bytes, strict=True)
+
     def checkpoint(self) -> Checkpoint:
         """Returns the checkpoint, when all of its bytes are there. Raises RecordError and RuntimeError."""
         if not self._direct:
-            for tensor, data in zip(self._content.tensors, self._bytes, strict=True):
+            for tensor, data in self.tensors():
                 self._arrays[tensor.name] = _moved(tensor, data)
         builder = PointBuilder(self._state, self._layout, self._content.start)
         made = builder.add(self._content, self._arrays, self._run, last=True)

@@ -29,6 +29,8 @@ class Reading:
         RecordError and StoreError."""
         self.begun = time.monotonic()
         payload = shared.fetched(KV if self.n_tokens else PART, tag, self.address, self.n_bytes)
+        if self.n_tokens:
+            shared.require_finite(shared.tensors_of(payload))
         if places is None:
             return payload
         host.scatter(places, payload)

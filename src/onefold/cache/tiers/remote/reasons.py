@@ -13,6 +13,7 @@ class RemoteReason(enum.StrEnum):
     SEAL = "wrong seal"
     OTHER_LAYOUT = "of another layout"
     GONE = "removed meanwhile"
+    NOT_FINITE = "not finite"
     # a store that does not do what it was asked
     UNREACHABLE = "unreachable"
     SLOW = "too slow"

@@ -18,11 +18,12 @@ from onefold.cache.memory.tokens import Tokens
 from onefold.cache.tiers import host
 from onefold.cache.tiers.pace import Pace
 from onefold.cache.tiers.records.layout import Layout
+from onefold.cache.tiers.records.record import TYPE_CODES, Tensor
 from onefold.cache.tiers.remote.grid import addresses, name_of
 from onefold.cache.tiers.remote.health import Health
 from onefold.cache.tiers.remote.reasons import RemoteReason
 from onefold.cache.tiers.remote.stores.store import Store
-from onefold.cache.tiers.remote.values import Sealing
+from onefold.cache.tiers.remote.values import Sealing, require_finite
 from onefold.errors import RecordError
 
 SEEN_MOST = 1 << 17
@@ -100,10 +101,14 @@ class Sharing:
     reasons: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        tensors = host.range_tensors(self.specs, self.n_tokens)
-        described = json.dumps([[t.name, t.dtype, t.shape] for t in tensors]).encode()
+        self._tensors = host.range_tensors(self.specs, self.n_tokens)
+        described = json.dumps([[t.name, t.dtype, t.shape] for t in self._tensors]).encode()
         self.layout = hashlib.sha256(described).hexdigest()[:32]
         self.direct = addressable()
+        scaled = [a for spec in self.specs for a in spec.arrays if a.scales is not None]
+        self._scales: dict[tuple[object, ...], str] = {
+            ("U32", a.heads, a.dim): TYPE_CODES[str(a.scales).rpartition(".")[2]] for a in scaled
+        }
 
     @property
     def record_bytes(self) -> int:
@@ -123,6 +128,19 @@ class Sharing:
         if n_bytes is not None and len(payload) != n_bytes:
             raise RecordError(RemoteReason.OTHER_LAYOUT)
         return payload
+
+    def require_finite(self, found: Iterable[tuple[Tensor, Any]]) -> None:
+        """Raises RecordError if one of these tensors, given with their bytes, has a number that is not finite. With a
+        secret they are not looked at: who has it is believed."""
+        for tensor, data in () if self.sealing.has_secret else found:
+            scales = self._scales.get((tensor.dtype, *tensor.shape[-3::2]))  # by its heads and words
+            require_finite(scales or tensor.dtype, data, tensor.shape[-1] if scales else 0)
+
+    def tensors_of(self, payload: memoryview) -> Iterator[tuple[Tensor, memoryview]]:
+        """Yields the tensors of a record of KV, each with its bytes."""
+        at = 0
+        for tensor in self._tensors:
+            yield tensor, payload[at : (at := at + tensor.nbytes)]
 
     def sealed(self, kind: str, address: bytes, payload: Sequence[Any], made_by: str) -> bytes:
         """Returns the value of a payload, given as buffers. `made_by` names the device that computed it."""

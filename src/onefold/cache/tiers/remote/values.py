@@ -6,6 +6,7 @@
   machines share, over everything before it. Without a secret it is a checksum, which shows damage and no forgery.
 - The name under which a value lies is part of what is sealed: a value that was copied to another name is rejected.
 - JSON and bytes; nothing is unpickled. Sizes are compared before anything is allocated for them.
+- Without a secret, numbers must be finite, too: what a model computes from one that is not is nonsense.
 
 Knows nothing of stores.
 """
@@ -18,6 +19,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import xxhash
 
 from onefold.cache.tiers.remote.grid import HEAD_BYTES, VALUE_BYTES
@@ -30,6 +32,9 @@ _LENGTH_BYTES = 4
 _HEAD_AT = len(MAGIC) + _LENGTH_BYTES
 _NO_SECRET = b"only a checksum:"
 """The first half of the seal of a value that was not sealed with a secret."""
+
+_INFINITY = {"F16": (2, 0x7C00), "BF16": (2, 0x7F80), "F32": (4, 0x7F800000), "C64": (4, 0x7F800000)}
+"""The bytes of a number of each type, and the bits of infinity: NaN has higher ones."""
 
 Head = dict[str, Any]
 
@@ -99,6 +104,16 @@ class Sealing:
         digest: _Digest = hmac.new(self._secret, digestmod=hashlib.sha256) if self._secret else _Checksum()
         digest.update(len(name).to_bytes(_LENGTH_BYTES, "little") + name)
         return digest
+
+
+def require_finite(dtype: str, data: Any, words: int = 0) -> None:
+    """Raises RecordError if one of these numbers is infinite or NaN. With `words`, numbers are only in the last word of
+    each so many, of 32 bits."""
+    size, infinity = _INFINITY.get(dtype, (0, 0))
+    if size and len(data):
+        bits = np.frombuffer(np.frombuffer(data, "<u4")[words - 1 :: words].copy() if words else data, f"<u{size}")
+        if bits.max() >= infinity | 1 << 8 * size - 1 or bits.view(f"<i{size}").max() >= infinity:
+            raise RecordError(RemoteReason.NOT_FINITE)
 
 
 def _head(text: bytes) -> Head:

@@ -8,7 +8,7 @@ from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from onefold.cache.tiers.remote.stores.objects import open_bucket, open_folder
 from onefold.cache.tiers.remote.stores.redis import open_redis
-from onefold.cache.tiers.remote.stores.store import Address, Opener, Store, StoreSettings
+from onefold.cache.tiers.remote.stores.store import Address, Bounded, Opener, Store, StoreError, StoreSettings
 from onefold.errors import ConfigError
 
 
@@ -50,7 +50,10 @@ def address_of(url: str) -> Address:
 
 def open_store(settings: StoreSettings) -> Store:
     """Open the store of these settings, without connecting. Raises ConfigError."""
-    return STORES[urlsplit(settings.address.url).scheme].opener(settings)
+    try:
+        return Bounded(settings, STORES[urlsplit(settings.address.url).scheme].opener)
+    except StoreError as error:
+        raise ConfigError(f"{error}: see whether its file system is mounted and answers") from error
 
 
 def _without_password(parts: SplitResult, port: int | None) -> str:

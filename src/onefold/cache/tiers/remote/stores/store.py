@@ -1,16 +1,30 @@
 """What a shared store can do: hold values of at most 4 MiB under names, for several machines.
 
-A store never waits beyond its deadline: what it cannot do by then is a `StoreError` with the reason. Its methods are
-called on threads of the tier, several at a time.
+No call but `names` waits beyond the deadline, whatever a network or a file system does: what a store has not done by
+then is a `StoreError`, and its thread is left behind (`Bounded`). The end of the process does not wait for that thread,
+so it must not call MLX: stores read and write bytes. Methods are called on threads of the tier, several at a time.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from onefold.cache.tiers.remote.reasons import RemoteReason
 from onefold.errors import OnefoldError
+from onefold.worker import Worker
+
+_THREADS = 32
+"""More than a tier and a census ask at the same time. If all of them are left behind, nothing is asked."""
+_MARGIN = 0.5
+"""Seconds beyond the deadline in which a store can still give its own reason."""
+_PATIENT = 64
+"""Names of a patient look that have one deadline."""
+
+Answer = TypeVar("Answer")
 
 
 class StoreError(OnefoldError):
@@ -94,3 +108,65 @@ class StoreSettings(NamedTuple):
 
 Opener = Callable[[StoreSettings], Store]
 """Opens a store, without connecting. Raises ConfigError if the URL is wrong, or a package is not installed."""
+
+
+class Bounded:
+    """A store whose calls end by the deadline, though those of the store that it opens may block."""
+
+    def __init__(self, settings: StoreSettings, opener: Opener) -> None:
+        """Raises ConfigError, and StoreError if that takes too long."""
+        self._shown, self._seconds = settings.address.shown, settings.deadline + _MARGIN
+        self._free = threading.Semaphore(_THREADS)
+        self._store = self._called(opener, settings)
+
+    def look(self, names: Sequence[str], points: Sequence[Point] = (), *, patient: bool = False) -> Look:
+        if not patient:
+            return self._called(self._store.look, names, points)
+        leading = 0
+        for begin in range(0, len(names), _PATIENT):
+            found = self._called(partial(self._store.look, patient=True), names[begin : begin + _PATIENT]).leading
+            leading += found
+            if found < _PATIENT:
+                break
+        return Look(leading, self.look((), [Point(int(p.needs > leading), p.name) for p in points]).point)
+
+    def get(self, name: str) -> bytes | None:
+        return self._called(self._store.get, name)
+
+    def add(self, name: str, value: bytes) -> bool:
+        return self._called(self._store.add, name, value)
+
+    def remove(self, name: str) -> None:
+        self._called(self._store.remove, name)
+
+    def names(self, prefix: str) -> Iterator[Held]:
+        return self._store.names(prefix)
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _called(self, call: Callable[..., Answer], *given: Any) -> Answer:
+        """Returns what the call returns. Raises what it raises, and StoreError if it takes too long."""
+        answer: Future[Answer] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(call(*given))
+            except OnefoldError as error:
+                answer.set_exception(error)
+            finally:
+                self._free.release()
+                if not answer.done():
+                    answer.set_exception(RuntimeError("a call of the shared store failed"))
+
+        try:
+            if not self._free.acquire(blocking=False):
+                raise TimeoutError
+            Worker(run, "onefold-store").start()
+            return answer.result(self._seconds)
+        except RuntimeError:  # the system has no more threads, or `call` failed
+            if not answer.done():
+                self._free.release()
+            raise
+        except TimeoutError as error:
+            raise StoreError(RemoteReason.SLOW, f"{self._shown} has not answered in time") from error

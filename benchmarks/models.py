@@ -46,9 +46,9 @@ Every model module of mlx-lm {mlx_lm}, on MLX {mlx}, {where}. {summary}
 
 Each is a tiny model with random fp32 weights and every kind of layer that the architecture has (`tests/zoo.py`):
 windows of 16 tokens, both kinds of layer in a hybrid, a few experts. It runs the trial of `tests/trial.py`: cold,
-continue, branch, rewind, exact repeat, two concurrent readers, eviction and return, retry after a cancel. In each of
-these the logits are those of a cold run on the same calls (1e-4 of their scale, greedy tokens too), all tokens that
-the layers allow are reused, all layers stand at one offset, the ledger equals MLX's active memory less the weights
+continue, branch, rewind, exact repeat, two concurrent readers, a batch, eviction and return, retry after a cancel. In
+each of these the logits are those of a cold run on the same calls (1e-4 of their scale, greedy tokens too), all tokens
+that the layers allow are reused, all layers stand at one offset, the ledger equals MLX's active memory less the weights
 (1 % or 1 KiB), and closing the cache returns memory to the weights. Then each
 layer's cached state is disturbed in turn: the trial must notice it, or it would prove nothing.
 
@@ -61,8 +61,17 @@ How it is reused:
   turn, and at requested positions.
 - **uncached**: the model runs on mlx-lm's own caches and nothing is kept.
 
-| architecture | caches, by layer | reused | trial | remarks |
-|---|---|---|---|---|
+How rows at different positions are batched. Three rows, of 30, 14 and 19 tokens, decode 4 tokens each in one batch. In
+each of these steps a row's logits must be those of the row alone, on mlx-lm's own caches and fed the same tokens: they
+differ by at most 1e-4 of the largest absolute value of the latter. The column says how it was done where all of them
+agree.
+
+- **one forward**: a step is one forward of the model for all rows.
+- **row by row**: a step is one forward for each row, because the model's code takes one position for all rows, or
+  reads its KV otherwise than through mlx-lm's attention function.
+
+| architecture | caches, by layer | reused | batched | trial | remarks |
+|---|---|---|---|---|---|
 """
 
 
@@ -71,6 +80,7 @@ class Row:
     name: str
     kinds: str = ""
     reuse: str = ""
+    batched: str = ""
     trial: str = ""
     remarks: str = ""
     constructed: bool = False
@@ -94,7 +104,8 @@ def examine(name: str) -> Row:
     reused = not (report.uncached or report.defect or failed)
     excused = name in zoo.LEFT_OUT and bool(report.uncached or report.defect)
     remarks = _said(new, known, report.defect, report.uncached)
-    return Row(name, report.kinds, report.reuse, result, remarks, True, reused, reused or excused)
+    found = (report.kinds, report.reuse, report.batched, result, remarks)
+    return Row(name, *found, constructed=True, reused=reused, ok=reused or excused)
 
 
 def _said(*parts: str) -> str:
@@ -154,10 +165,9 @@ def page(rows: list[Row], vanished: list[Row]) -> str:
         where=f"run on a {'GPU' if mx.default_device() == mx.gpu else 'CPU'}",
         summary=summary(rows),
     )
-    lines = [
-        f"| {cell(r.name)} | {cell(r.kinds)} | {cell(r.reuse)} | {cell(r.trial)} | {cell(r.remarks)} |"
-        for r in sorted([*rows, *vanished], key=lambda r: r.name.lower())
-    ]
+    ordered = sorted([*rows, *vanished], key=lambda r: r.name.lower())
+    columns = [(r.name, r.kinds, r.reuse, r.batched, r.trial, r.remarks) for r in ordered]
+    lines = [f"| {' | '.join(map(cell, texts))} |" for texts in columns]
     return head + "\n".join(lines) + "\n"
 
 

@@ -10,11 +10,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from driving import close, decode, forward, fresh, prefilled, rows_on_a_prefix, words
-from kernel_reference import reference_kernel
-from tiny import tiny
+from driving import close, cold, decode, forward, fresh, greedy, prefilled, rows_on_a_prefix, same, words
+from kernel_reference import reference_kernel, traceable_kernel
+from mlx_lm.models.cache import make_prompt_cache
+from tiny import WINDOW, build, tiny
+from zoo import config
 
 import onefold
+from onefold.cache.memory import device
 from onefold.cache.memory.ledger import Purpose
 from onefold.cache.memory.segment import STEP
 from onefold.cache.model.kernels import current
@@ -237,6 +240,129 @@ def test_a_kernel_that_is_faster_than_mlx_s_own_attention_replaces_it(monkeypatc
             told.append(n)
             assert close(forward(model, lease.layers, told, lease.offset), fresh(model, told))
         assert kernel.counts[""] - before == 3 * len(model.layers)
+
+
+# -- windows on caches that keep all ----------------------------------------------------------------
+
+
+def windowed(name: str = "smollm3", window: int = WINDOW, **fields: int) -> Any:
+    """A model that gives the mask of a plain cache a window, in every other layer."""
+    made = config(name)
+    made.get("text_config", made).update(sliding_window=window, **fields)
+    return build(name, made)
+
+
+AROUND = (WINDOW - 7, WINDOW - 2, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW, 3 * WINDOW, 90)
+"""Tokens of rows: fewer than a window, about as many, and more; two rows have equally many."""
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("name", ["smollm3", "mistral3"])
+def test_each_row_of_a_step_sees_its_own_window(name, pooled, attention):
+    model = windowed(name)
+    with onefold.PrefixCache(model, "64MB") as cache:
+        said = [words(n, seed=i) for i, n in enumerate(AROUND)]
+        expected = [cold(model, row, 6) for row in said]
+        batch = cache.batch(prefilled(cache, model, said), pooled=pooled)
+        assert batch.ragged
+        seen = [decode(batch, said, 1) for _ in range(7)]
+        for i, (_, logits) in enumerate(expected):
+            assert same([x[i : i + 1] for x in seen], logits)
+        cache.check()
+
+
+def agrees(model: Any, said: list[list[int]], logits: mx.array) -> bool:
+    """Whether the last step's logits are those of mlx-lm's own caches, in long chunks."""
+    alone = [forward(model, make_prompt_cache(model), row[:-1], 0, grid=128) for row in said]
+    return all(close(logits[i : i + 1], own) for i, own in enumerate(alone))
+
+
+@pytest.mark.parametrize("window", [48, STEP + 44])
+def test_windows_end_inside_pieces_that_rows_share_and_in_regions(window, attention):
+    model = windowed(window=window)
+    with onefold.PrefixCache(model, "64MB") as cache:
+        said, leases = rows_on_a_prefix(cache, model)
+        batch = cache.batch(leases, pooled=True)
+        assert batch.ragged
+        for n in (1, 30) if attention == "kernel" else (1, 30, STEP - 40, 20):  # a kernel knows no regions
+            assert agrees(model, said, decode(batch, said, n))
+        batch.remove(leases.pop(1))
+        del said[1]
+        assert agrees(model, said, decode(batch, said, 2))
+        cache.check()
+
+
+@pytest.mark.parametrize("lengths", [(40, 40), (40, 23, 9)])
+def test_windows_in_the_operations_for_a_gpu(lengths, monkeypatch):
+    """Rows of one prompt share all that they read but the tail that is common to them."""
+    model = windowed()
+    monkeypatch.setattr(device, "on_gpu", lambda: True)
+    with onefold.PrefixCache(model, "64MB") as cache:
+        prompt = words(max(lengths), seed=1)
+        with cache.lease(prompt) as lease:
+            forward(model, lease.layers, prompt, 0)
+            lease.commit(prompt)
+        said = [[*prompt[:n], 7 + i, 8] for i, n in enumerate(lengths)]
+        batch = cache.batch(prefilled(cache, model, said), pooled=True)
+        for _ in range(WINDOW + 4):
+            assert agrees(model, said, decode(batch, said, 1))
+        assert len(batch._plan._windows[WINDOW][1].cores) == 0  # their ranges would be others in each step
+
+
+def alone(cache: onefold.PrefixCache, model: Any, said: list[list[int]], n: int) -> list[list[mx.array]]:
+    """The logits of rows that are run in turn, and not stored."""
+    found = []
+    for row in said:
+        lease = cache.lease(row)
+        found.append(greedy(model, lease.layers, forward(model, lease.layers, row, lease.cached), n)[1])
+        lease.discard()
+    return found
+
+
+@pytest.mark.parametrize("kv", ["8", "k8v4", "4", "4+1", "turbo3", "affine4"])
+def test_windows_on_quantised_kv(kv):
+    """The rows share a prefix; each equals a row alone, which the model's own mask is applied to."""
+    model = windowed(head_dim=64)
+    with onefold.PrefixCache(model, "64MB", kv=kv) as cache:
+        prefix = words(40, seed=9)
+        with cache.lease(prefix) as lease:
+            forward(model, lease.layers, prefix, 0)
+            lease.commit(prefix)
+        said = [[*prefix, *words(5, seed=1)], [*prefix[:30], *words(4, seed=2)], words(WINDOW - 2, seed=3)]
+        expected = alone(cache, model, said, 5)
+        batch = cache.batch(prefilled(cache, model, said), pooled=True)
+        assert batch.ragged
+        seen = [decode(batch, said, 1) for _ in range(6)]
+        for i, logits in enumerate(expected):
+            assert same([x[i : i + 1] for x in seen], logits, 1e-3)
+
+
+def test_a_step_with_windows_is_not_compiled(monkeypatch):
+    """Its first steps are like others: the rows are shorter than a window."""
+    kernel = traceable_kernel()
+    monkeypatch.setattr(current, "kernel", lambda: kernel)
+    model = windowed()
+    with onefold.PrefixCache(model, "64MB") as cache:
+        said = [words(5, seed=1), words(7, seed=2)]
+        batch = cache.batch(prefilled(cache, model, said), pooled=True)
+        for _ in range(WINDOW + 4):
+            assert agrees(model, said, decode(batch, said, 1))
+        assert batch._compiled._refused
+        assert kernel.counts[""]
+
+
+def test_rows_of_a_bounded_model_with_windows_are_stepped_row_by_row():
+    """A row's mask is an array then, in the order of its ring."""
+    model = windowed()
+    said = [words(WINDOW - 3, seed=1), words(2 * WINDOW - 3, seed=2), words(50, seed=3)]
+    with onefold.PrefixCache(model, "64MB", max_kv_size=2 * WINDOW) as cache:
+        expected = alone(cache, model, said, 9)
+    with onefold.PrefixCache(model, "64MB", max_kv_size=2 * WINDOW) as cache:
+        batch = cache.batch(prefilled(cache, model, said))
+        assert not batch.ragged
+        seen = [decode(batch, said, 1) for _ in range(10)]
+        for i, logits in enumerate(expected):
+            assert same([x[i : i + 1] for x in seen], logits)
 
 
 # -- threads and lifetimes -------------------------------------------------------------------------

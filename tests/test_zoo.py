@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx_lm.models
 import pytest
 import zoo
+from effort import quick
 from tiny import tiny
 from trial import DIFFERS, Failed, Trial
 
@@ -85,7 +86,7 @@ def test_a_module_that_nobody_has_looked_at_is_new_and_tried(tmp_path, monkeypat
         sys.modules.pop("mlx_lm.models.quux5_moe", None)
     assert row.remarks.startswith("new")
     assert row.trial == "passed" and row.reuse == "shared in place" and row.ok
-    assert "| quux5_moe | 2 full | shared in place | passed | new" in models.page([row], [])
+    assert "| quux5_moe | 2 full | shared in place | one forward | passed | new" in models.page([row], [])
 
 
 def test_what_is_recorded_and_not_installed_is_gone(monkeypatch) -> None:
@@ -112,17 +113,18 @@ def test_one_that_cannot_be_built_says_why_and_fails(monkeypatch) -> None:
 
 def test_the_table_has_a_row_for_every_known_architecture() -> None:
     assert zoo.KNOWN - rows().keys() == set()
-    assert all(len(cells) == 4 and all(cells) for cells in rows().values())
+    assert all(len(cells) == 5 and all(cells) for cells in rows().values())
     if f"mlx-lm {importlib.metadata.version('mlx-lm')}," in TABLE.read_text():
         assert rows().keys() == zoo.KNOWN | set(zoo.installed())
 
 
 def test_what_the_table_leaves_out_has_a_reason() -> None:
-    for name, (_, reuse, trial, remarks) in rows().items():
+    for name, (_, reuse, batched, trial, remarks) in rows().items():
         if reuse == "uncached" or trial != "passed":
             assert name in zoo.LEFT_OUT, name
             assert zoo.LEFT_OUT[name] in remarks
-    reused = [name for name, (_, reuse, trial, _) in rows().items() if reuse != "uncached" and trial == "passed"]
+        assert batched in (["—"] if reuse == "uncached" else ["one forward", "row by row"]), name
+    reused = [name for name, (_, reuse, _, trial, _) in rows().items() if reuse != "uncached" and trial == "passed"]
     assert len(reused) >= 0.95 * len(rows())
 
 
@@ -134,8 +136,35 @@ def test_what_the_table_leaves_out_has_a_reason() -> None:
 def test_it_stands_the_trial(name: str) -> None:
     report = Trial(zoo.model(name)).run()
     assert not report.failures
-    assert len(report.outcomes) == 9
+    assert len(report.outcomes) == 10
     assert not report.uncached and not report.defect
+
+
+@pytest.mark.parametrize(
+    "name",
+    quick(sorted(zoo.KNOWN - zoo.LEFT_OUT.keys()), "afm7", "deepseek_v3", "gemma3n", "jamba", "mistral3", "smollm3"),
+)
+def test_rows_of_a_batch_answer_as_they_do_alone(name: str) -> None:
+    if not zoo.is_architecture(name):
+        pytest.skip("not in this mlx-lm")
+    trial = Trial(zoo.model(name))
+    trial.batched()
+    assert rows()[name][2] == trial.way_of_batching
+
+
+def test_the_trial_fails_on_rows_that_are_batched_wrongly(monkeypatch) -> None:
+    """Some of its layers take their positions from the length of the keys, which is that of the longest row."""
+    monkeypatch.setattr("onefold.cache.model.survey._takes_rows", lambda *_: True)
+    with pytest.raises(Failed, match=DIFFERS):
+        Trial(zoo.model("afm7")).batched()
+
+
+def test_positions_that_change_the_base_of_a_rope_are_not_batched(monkeypatch) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    monkeypatch.setitem(zoo.OWN, "internlm3", {"rope_scaling": scaling, "max_position_embeddings": 16})
+    trial = Trial(zoo.model("internlm3"))
+    trial.batched()
+    assert trial.way_of_batching == "row by row"
 
 
 @pytest.mark.parametrize("family", DISTURBED)

@@ -1,10 +1,10 @@
-"""The trial that every architecture stands: eight ways in which requests meet, warm against cold.
+"""The trial that every architecture stands: nine ways in which requests meet, warm against cold.
 
 Each scenario has a cache of its own and asks for all of: logits and greedy tokens as in a cold run on the same calls;
 the reuse that this model's kinds of layers promise, no less and no more; one offset in all layers; a ledger that equals
 MLX's active memory less the weights; and, once the cache is closed, memory back at the weights.
 
-A ninth looks at the trial itself: what one layer has in the cache is disturbed, layer by layer, and the trial must
+A tenth looks at the trial itself: what one layer has in the cache is disturbed, layer by layer, and the trial must
 notice. A model whose answers would be right on a wrong cache proves nothing.
 """
 
@@ -26,12 +26,15 @@ from mlx_lm.models.cache import make_prompt_cache
 import onefold
 from onefold.cache.memory.reach import readable_length, resume_point
 from onefold.cache.model.anatomy import Anatomy
+from onefold.cache.model.stock import evaluate_kept
 from onefold.cache.model.survey import survey
 
 PROMPT = 40
 """Tokens of a first prompt: more than two of the tiny models' windows."""
 LONG = 600
 """Tokens of the prefix that two readers share: more than the slabs that they open for their own tails."""
+ROWS = (30, 14, 19)
+"""Tokens of the rows of a batch: more than one of the tiny models' windows, and fewer, which becomes more."""
 DECODED = 4
 
 Logits = list[np.ndarray]
@@ -83,6 +86,8 @@ class Report:
     defect: str = ""
     """What is wrong with the model itself, so that no cache of it can be right."""
     outcomes: list[Outcome] = field(default_factory=list)
+    batched: str = ""
+    """How rows at different positions are stepped; empty if that is wrong, or nothing is reused."""
 
     @property
     def failures(self) -> list[Outcome]:
@@ -136,13 +141,20 @@ class Trial:
             "rewind": self.rewound,
             "repeat": self.repeated,
             "two readers": self.shared,
+            "batch": self.batched,
             "eviction": self.evicted,
             "retry": self.retried,
             "notices": self.notices,
         }
         for name, scenario in scenarios.items():
             report.outcomes.append(Outcome(name, self.attempt(scenario)))
+        if "batch" not in (o.scenario for o in report.failures):
+            report.batched = self.way_of_batching
         return report
+
+    @property
+    def way_of_batching(self) -> str:
+        return "one forward" if self.anatomy.ragged else "row by row"
 
     def attempt(self, scenario: Callable[[], Any]) -> str:
         """Why the scenario failed, or nothing."""
@@ -258,6 +270,29 @@ class Trial:
             self.ledger_true(cache)
         self.back_to_weights()
 
+    def batched(self) -> None:
+        """Rows at different positions, decoding together: each answers as it does alone on mlx-lm's caches. They are
+        fed the same tokens, so that no near tie ends the comparison."""
+        with self.opened() as cache:
+            prompts = [words(n, seed=i) for i, n in enumerate(ROWS)]
+            alone = [self.reference(prompt) for prompt in prompts]
+            leases = [cache.lease(prompt) for prompt in prompts]
+            for lease, prompt in zip(leases, prompts, strict=True):
+                forward(self.model, lease.layers, prompt, 0)
+            batch = cache.batch(leases)
+            must(batch.ragged == self.anatomy.ragged, "the batch is stepped otherwise than the survey says")
+            steps = [_plain(batch.step(list(tokens))) for tokens in zip(*(out for out, _ in alone), strict=True)]
+            mx.eval([layer.state for lease in leases for layer in lease.layers])
+            self.ledger_true(cache)
+            for i, (lease, prompt, (out, reference)) in enumerate(zip(leases, prompts, alone, strict=True)):
+                pairs = zip((step[i : i + 1] for step in steps), reference[1:], strict=True)
+                must(all(np.abs(a - b).max() <= 1e-4 * np.abs(b).max() for a, b in pairs), DIFFERS)
+                self.uniform(lease, len(prompt) + DECODED)
+                lease.commit([*prompt, *out])
+            del batch, lease, leases
+            self.ledger_true(cache)
+        self.back_to_weights()
+
     def evicted(self) -> None:
         """Under a budget that has room for a few conversations, one is pushed out and comes back."""
         with self.opened() as cache:
@@ -325,6 +360,7 @@ class Trial:
     def opened(self, budget: int | str = "256MB") -> onefold.PrefixCache:
         if not self.weights:
             self.reference(words(PROMPT))  # some models keep tables that they make in their first forward
+            evaluate_kept(self.model)  # or lazy ones, which a cache evaluates
             self.weights = settles(lambda _: False)
         cache = onefold.PrefixCache(self.model, budget, min_checkpoint_tokens=1)
         self._calls = {}

@@ -11,7 +11,7 @@ Knows nothing of trees, leases or budgets.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -51,6 +51,26 @@ class Handle:
     @property
     def ndim(self) -> int:
         return 4
+
+    def within(self, window: int) -> Handle:
+        """Returns a handle for the last `window` tokens of each row of a batch. Raises NotTraceable while its step is
+        traced: the next step reads other ranges."""
+        plan, rows = self.plan, self.rows
+        assert plan is not None and isinstance(rows, Rows)
+        if plan.is_traced:
+            raise NotTraceable("a layer attends within a window")
+        if self.dims[2] <= window:
+            return self
+        cut = plan.within(window, rows.layout)
+        return replace(self, rows=Rows(cut.layout, rows.index), plan=cut)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowMask:
+    """The mask of one query of each row of a batch, which the model passes to attention unchanged: each row sees its
+    last `size` tokens."""
+
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +119,8 @@ def attention(
             "pass both unchanged, without options"
         )
     keys.consumed[0] += 1
+    if isinstance(mask, WindowMask):
+        keys, mask = keys.within(mask.size), None
     attended = _attend_in_kernel(queries, keys, scale, mask, sinks)
     if attended is not None:
         return attended

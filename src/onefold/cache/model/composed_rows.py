@@ -45,7 +45,7 @@ def attend_rows(
     ranges = tuple((v.lo, v.hi, who) for v, who in groups)
     given = [v.arrays for v, _ in groups], plan.hidden
     column = None if sinks is None else sinks.reshape(n_kv, 1, repeats, 1)
-    if not plan.single:
+    if not plan.single and not step.is_cut:
         core = _core(step, ranges, codec, scale)
         out = core(q, *given, column)
         return out.transpose(1, 0, 2, 3).reshape(n_rows, n_q, 1, out.shape[-1]).astype(q.dtype)
@@ -53,7 +53,9 @@ def attend_rows(
     if not groups and _one_buffer_each(rows, codec):
         return _attend_alone(q, rows, scale, sinks)
     by_row = (q * scale).reshape(n_rows, n_kv, repeats, dim)
-    parts = attend_shared(by_row.transpose(1, 0, 2, 3), *given, ranges, codec) + _attend_own(by_row, rows, plan, codec)
+    parts = attend_shared(by_row.transpose(1, 0, 2, 3), *given, ranges, codec)
+    if plan.single:
+        parts += _attend_own(by_row, rows, plan, codec)
     out = weigh(parts, column)
     return out.transpose(1, 0, 2, 3).reshape(n_rows, n_q, 1, out.shape[-1]).astype(q.dtype)
 

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from onefold.cache.memory.shapes import ArraySpec, View
-from onefold.cache.model.attention import Forms, Handle
+from onefold.cache.model.attention import Forms, Handle, WindowMask
 from onefold.cache.model.formats.codec import Codec
 from onefold.cache.model.formats.plain import PlainCodec
 from onefold.cache.model.step_plan import Layout, OneSlab, Rows, StepPlan
@@ -42,6 +42,8 @@ class AttentionRows(RowsOf):
         self.plan = plan
         self._forms: Forms | None = None
         self._sliceable = all(layer.sliceable for layer in layers)
+        self._keeps_all = self._sliceable and all(layer.bound is None for layer in layers)
+        """Whether the layers keep the KV of all tokens, also of later ones."""
 
     def watchers(self) -> list[Any]:
         return super().watchers() if self.plan.watcher is None else [self.plan.watcher]
@@ -127,7 +129,9 @@ class AttentionRows(RowsOf):
             self._forms = Forms.of(first.codec, first.track.store.specs[first.index].arrays)
         return self._forms.handles(Rows(layout, first.index), longest, self.plan, [0])
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> WindowMask | None:
+        if N == 1 and window_size is not None and self._keeps_all and not return_array:
+            return WindowMask(window_size)
         masks = [layer.make_mask(N, return_array=return_array, window_size=window_size) for layer in self.layers]
         if N == 1 and all(m is None for m in masks):
             return None

@@ -46,6 +46,16 @@ class Rows:
         return (self[i] for i in range(len(self)))
 
 
+def _last(row: list[tuple[Slab, int, int]], n: int) -> list[tuple[Slab, int, int]]:
+    """Returns the ranges of the last `n` tokens of a row."""
+    found = []
+    for slab, lo, hi in reversed(row):
+        if n > 0:
+            found.append((slab, max(lo, hi - n), hi))
+        n -= hi - lo
+    return found[::-1]
+
+
 @dataclass(slots=True)
 class OneSlab:
     """The slab to which all rows of a step append: a layer then needs one write per array."""
@@ -99,9 +109,11 @@ class StepPlan:
         "_stand_ins",
         "_table",
         "_watcher",
+        "_windows",
         "admitted",
         "cores",
         "fronts",
+        "is_cut",
         "is_prepared",
         "is_read_by_length",
         "laid_out",
@@ -135,6 +147,10 @@ class StepPlan:
         self._forward: tuple[int | None, int] | None = None
         self._kernel: tuple[int, DecodeKernel | None] | None = None
         self._watcher: Callable[[], Any] = lambda: None
+        self._windows: dict[int, tuple[Layout, StepPlan]] = {}
+        """By window: the plan of attention within it, and the layout that this plan was cut from."""
+        self.is_cut = False
+        """Whether `layout` is cut to a window: its ranges then begin elsewhere in the next step."""
         self.is_prepared = False
         """The fields below and `layout` and `one_slab` are those of the step that is running."""
         self.positions = self._offset
@@ -191,6 +207,15 @@ class StepPlan:
         if layout != self.layout or capacities != self._capacities:
             self.layout, self._capacities = layout, capacities
         return self.layout
+
+    def within(self, window: int, layout: Layout) -> StepPlan:
+        """Returns a plan whose layout is the last `window` tokens of each row of this one, the same for all layers."""
+        known = self._windows.get(window)
+        if known is None or known[0] is not layout:
+            plan = StepPlan() if known is None else known[1]
+            plan.layout, plan.is_cut = [_last(row, window) for row in layout], True
+            self._windows[window] = known = layout, plan
+        return known[1]
 
     def table(self, kernel: DecodeKernel, layout: Layout, q: mx.array, n_kv: int, shape: Shape) -> WorkTable:
         """Returns the work table of the decode kernel for this layout and these queries, on keys of so many heads.

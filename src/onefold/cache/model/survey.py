@@ -366,5 +366,7 @@ def _takes_rows(model: nn.Module, anatomy: Anatomy) -> bool:
         out = model(mx.zeros((2, 1), mx.int32), cache=rows)
         if out.shape[0] != 2 or out.shape[1] != 1:
             raise ValueError(f"the output for two rows has the shape {out.shape}")
+        if plan.is_read_by_length:
+            raise ValueError("the model reads how long the keys are, which is one length for all rows")
 
     return _trial(model, run)

@@ -18,6 +18,8 @@ from tiny import tiny, with_unknown_caches
 import onefold
 from onefold.cache.memory.tokens import Tokens, frozen
 from onefold.cache.memory.tree import Match, Node, Tree
+from onefold.engine.loading import model_name
+from onefold.errors import ConfigError
 from onefold.mlx_lm import LRUPromptCache, install
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -194,3 +196,38 @@ def test_a_subclass_has_a_signature_of_its_own() -> None:
 
     assert list(inspect.signature(Mine).parameters) == ["a", "b"]
     assert list(inspect.signature(onefold.PrefixCache.__init__).parameters)[:3] == ["self", "model", "budget"]
+
+
+@pytest.mark.parametrize(
+    "given, name",
+    [
+        ("demo", "demo"),
+        ("./demo", "demo"),
+        ("org/name", "org/name"),
+        ("models/foo", "foo"),
+        ("models/foo/", "foo"),
+        ("models/foo/../foo/.", "foo"),
+        ("~/models/foo", "foo"),
+        ("~", "home"),
+        ("models/latest", "latest"),
+        ("~nobody-of-this-name/foo", "~nobody-of-this-name/foo"),
+        ("", ""),
+    ],
+)
+def test_a_folder_is_called_by_its_last_part_and_what_is_none_as_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, name: str
+) -> None:
+    home = tmp_path / "home"
+    for folder in ("models/foo", "demo"):
+        (home / folder).mkdir(parents=True)
+    (home / "models/latest").symlink_to("foo")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home)
+    assert model_name(given) == name
+    monkeypatch.chdir("models/foo")
+    assert model_name(".") == "foo" and model_name("..") == "models"
+
+
+def test_a_home_that_is_not_there_is_a_refusal() -> None:
+    with pytest.raises(ConfigError, match='there is no folder "~nobody-of-this-name/foo"'):
+        onefold.load("~nobody-of-this-name/foo")

@@ -131,6 +131,14 @@ def test_names_of_the_model(client, name):
         assert client.post(path, json={**body, "model": name}).status_code == 200
 
 
+@pytest.mark.parametrize("name", ["foo", "/home/me/models/foo", "/home/me/models/foo/", "~/models/foo", "./foo"])
+def test_a_folder_may_still_be_named_by_its_path(client, engine, name):
+    engine.model_id = "foo"
+    assert client.get(f"/v1/models/{name}").json()["id"] == "foo"
+    said = client.post(CHAT[0], json={**CHAT[1], "model": f"{name}bar"})
+    assert said.status_code == 404 and error_of(said)["message"].endswith("is not served here; use 'foo'.")
+
+
 @EACH
 def test_another_model_is_not_served(client, path, body):
     response = client.post(path, json={**body, "model": "gpt-5"})
@@ -197,12 +205,37 @@ def test_the_log_has_one_line_for_each_request_and_of_what_was_said_only_where_i
         client.post(CHAT[0], json={"messages": [{"role": "user", "content": "TOP SECRET QUESTION"}]})
         client.post(CHAT[0], json={"messages": [{"role": "TOP SECRET"}]})
         client.get("/health")
-    wait_until(lambda: len([r for r in caplog.records if r.name == "onefold.server"]) >= 2, "no lines")
+        wait_until(lambda: len([r for r in caplog.records if r.name == "onefold.server"]) >= 2, "no lines")
     answered, refused = [r.getMessage() for r in caplog.records if r.name == "onefold.server"]
     assert "POST /v1/chat/completions 200" in answered and "prompt=10 matched=7 cached=6" in answered
     assert "finish=stop" in answered and "first_token=" in answered and 'reason="short"' in answered
     assert "400" in refused and "error=BadRequest" in refused
     assert "SECRET" not in caplog.text and "diverged=\"token 7: known 'a', now" in answered
+
+
+def test_the_log_names_a_path_that_is_not_there_in_one_short_line(client, caplog):
+    asked = {
+        "/api/tags?key=TOP-SECRET": "GET /api/tags 404 ",
+        "/v1/models/no?key=TOP-SECRET": "GET /v1/models/no 404 ",
+        "/a%0Aroot%20200%1B%25/é": "GET /a%0Aroot%20200%1B%25/%C3%A9 404 ",
+        f"/{'long' * 999}": f"GET /{'long' * 49}... 404 ",
+    }
+    with caplog.at_level(logging.INFO, "onefold.server"):
+        for path in asked:
+            client.get(path)
+        assert client.request("LONG" * 999, "/health").status_code == 405
+        wait_until(lambda: len(caplog.records) == len(asked) + 1, f"not all lines: {caplog.text}")
+    lines = [record.getMessage() for record in caplog.records]
+    for line, begin in zip(lines, asked.values(), strict=False):
+        assert line.startswith(begin)
+    assert "SECRET" not in caplog.text and all(len(line) < 400 for line in lines)
+
+
+def test_fields_that_no_api_has_are_one_line_of_the_log(client, caplog):
+    with caplog.at_level(logging.DEBUG, "onefold.server"):
+        client.post(CHAT[0], json={**CHAT[1], "a\n2026 ERROR root: \x1b": 1, "long" * 999: 1})
+    (line,) = [record.getMessage() for record in caplog.records if "unknown" in record.getMessage()]
+    assert line.startswith("ignored unknown fields: a%0A2026 ERROR root: %1B, long") and len(line) < 300
 
 
 def test_health_can_be_asked_for_its_headers_alone(client):
@@ -296,11 +329,72 @@ def test_paths_that_are_not_there(client, path):
         error_of(response)
 
 
-def test_methods_that_are_not_there(client):
-    for path, method in ((CHAT[0], "GET"), (TALK[0], "PUT"), ("/v1/models", "POST"), ("/health", "DELETE")):
-        response = client.request(method, path)
-        assert response.status_code == 405 and response.headers["allow"]
-        error_of(response)
+@pytest.mark.parametrize(
+    "method, path, said",
+    [
+        ("POST", "/api/chat", "set the client to OpenAI's API, with a base URL that ends in /v1"),
+        ("POST", "/api/generate", "Ollama's"),
+        ("GET", "/api/tags", "Ollama's"),
+        ("POST", "/v1beta/models/gemini-3-pro:generateContent", "Google's"),
+        ("POST", "/v1/embeddings", "only writes text"),
+        ("POST", "/embeddings", "only writes text"),
+        ("POST", "/v1/v1/embeddings", "only writes text"),
+        ("POST", "/v1/audio/transcriptions", "only writes text"),
+        ("POST", "/v1/images/generations", "only writes text"),
+        ("POST", "/v1/moderations", "only writes text"),
+        ("POST", "/rerank", "only writes text"),
+        ("GET", "/v1/files", "POST /v1/chat/completions"),
+        ("DELETE", "/v1/files/file-1/content", "stores no files"),
+        ("POST", "/v1/batches", "runs no jobs"),
+        ("POST", "/v1/messages/batches", "POST /v1/messages"),
+        ("POST", "/v1/threads/thread_1/runs", "whole conversation"),
+        ("POST", "/v1/assistants", "whole conversation"),
+        ("GET", "/v1/responses/resp_1", "whole conversation"),
+        ("GET", "/v1/chat/completions/chatcmpl-1/messages", "whole conversation"),
+        ("GET", "/v1/filesystem", "There is nothing at"),
+        ("GET", "/apis", "There is nothing at"),
+    ],
+)
+def test_a_path_of_another_api_says_what_there_is_instead_in_its_shape(client, method, path, said):
+    response = client.request(method, path)
+    assert response.status_code == 404
+    error = response.json()["error"]
+    if path.startswith("/api/"):
+        assert said in error
+    elif path.startswith("/v1beta/"):
+        assert response.json() == {"error": {"code": 404, "status": "NOT_FOUND", "message": error["message"]}}
+        assert said in error["message"]
+    else:
+        assert said in error_of(response)["message"]
+
+
+def test_a_path_that_is_not_there_is_repeated_as_it_was_asked_for(client):
+    assert "'/a\\nb?c'" in error_of(client.get("/a%0Ab%3Fc"))["message"]
+
+
+def test_other_apis_get_refusals_in_their_shapes(engine):
+    with listening(engine, Settings(api_keys=("one",))) as url:
+        assert "API key" in httpx.post(f"{url}/api/chat").json()["error"]
+        google = httpx.post(f"{url}/v1beta/models/gemini-3-pro:generateContent").json()["error"]
+    assert google["code"] == 401 and google["status"] == "UNAUTHENTICATED" and "API key" in google["message"]
+
+
+@pytest.mark.parametrize(
+    "path, wrong, right",
+    [
+        (CHAT[0], "GET", "POST"),
+        (TALK[0], "PUT", "POST"),
+        ("/v1/models", "POST", "GET or HEAD"),
+        ("/v1/models/default", "DELETE", "GET or HEAD"),
+        ("/health", "DELETE", "GET or HEAD"),
+        ("/cache", "POST", "DELETE, GET or HEAD"),
+        ("/openapi.json", "POST", "GET or HEAD"),
+    ],
+)
+def test_a_method_that_is_not_there_names_those_that_are(client, path, wrong, right):
+    response = client.request(wrong, path)
+    assert response.status_code == 405 and response.headers["allow"] == right.replace(" or ", ", ")
+    assert error_of(response)["message"].endswith(f" does not take {wrong}: use {right}.")
 
 
 @EACH

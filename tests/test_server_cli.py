@@ -250,10 +250,10 @@ def test_a_model_that_is_not_there(capsys, tmp_path, model):
 def test_a_server_that_is_open_to_all_is_warned_about(capsys, host, keys, warns):
     disk = DiskStats(mode="back", folder="/f", used_bytes=5 * 10**9, budget_bytes=10**11)
     stats = SimpleNamespace(disk=disk, remote=DiskStats(mode="remote", folder="redis://127.0.0.1/0", record_tokens=88))
-    inventory = SimpleNamespace(budget_bytes=8 * 10**9, token_bytes=131_072)
+    stored_as = "{} bits, as the model makes it".format
+    inventory = SimpleNamespace(budget_bytes=8 * 10**9, token_bytes=131_072, stored_as=stored_as)
     budget = SimpleNamespace(follows=False)
-    kv = "32 bits, as the model makes it"
-    cache = SimpleNamespace(inventory=inventory, budget=budget, kv_stored=kv, max_kv_size=None)
+    cache = SimpleNamespace(inventory=inventory, budget=budget, kv="16", max_kv_size=None)
     cache.stats = lambda: stats
     engine: Any = SimpleNamespace(model_id="a/model", cache=cache, most_tokens=50_000, context_length=40960)
     settings = serve._settings(given("m", "--host", host, *(a for key in keys for a in ("--api-key", key))))

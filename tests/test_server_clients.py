@@ -309,8 +309,8 @@ def test_openai_errors(babbler):
 
 
 def test_openai_models(talker):
-    assert [m.id for m in talker.openai.models.list()] == [talker.engine.model_id]
-    assert talker.openai.models.retrieve(talker.name).id == talker.engine.model_id
+    assert [m.id for m in talker.openai.models.list()] == [talker.name] == [talker.engine.model_id]
+    assert talker.openai.models.retrieve(f"/a/folder/{talker.name}").id == talker.name
 
 
 # -- Anthropic -------------------------------------------------------------------------------------

@@ -54,3 +54,24 @@ def test_the_document_has_the_schemas_that_it_refers_to(client: TestClient) -> N
     assert "HTTPValidationError" not in text and "422" not in text
     for path in PATHS:
         assert "requestBody" in document["paths"][path]["post"]
+
+
+OPERATIONS = {
+    "_v1_chat_completions_v1_chat_completions_post": "Answer a chat (OpenAI)",
+    "_v1_completions_v1_completions_post": "Complete a text (OpenAI)",
+    "_v1_responses_v1_responses_post": "Answer a chat (Responses)",
+    "_v1_responses_input_tokens_v1_responses_input_tokens_post": "Count tokens (OpenAI)",
+    "_v1_messages_v1_messages_post": "Answer a chat (Anthropic)",
+    "_v1_messages_count_tokens_v1_messages_count_tokens_post": "Count tokens (Anthropic)",
+    "models_v1_models_get": "List the model",
+    "model_v1_models__name__get": "Get the model by its name",
+    "health_health_get": "Check the engine",
+    "metrics_metrics_get": "Get metrics for Prometheus",
+    "cache_v1_cache_get": "Get the counts of the engine and the cache",
+    "clear_v1_cache_delete": "Clear the cache",
+}
+
+
+def test_every_operation_has_its_id_and_a_summary_that_a_person_wrote(client: TestClient) -> None:
+    paths = client.get("/openapi.json").json()["paths"]
+    assert {op["operationId"]: op["summary"] for ops in paths.values() for op in ops.values()} == OPERATIONS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from listening import WAIT, listening
+from listening import WAIT, listening, wait_until
 
 import onefold
 from onefold.engine.engine import Engine
@@ -241,6 +242,14 @@ def test_what_a_picture_has(serve: Client, engine: Engine) -> None:
         assert client.get("/v1/page", headers={"accept": "text/html"}).headers["content-type"] == "application/json"
 
 
+def test_a_folder_is_shown_by_its_last_part(model: Path) -> None:
+    with Engine(*onefold.load(model), model_id=f"{model}/", budget="64MB") as engine, listening(engine) as url:
+        named = httpx.get(f"{url}/v1/models").json()["data"][0]["id"], httpx.get(f"{url}/health").json()["model"]
+        assert {*named, httpx.get(f"{url}/v1/page").json()["server"]["model"]} == {model.name}
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "model": str(model)}
+        assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=WAIT).json()["model"] == model.name
+
+
 def test_prompts_are_shown_only_if_the_server_was_told_to(serve: Client, engine: Engine) -> None:
     for show in (False, True):
         with serve(show_text=show) as client:
@@ -341,6 +350,22 @@ def test_events_are_a_picture_and_what_changes(serve: Client) -> None:
             if changed["set"].get("requests", {}).get(asked, {}).get("live") is False:
                 return
     raise AssertionError("the request was not shown")
+
+
+def test_the_log_does_not_show_the_time_of_a_viewer_as_that_of_a_request(
+    serve: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "onefold.server"), serve() as client:
+        with client.stream("GET", "/v1/page/events") as stream:
+            next(stream.iter_lines())
+        picture(client)
+        client.post("/v1/page/events")
+        lines = [record.getMessage() for record in caplog.records]
+        wait_until(lambda: "/v1/page/events 200" in caplog.text, f"not one of them: {lines}")
+    line = {message.partition(" id=")[0].rpartition(" ")[0]: message for message in caplog.messages}
+    assert line.keys() == {"GET /v1/page/events 200", "GET /v1/page 200", "POST /v1/page/events 405"}
+    for said, message in line.items():
+        assert (" open=" in message) is ("events 200" in said) is (" seconds=" not in message), message
 
 
 def test_a_viewer_does_not_hold_up_the_end(engine: Engine) -> None:

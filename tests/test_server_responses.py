@@ -374,7 +374,7 @@ def test_errors_before_the_start_are_http_errors_of_openais_shape(client, engine
 def test_nothing_is_kept(client, http):
     made = client.responses.create(model="default", input="hi")
     for ask in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
-        with pytest.raises(openai.NotFoundError, match="keeps no responses"):
+        with pytest.raises(openai.NotFoundError, match="whole conversation to POST /v1/responses"):
             ask(made.id)
     for fields in (
         {"previous_response_id": made.id},

@@ -53,7 +53,8 @@ class Accounting:
             return
         endpoint = endpoint_of(scope["path"])
         named = next((value for name, value in scope["headers"] if name == CONVERSATION.encode()), b"")
-        record = Record(scope["method"], endpoint, conversation=header_text(named.decode("latin-1")))
+        method, path = (header_text(scope[name]).replace(" ", "%20") for name in ("method", "path"))
+        record = Record(method, path, conversation=header_text(named.decode("latin-1")))
         scope.setdefault("state", {})["record"] = record
 
         async def noted(message: Message) -> None:

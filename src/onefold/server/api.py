@@ -24,6 +24,8 @@ class Endpoint:
     """With `/v1`; `paths.py` adds the aliases."""
     schema: type[Fields]
     """For the OpenAPI document. Its class name differs from those of all other endpoints."""
+    summary: str = ""
+    """What it does, in a few words, for the OpenAPI document. Without it, the path."""
     plan: Callable[[Service, bytes, str], Plan] | None = None
     """Makes the body, in a namespace, into requests for the engine."""
     answer: Callable[[Service, bytes], Mapping[str, Any]] | None = None
@@ -42,5 +44,3 @@ class Api:
     """Paths that begin so are this API's, also those that do not exist."""
     header: bytes = b""
     """A header that only this API's clients send, in lower case: it tells who asks for a path of the server itself."""
-    not_found: str = ""
-    """What is said of a path of this API that does not exist, if there is more to say than that."""

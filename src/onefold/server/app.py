@@ -17,6 +17,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp
 
 from onefold import __version__
@@ -35,9 +36,12 @@ from onefold.server.openapi import described, document, errors
 from onefold.server.page_data import PageData
 from onefold.server.paths import Paths
 from onefold.server.reply import Reply
-from onefold.server.respond import api_of, respond
+from onefold.server.respond import respond
 from onefold.server.service import Service
 from onefold.server.settings import Settings
+
+METHODS = ("DELETE", "GET", "HEAD", "POST")
+"""Those of all routes."""
 
 
 def make_app(
@@ -102,6 +106,7 @@ def generation(service: Service) -> APIRouter:
                 _handler(service, endpoint),
                 methods=["POST"],
                 name=endpoint.path,
+                summary=endpoint.summary or endpoint.path,
                 response_class=Response,
                 openapi_extra=described(endpoint.schema, streams=endpoint.plan is not None),
                 responses=errors(api.error_schema, 400, 404, 503),
@@ -128,10 +133,17 @@ async def _ours(request: Request, error: Exception) -> Response:
 
 async def _starlettes(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    nothing = api_of(request.scope).not_found or f"There is nothing at {request.url.path[:200]!r}."
-    said = {404: nothing, 405: f"Method not allowed: {request.method}."}
-    message = said.get(error.status_code, str(error.detail))
-    return respond(request.scope, Problem(error.status_code, message, allow=(error.headers or {}).get("Allow")))
+    path, message, allow = request.scope["path"], str(error.detail), ""
+    if error.status_code == 404:
+        message = registry.instead(path)
+    elif error.status_code == 405:  # what Starlette says is of one of several routes
+        allow = ", ".join(m for m in METHODS if any(_takes(route, request, m) for route in request.app.routes))
+        message = f"{path[:200]!r} does not take {request.method[:20]}: use {' or '.join(allow.rsplit(', ', 1))}."
+    return respond(request.scope, Problem(error.status_code, message, allow=allow))
+
+
+def _takes(route: BaseRoute, request: Request, method: str) -> bool:
+    return route.matches({**request.scope, "method": method})[0] is Match.FULL
 
 
 async def _bug(request: Request, error: Exception) -> Response:

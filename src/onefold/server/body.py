@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from onefold.errors import BadRequest
+from onefold.server.record import header_text
 
 log = logging.getLogger("onefold.server")
 
@@ -81,7 +82,7 @@ def parse(body: bytes, schema: type[Schema]) -> Schema:
         raise explain(error, given) from None
     refuse(found)
     if unknown := set(found.model_extra or ()) - found.ignored:
-        log.debug("ignored unknown fields: %s", ", ".join(sorted(unknown)))
+        log.debug("ignored unknown fields: %s", header_text(", ".join(sorted(unknown))))
     return found
 
 

@@ -30,36 +30,36 @@ def routes(service: Service) -> APIRouter:
         return JSONResponse({"server": "onefold"}, headers={"vary": "accept"})
 
     @router.head("/v1/models", include_in_schema=False)
-    @router.get("/v1/models", responses=errors(shape))
+    @router.get("/v1/models", summary="List the model", responses=errors(shape))
     async def models() -> dict[str, Any]:
         """Lists the one model, with the fields of OpenAI's and of Anthropic's API."""
         found = model_shape(service, since)
         return {"object": "list", "data": [found], "has_more": False, "first_id": found["id"], "last_id": found["id"]}
 
     @router.head("/v1/models/{name:path}", include_in_schema=False)
-    @router.get("/v1/models/{name:path}", responses=errors(shape, 404))
+    @router.get("/v1/models/{name:path}", summary="Get the model by its name", responses=errors(shape, 404))
     async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
         return model_shape(service, since)
 
     @router.head("/health", include_in_schema=False)
-    @router.get("/health", responses={503: {"description": "The engine has stopped."}})
+    @router.get("/health", summary="Check the engine", responses={503: {"description": "The engine has stopped."}})
     async def health() -> JSONResponse:
         alive = service.engine.alive
         return JSONResponse({"status": "ok" if alive else "stopped", "model": service.model}, 200 if alive else 503)
 
     @router.head("/metrics", include_in_schema=False)
-    @router.get("/metrics", response_class=Response, responses=errors(shape))
+    @router.get("/metrics", summary="Get metrics for Prometheus", response_class=Response, responses=errors(shape))
     def metrics() -> Response:
         return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     @router.head("/v1/cache", include_in_schema=False)
-    @router.get("/v1/cache", responses=errors(shape))
+    @router.get("/v1/cache", summary="Get the counts of the engine and the cache", responses=errors(shape))
     def cache() -> dict[str, Any]:
         """Returns the counts of the engine and its cache, and what the cache holds."""
         return dataclasses.asdict(service.engine.stats())
 
-    @router.delete("/v1/cache", responses=errors(shape, 503))
+    @router.delete("/v1/cache", summary="Clear the cache", responses=errors(shape, 503))
     def clear() -> dict[str, int]:
         """Drops all KV that no running request uses, in memory and on disk, in every namespace."""
         memory, disk = service.engine.clear()

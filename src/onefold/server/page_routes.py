@@ -69,10 +69,11 @@ def routes(page: Page, viewers: Viewers) -> APIRouter:
         return page.picture(now=True)
 
     @router.get(PAGE_DATA + "/events")
-    async def events() -> Response:
+    async def events(request: Request) -> Response:
         """The same, and then what changes, once a second."""
         first = viewers.events()
         begun = await anext(first)  # or the refusal of one viewer too many would not be a response
+        request.state.record.is_view = True
 
         async def stream() -> AsyncIterator[bytes]:
             try:

@@ -39,7 +39,7 @@ def versioned_paths() -> set[str]:
 
 
 def endpoint_of(path: str) -> str:
-    """One of a few names: a path is a client's own text, which neither a log nor a metric is to be filled with."""
+    """One of a few names: a path is a client's own text, which is not to fill the metrics."""
     if path in OWN or path in versioned_paths():
         return path
     if path.startswith("/v1/models/"):

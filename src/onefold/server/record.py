@@ -35,6 +35,7 @@ LEAST_SECONDS = 0.01
 class Record:
     method: str
     path: str
+    """Without the query, which may hold a key."""
     now: Callable[[], float] = time.monotonic
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     status: int = HUNG_UP
@@ -54,6 +55,8 @@ class Record:
     """Where a prompt diverged, with what is stored there: only for a page that shows text."""
     conversation: str = ""
     """What the client calls the conversation; a proxy in front of several servers keeps equal ones together."""
+    is_view: bool = False
+    """Whether the answer goes on for as long as somebody looks: its log line has `open` in place of `seconds`."""
     place: Place | None = None
     """Where the path of the choice that began or ended last ends in the cache's tree."""
 
@@ -164,7 +167,8 @@ class Record:
             said.append('conversation="{}"'.format(self.conversation.replace('"', "%22")))
         if self.error:
             said.append(f"error={self.error}")
-        return " ".join([*said, f"seconds={self.seconds:.3f} id={self.id}"])
+        took = f"{self.seconds:.3f}"
+        return " ".join([*said, f"open={took}s" if self.is_view else f"seconds={took}", f"id={self.id}"])
 
     def write(self, level: int = logging.INFO) -> None:
         log.log(level, "%s", self.line())

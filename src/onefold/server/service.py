@@ -80,8 +80,10 @@ class Service:
         return self.engine.model_id
 
     def serves(self, name: str | None) -> bool:
-        own = {self.model, self.model.rstrip("/").rpartition("/")[2], "default", "", *self.settings.aliases}
-        return name is None or name in own or "*" in own
+        """Whether a request may name the model so. A model of a folder may be named by any path that ends in its
+        name, as clients may have kept one."""
+        own = {self.model, _last_part(self.model), "default", "", *self.settings.aliases}
+        return name is None or name in own or "*" in own or _last_part(name) == self.model
 
     def check_model(self, name: str | None) -> None:
         if not self.serves(name):
@@ -108,3 +110,7 @@ class Service:
         if len(self.settings.api_keys) < 2 or self.settings.namespace_per_key:
             return hit
         return replace(hit, diverged=hit.diverged.partition(": known ")[0])
+
+
+def _last_part(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]

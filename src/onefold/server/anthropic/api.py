@@ -9,8 +9,8 @@ from onefold.server.api import Api, Endpoint
 ANTHROPIC = Api(
     name="anthropic",
     endpoints=(
-        Endpoint("/v1/messages", MessagesRequest, plan=messages.plan),
-        Endpoint("/v1/messages/count_tokens", Conversation, answer=messages.count_tokens),
+        Endpoint("/v1/messages", MessagesRequest, "Answer a chat (Anthropic)", plan=messages.plan),
+        Endpoint("/v1/messages/count_tokens", Conversation, "Count tokens (Anthropic)", answer=messages.count_tokens),
     ),
     error_shape=errors.shape,
     error_schema=errors.SCHEMA,

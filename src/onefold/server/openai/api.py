@@ -9,8 +9,8 @@ from onefold.server.openai.schemas import ChatRequest, CompletionRequest
 OPENAI = Api(
     name="openai",
     endpoints=(
-        Endpoint("/v1/chat/completions", ChatRequest, plan=chat.plan),
-        Endpoint("/v1/completions", CompletionRequest, plan=completions.plan),
+        Endpoint("/v1/chat/completions", ChatRequest, "Answer a chat (OpenAI)", plan=chat.plan),
+        Endpoint("/v1/completions", CompletionRequest, "Complete a text (OpenAI)", plan=completions.plan),
     ),
     error_shape=errors.shape,
     error_schema=errors.SCHEMA,

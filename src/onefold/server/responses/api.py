@@ -10,12 +10,10 @@ from onefold.server.responses.schemas import InputTokensRequest, ResponsesReques
 RESPONSES = Api(
     name="responses",
     endpoints=(
-        Endpoint("/v1/responses", ResponsesRequest, plan=create.plan),
-        Endpoint("/v1/responses/input_tokens", InputTokensRequest, answer=create.input_tokens),
+        Endpoint("/v1/responses", ResponsesRequest, "Answer a chat (Responses)", plan=create.plan),
+        Endpoint("/v1/responses/input_tokens", InputTokensRequest, "Count tokens (OpenAI)", answer=create.input_tokens),
     ),
     error_shape=errors.shape,
     error_schema=SCHEMA,
     prefixes=("/v1/responses",),
-    not_found="This server keeps no responses: there is nothing to get, cancel or delete after an answer. "
-    "Send the whole conversation to POST /v1/responses.",
 )

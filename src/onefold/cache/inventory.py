@@ -20,6 +20,7 @@ from onefold.cache.memory.segment import STEP, Slab, round_up
 from onefold.cache.memory.tier import Written
 from onefold.cache.memory.tokens import Tokens, as_tokens, frozen
 from onefold.cache.model.fingerprint import model_digest
+from onefold.cache.model.formats.registry import KvFormat
 from onefold.cache.parts import Parts
 from onefold.cache.request import adopting
 from onefold.errors import ConfigError
@@ -130,6 +131,13 @@ class Inventory:
     def resumes_anywhere(self) -> bool:
         """Whether a conversation can be resumed at any of its tokens, and not only at a checkpoint."""
         return not self._state.model.needs_checkpoints
+
+    def stored_as(self, kv: str) -> str:
+        """Returns what this format stores, in words, and its share of the bytes that the model makes."""
+        anatomy = self._parts.models.anatomies[0]
+        made = [(leaf.token_bytes, sum(a.token_bytes for a in leaf.plain)) for leaf in anatomy.sliceable if leaf.plain]
+        stored, whole = (sum(each) for each in zip(*made, strict=True)) if made else (1, 1)
+        return KvFormat.parse(kv).stored(anatomy.made_type, stored / whole)
 
     def need(self, n_tokens: int) -> int:
         """Returns the bytes that one conversation of `n_tokens` needs, with a forward of one token."""

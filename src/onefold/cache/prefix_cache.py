@@ -35,7 +35,7 @@ from onefold.cache.memory.tier import Fetch, TierStats
 from onefold.cache.memory.tokens import as_tokens, frozen
 from onefold.cache.model import linear
 from onefold.cache.model.fingerprint import lasting_digest, model_digest, model_name
-from onefold.cache.model.formats.registry import KvFormat, kv_of
+from onefold.cache.model.formats.registry import kv_of
 from onefold.cache.model.survey import read_off, survey
 from onefold.cache.parts import Parts
 from onefold.cache.pins import Pin, Pins
@@ -152,14 +152,6 @@ class PrefixCache:
     @property
     def draft_model(self) -> nn.Module | None:
         return self.parts.refs[1]() if len(self.parts.refs) > 1 else None
-
-    @property
-    def kv_stored(self) -> str:
-        """What the format of stored KV stores, in words, and its share of the bytes that the model makes."""
-        anatomy, form = self.parts.models.anatomies[0], KvFormat.parse(self.kv)
-        made = [(leaf.token_bytes, sum(a.token_bytes for a in leaf.plain)) for leaf in anatomy.sliceable if leaf.plain]
-        stored, whole = (sum(each) for each in zip(*made, strict=True)) if made else (1, 1)
-        return form.stored(anatomy.made_type, stored / whole)
 
     @property
     def max_kv_size(self) -> int | None:

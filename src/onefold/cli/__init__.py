@@ -22,7 +22,8 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="onefold", description="Holds every token's KV once.")
+    does = "Runs language models, and holds the KV (keys and values) of every token once."
+    parser = argparse.ArgumentParser(prog="onefold", description=does)
     parser.add_argument("--version", action="version", version=f"onefold {onefold.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():

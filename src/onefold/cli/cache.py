@@ -25,7 +25,8 @@ DISK = Flag("disk", f"the folder, or auto: {AUTO_FOLDER}", metavar="DIR")
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         prog=NAME,
-        description="Manages the folder of a disk cache, or a store that several machines share.",
+        description="Manages the folder of a disk cache, or a store that several machines share. It holds KV (keys and "
+        "values) by namespace: a model with its settings, and an API key or tenant that has KV of its own.",
         allow_abbrev=False,
     )
     for flag in (DISK, REMOTE, REMOTE_SECRET):

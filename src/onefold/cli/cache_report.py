@@ -191,10 +191,10 @@ def _namespaces(console: Console, told: dict[str, Any]) -> None:
         rows.append((space["short"], space["label"], kv, salted, *counts, *used))
     _table(
         console,
-        ("namespace", "model", "kv", "salted", "records", "tokens", "size", "last used", "oldest"),
+        ("namespace", "model", "kv", "private", "records", "tokens", "size", "last used", "oldest"),
         rows,
         right=("kv", "records", "tokens", "size"),
-        spare=("oldest", "salted", "kv", "tokens", "records", "last used"),
+        spare=("oldest", "private", "kv", "tokens", "records", "last used"),
         folds="model",
     )
     bad = sum(space["unusable"] for space in told["namespaces"])

@@ -267,6 +267,7 @@ def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
 
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     url = f"http://{host}:{sock.getsockname()[1]}"
+    stored = engine.cache.inventory
     rows = [
         ("model", engine.model_id),
         ("OpenAI", f"{url}/v1"),
@@ -275,7 +276,7 @@ def _greet(engine: Engine, settings: Settings, sock: socket.socket) -> None:
         ("budget", _budget_line(engine)),
         ("disk", _disk_line(engine)),
         *_remote_lines(engine),
-        ("one token", f"{show_size(engine.cache.inventory.token_bytes)} of KV; {engine.cache.kv_stored}"),
+        ("one token", f"{show_size(stored.token_bytes)} of KV; {stored.stored_as(engine.cache.kv)}"),
         ("room for", _room(engine)),
     ]
     if engine.context_length is not None:

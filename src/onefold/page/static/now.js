@@ -13,7 +13,7 @@ const purposes = [
   ["inflight", "copies", "purpose_inflight"],
   ["disk_buffers", "disk buffers", "purpose_disk_buffers"],
   ["padding", "padding", "purpose_padding"],
-  ["pool", "MLX's pool", "purpose_pool"],
+  ["pool", "kept by MLX for reuse", "purpose_pool"],
 ];
 
 const lines = [

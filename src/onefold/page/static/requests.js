@@ -17,7 +17,7 @@ function state(r) {
 }
 
 function why(r) {
-  const apart = [r.reason, r.diverged && `diverged at ${r.diverged}`, r.conversation && `conversation ${r.conversation}`];
+  const apart = [r.reason, r.diverged && `differs at ${r.diverged}`, r.conversation && `conversation ${r.conversation}`];
   return apart.filter(Boolean).join("; ");
 }
 

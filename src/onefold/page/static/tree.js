@@ -226,9 +226,9 @@ function facts() {
     ["Last used", ago(box.used, picture.now.time)],
     ["Readers now", count(box.readers)],
     ["Lies in", placeOf(box)],
-    ["Evicted as number", turnOf(box)],
+    ["Place in the order of eviction", turnOf(box)],
     ["Pins", count(box.pins)],
-    ["Namespace", space ? space : "the common one"],
+    ["Namespace", space ? space : "shared by all requests"],
   ].filter(([, text]) => text !== ""));
   const not = whyNot(box);
   say(byId("node-why"), not);

@@ -210,7 +210,7 @@ def test_ls_shows_some_records_and_all_when_asked(run, folder, monkeypatch) -> N
 
 
 LONG = "mlx-community/Qwen3-30B-A3B-Instruct-2507-4bit"
-COLUMNS = "namespace", "model", "kv", "private", "records", "tokens", "size", "last used", "oldest"
+COLUMNS = "namespace", "model", "--kv", "private", "records", "tokens", "size", "last used", "oldest"
 
 
 def relabelled(folder: Path, label: str = LONG) -> census.Space:
@@ -231,9 +231,9 @@ def seen(width: int, folder: Path, *arguments: str) -> list[str]:
     [
         (120, ()),
         (80, ("oldest", "private")),
-        (60, ("oldest", "private", "kv", "tokens", "records")),
-        (40, ("oldest", "private", "kv", "tokens", "records", "last used")),
-        (20, ("oldest", "private", "kv", "tokens", "records", "last used")),
+        (60, ("oldest", "private", "--kv", "tokens", "records")),
+        (40, ("oldest", "private", "--kv", "tokens", "records", "last used")),
+        (20, ("oldest", "private", "--kv", "tokens", "records", "last used")),
     ],
 )
 def test_a_narrow_terminal_shows_fewer_columns_and_cuts_nothing(width: int, without: tuple[str, ...], folder) -> None:

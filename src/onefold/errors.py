@@ -32,7 +32,6 @@ A miss is a value, not an exception: see `Lease.reason` and `Stats.reasons`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 
@@ -50,9 +49,7 @@ class AddedTo:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, later: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, later: BaseException | None, trace: object) -> bool:
         if self._error is None or not isinstance(later, Exception):
             return False
         if later is not self._error:

@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any
 
 import mlx.core as mx
@@ -237,9 +236,7 @@ class _Kept:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             device.note_raised(error)
         with AddedTo(error), self._lease:

@@ -13,7 +13,6 @@ import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from functools import partial
-from types import TracebackType
 from typing import Any, Unpack
 
 import mlx.nn as nn
@@ -274,9 +273,7 @@ class PrefixCache:
     def __enter__(self) -> PrefixCache:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with AddedTo(error):
             self.close()
 

@@ -191,10 +191,10 @@ def _namespaces(console: Console, told: dict[str, Any]) -> None:
         rows.append((space["short"], space["label"], kv, salted, *counts, *used))
     _table(
         console,
-        ("namespace", "model", "kv", "private", "records", "tokens", "size", "last used", "oldest"),
+        ("namespace", "model", "--kv", "private", "records", "tokens", "size", "last used", "oldest"),
         rows,
-        right=("kv", "records", "tokens", "size"),
-        spare=("oldest", "private", "kv", "tokens", "records", "last used"),
+        right=("--kv", "records", "tokens", "size"),
+        spare=("oldest", "private", "--kv", "tokens", "records", "last used"),
         folds="model",
     )
     bad = sum(space["unusable"] for space in told["namespaces"])
@@ -336,10 +336,10 @@ def _shared_namespaces(console: Console, told: dict[str, Any]) -> None:
             rows.append((space["short"], _model(space), space["kv"] or "?", *counts, space["device"] or "?"))
         _table(
             console,
-            ("namespace", "model", "kv", "values", "size", "tokens a record", "device"),
+            ("namespace", "model", "--kv", "values", "size", "tokens a record", "device"),
             rows,
-            right=("kv", "values", "size", "tokens a record"),
-            spare=("device", "tokens a record", "kv", "values"),
+            right=("--kv", "values", "size", "tokens a record"),
+            spare=("device", "tokens a record", "--kv", "values"),
             folds="model",
         )
     _strangers(console, told)

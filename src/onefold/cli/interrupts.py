@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Generator
-from types import TracebackType
 
 from onefold.engine.request import Event
 
@@ -27,9 +26,7 @@ class Interrupts:
             signal.signal(signal.SIGINT, self._press)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -15,7 +15,6 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Unpack
 
 import mlx.core as mx
@@ -310,9 +309,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with AddedTo(error):
             self.stop()
 

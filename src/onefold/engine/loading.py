@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import mlx.nn as nn
@@ -122,9 +121,7 @@ class _InOurWords:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # The tokenizers library raises Exception itself, and no class of its own, for a tokenizer.json that it cannot
         # read. An except clause for it would catch all others too.
         if error is not None and (kind is Exception or isinstance(error, _FAULTS)):

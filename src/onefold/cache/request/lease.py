@@ -21,7 +21,6 @@ import functools
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import mlx.nn as nn
@@ -234,9 +233,7 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             device.note_raised(error)  # the caller's own evaluation may have been told
         with AddedTo(error):

@@ -54,21 +54,19 @@ layer's cached state is disturbed in turn: the trial must notice it, or it would
 
 How it is reused:
 
-- **shared in place**: requests on one prefix read its KV in place; a single request appends to it.
+- **shared in place**: requests on one prefix read its KV (keys and values) in place; a single request appends to it.
 - **moved**: a single request appends to the existing buffers. The model reads its KV in its own way, so a second
   request on a prefix that another one holds gets a copy, within the budget.
 - **checkpointed**: windows and recurrent states are restored at checkpoints: at the end of a prompt and of a
   turn, and at requested positions.
 - **uncached**: the model runs on mlx-lm's own caches and nothing is kept.
 
-How rows at different positions are batched. Three rows, of 30, 14 and 19 tokens, decode 4 tokens each in one batch. In
-each of these steps a row's logits must be those of the row alone, on mlx-lm's own caches and fed the same tokens: they
-differ by at most 1e-4 of the largest absolute value of the latter. The column says how it was done where all of them
-agree.
+How a batch is stepped: rows of 30, 14 and 19 tokens decode 4 tokens each, and the logits of each must be those of the
+row alone on mlx-lm's own caches (1e-4 of their scale).
 
-- **one forward**: a step is one forward of the model for all rows.
-- **row by row**: a step is one forward for each row, because the model's code takes one position for all rows, or
-  reads its KV otherwise than through mlx-lm's attention function.
+- **together**: one forward of the model for all rows.
+- **singly**: one forward for each row, because the model's code takes one position for all rows, or reads its KV
+  otherwise than through mlx-lm's attention function.
 
 | architecture | caches, by layer | reused | batched | trial | remarks |
 |---|---|---|---|---|---|

@@ -86,7 +86,7 @@ def test_a_module_that_nobody_has_looked_at_is_new_and_tried(tmp_path, monkeypat
         sys.modules.pop("mlx_lm.models.quux5_moe", None)
     assert row.remarks.startswith("new")
     assert row.trial == "passed" and row.reuse == "shared in place" and row.ok
-    assert "| quux5_moe | 2 full | shared in place | one forward | passed | new" in models.page([row], [])
+    assert "| quux5_moe | 2 full | shared in place | together | passed | new" in models.page([row], [])
 
 
 def test_what_is_recorded_and_not_installed_is_gone(monkeypatch) -> None:
@@ -123,7 +123,7 @@ def test_what_the_table_leaves_out_has_a_reason() -> None:
         if reuse == "uncached" or trial != "passed":
             assert name in zoo.LEFT_OUT, name
             assert zoo.LEFT_OUT[name] in remarks
-        assert batched in (["—"] if reuse == "uncached" else ["one forward", "row by row"]), name
+        assert batched in (["—"] if reuse == "uncached" else ["together", "singly"]), name
     reused = [name for name, (_, reuse, _, trial, _) in rows().items() if reuse != "uncached" and trial == "passed"]
     assert len(reused) >= 0.95 * len(rows())
 
@@ -164,7 +164,7 @@ def test_positions_that_change_the_base_of_a_rope_are_not_batched(monkeypatch) -
     monkeypatch.setitem(zoo.OWN, "internlm3", {"rope_scaling": scaling, "max_position_embeddings": 16})
     trial = Trial(zoo.model("internlm3"))
     trial.batched()
-    assert trial.way_of_batching == "row by row"
+    assert trial.way_of_batching == "singly"
 
 
 @pytest.mark.parametrize("family", DISTURBED)

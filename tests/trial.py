@@ -154,7 +154,7 @@ class Trial:
 
     @property
     def way_of_batching(self) -> str:
-        return "one forward" if self.anatomy.ragged else "row by row"
+        return "together" if self.anatomy.ragged else "singly"
 
     def attempt(self, scenario: Callable[[], Any]) -> str:
         """Why the scenario failed, or nothing."""

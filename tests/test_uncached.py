@@ -16,6 +16,7 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt
 from tiny import tiny, with_unknown_caches
 
 import onefold
+from onefold.cache.model.formats.rotation import Rotation
 from onefold.errors import Unbounded
 
 
@@ -231,4 +232,7 @@ def test_arrays_are_found_wherever_a_cache_has_them() -> None:
     shared = mx.zeros(7)
     outer = CacheList(*make_prompt_cache(tiny("llama")))
     outer.extra = [inner, shared, shared, outer]
-    assert sorted(a.size for a in stock.arrays_of([outer, inner])) == [3, 5, 7]
+    outer.extra.append(outer.extra)  # and nobody is followed in circles
+    inner.held["again"] = inner.held
+    outer.bound = Rotation(32, 1).turn
+    assert sorted(a.size for a in stock.arrays_of([outer, inner])) == [3, 5, 7, 32]

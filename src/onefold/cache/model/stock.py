@@ -70,16 +70,17 @@ def make_prompt_cache(model: nn.Module) -> list[Any]:
 
 
 def arrays_of(held: Any) -> list[mx.array]:
-    """Returns every array that caches of any class hold in their attributes, once each."""
-    found: dict[int, mx.array] = {}
+    """Returns every array that objects of any class hold in their attributes, once each; not those of a model."""
+    found: list[mx.array] = []
     seen: set[int] = set()
     todo = [held]
     while todo:
         at = todo.pop()
-        if isinstance(at, mx.array):
-            found[id(at)] = at
-        elif isinstance(at, (type, nn.Module, types.FunctionType)) or id(at) in seen:
+        if id(at) in seen or isinstance(at, (type, nn.Module, types.ModuleType, types.FunctionType)):
             continue
+        seen.add(id(at))
+        if isinstance(at, mx.array):
+            found.append(at)
         elif isinstance(at, (list, tuple)):
             todo += at
         elif isinstance(at, dict):
@@ -87,11 +88,10 @@ def arrays_of(held: Any) -> list[mx.array]:
         elif isinstance(at, types.MethodType):
             todo.append(at.__self__)
         else:
-            seen.add(id(at))
             todo += getattr(at, "__dict__", {}).values()
             slots = {name for cls in type(at).__mro__ for name in vars(cls).get("__slots__", ())}
             todo += [getattr(at, name) for name in slots if hasattr(at, name)]
-    return list(found.values())
+    return found
 
 
 def evaluate_kept(*held: Any) -> None:

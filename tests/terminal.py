@@ -1,7 +1,7 @@
 """Our command in a process of its own, on a terminal or on pipes, as a person or a script runs it.
 
-Whoever runs the tests may have Ctrl-C ignored, as shells do for what they start in the background, and that is
-inherited: the command is started with it as it usually is.
+Whoever runs the tests may have Ctrl-C or SIGHUP ignored, as shells and `nohup` do, and that is inherited: the command
+is started with them as they usually are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ WAIT = 60.0
 
 _BEGIN = """
 import fcntl, os, signal, sys, termios
-signal.signal(signal.SIGINT, signal.SIG_DFL)
+for number in (signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
 if os.isatty(0):
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execv(sys.executable, [sys.executable, "-m", "onefold", *sys.argv[1:]])

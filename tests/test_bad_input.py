@@ -334,19 +334,19 @@ def test_a_device_that_fails_in_a_forward_costs_only_the_buffers_it_was_writing(
 
     with pytest.raises(RuntimeError, match="mine"), cache.lease([*known, 1, 2]) as lease:
         model(mx.array([[1, 2]]), cache=lease.layers)
-        monkeypatch.setattr("onefold.cache.prefix_cache.mx.eval", fails)
+        monkeypatch.setattr("onefold.cache.memory.device.mx.eval", fails)
         raise RuntimeError("mine")
-    monkeypatch.setattr("onefold.cache.prefix_cache.mx.eval", real)
+    monkeypatch.setattr("onefold.cache.memory.device.mx.eval", real)
     cache.check()
     assert cache.stats().reasons["lost on the device"] == 1
     assert cache.lease([*known, 1]).cached == 0
     assert cache.lease([*other, 1]).cached == len(other)
     lease = cache.lease([*other, 2])
     model(mx.array([[2]]), cache=lease.layers)
-    monkeypatch.setattr("onefold.cache.prefix_cache.mx.eval", fails)
+    monkeypatch.setattr("onefold.cache.memory.device.mx.eval", fails)
     with pytest.raises(onefold.DeviceError, match="gone"):
         lease.commit([*other, 2])
-    monkeypatch.setattr("onefold.cache.prefix_cache.mx.eval", real)
+    monkeypatch.setattr("onefold.cache.memory.device.mx.eval", real)
     assert lease.closed
 
 

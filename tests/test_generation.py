@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import dataclasses
 import gc
 import threading
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from tiny import tiny
 
 import onefold
 from onefold.cache.model.formats.registry import FORMATS
-from onefold.errors import CommitError, LeaseClosed
+from onefold.errors import AddedTo, CommitError, LeaseClosed
 
 TEXT = "The quick brown fox jumps over the lazy dog; a radix tree holds it once."
 
@@ -275,6 +276,15 @@ def test_closing_does_not_replace_the_error_that_is_being_raised(loaded: Any, ca
     with pytest.raises(ValueError, match="the sampler's own") as caught:
         onefold.generate(model, tokenizer, TEXT, cache=cache, sampler=sampler)
     assert [note for note in caught.value.__notes__ if "LeaseClosed" in note]
+
+
+def test_an_error_that_takes_no_notes_is_not_replaced_either() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Frozen(Exception):
+        code: int
+
+    with AddedTo(Frozen(7)):
+        raise RuntimeError("closing failed")
 
 
 def test_a_commit_that_fails_when_an_iterator_is_closed_is_raised(loaded: Any, cache: onefold.PrefixCache) -> None:

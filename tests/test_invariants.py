@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
+from typing import NamedTuple
 
 import mlx.core as mx
 import pytest
@@ -494,6 +495,19 @@ def test_namespaces_that_are_equal_in_python_never_share(others, tmp_path):
                 lease, _ = turn(cache, model, tokens + [i + 1] * 3, namespace=namespace)
                 assert lease.cached == (42 if opened else 0), f"{namespace!r} of {others}"
                 assert cache.inventory.matched([*tokens, 99], namespace=namespace) == 40
+
+
+class Named(NamedTuple):
+    who: object
+
+
+def test_members_of_namespaces_are_compared_with_their_types_and_large_ones_are_taken():
+    model, tokens = tiny("llama"), words(40)
+    with onefold.PrefixCache(model, "64MB") as cache:
+        sets = frozenset({1, 2.0}), frozenset({1.0, 2})
+        for namespace in (*sets, Named(1), Named(True), (1, (2,)), (1, (2.0,)), 10**5000):
+            lease, _ = turn(cache, model, tokens, namespace=namespace)
+            assert lease.cached == 0, namespace
 
 
 def test_namespaces_never_share():

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -112,6 +115,24 @@ def test_closing_a_lease_or_a_cache_does_not_replace_the_error_that_is_being_rai
     assert caught.value.__notes__ == ["After this error, closing failed too: RuntimeError: the cache's own"]
     with pytest.raises(RuntimeError, match="the cache's own"), cache:
         pass
+
+
+def test_what_another_thread_left_lazy_in_a_model_is_named() -> None:
+    model = tiny("llama")
+    elsewhere(lambda: setattr(model, "held", [{"more": mx.zeros(3) + 1}]))
+    with pytest.raises(onefold.ConfigError, match="made on another thread"):
+        onefold.PrefixCache(model, "64MB")
+
+
+def test_a_model_that_was_loaded_elsewhere(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "scaled")
+    config = json.loads((tmp_path / "scaled" / "config.json").read_text())
+    rope = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    (tmp_path / "scaled" / "config.json").write_text(json.dumps(config | {"rope_scaling": rope}))
+    loaded, _ = elsewhere(lambda: onefold.load(tmp_path / "scaled"))
+    with onefold.PrefixCache(loaded, "64MB") as cache:
+        turn(cache, loaded, words(40))
 
 
 def test_a_model_that_is_loaded_here_and_first_used_elsewhere() -> None:

@@ -215,7 +215,7 @@ def test_the_command_serves_and_ends_as_it_is_told(model: Path, ours: list[str],
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "onefold", "mlx-lm-server", "--model", str(model), "--port", str(port)]
     command += ours
-    interruptible = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in the background is not
+    interruptible = functools.partial(signal.signal, told, signal.SIG_DFL)  # a job in the background is not
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=interruptible
     )

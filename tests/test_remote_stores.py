@@ -531,6 +531,17 @@ def test_a_value_that_cannot_be_written_leaves_nothing(
     store.close()
 
 
+def test_what_a_writer_left_that_ended_goes_when_the_store_is_listed(tmp_path: Path) -> None:
+    store = opened(f"file://{tmp_path}/store")
+    store.add("of/a", b"x")
+    for name, age in (("a#old", 3600), ("a#new", 0)):
+        (tmp_path / "store/of" / name).write_bytes(b"half of it")
+        os.utime(tmp_path / "store/of" / name, (time.time() - age,) * 2)
+    assert [held.name for held in store.names("of/")] == ["of/a"]
+    assert {path.name for path in (tmp_path / "store/of").iterdir()} == {"a", "a#new"}
+    store.close()
+
+
 @pytest.mark.parametrize(
     "url, said",
     [

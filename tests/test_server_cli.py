@@ -27,6 +27,7 @@ from tiny import tiny
 import onefold
 from onefold.cache.tiers.disk.tier import DiskStats
 from onefold.cli import flags, main, serve
+from onefold.server.running import Server
 
 ROOT = Path(__file__).resolve().parent.parent
 MESSAGES = [{"role": "user", "content": "Go on."}]
@@ -355,13 +356,48 @@ def ends_while_it_streams(process: Any, client: httpx.Client, press: Callable[[]
 @pytest.mark.parametrize("how", quick(["SIGINT", "SIGTERM", "SIGHUP"], "SIGINT"))
 def test_a_signal_in_the_moment_before_the_port_listens_is_not_lost(model, how):
     code = (
-        "import os, signal, sys; from onefold.cli import main; from onefold.server import running; real = "
+        "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+        "from onefold.cli import main; from onefold.server import running; real = "
         f"running.Server.run; running.Server.run = lambda self, s: (os.kill(os.getpid(), signal.{how}), real(self, s))"
         "; sys.exit(main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", code, "serve", str(model), "--port", "0", "--budget", "64MB"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0 and "Traceback" not in ended.stderr
+
+
+def test_ctrl_c_while_it_loads_is_no_traceback(model, monkeypatch, capsys):
+    monkeypatch.setattr(onefold, "load", lambda name: signal.raise_signal(signal.SIGINT), raising=False)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["serve", str(model), "--port", "0"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stdin", [None, "closed", "/dev/null"])
+def test_a_standard_input_that_is_gone_has_ended(monkeypatch, stdin):
+    ended = []
+
+    def select(*_):
+        if stdin == "closed":
+            raise OSError(9, "Bad file descriptor")
+        return True
+
+    monkeypatch.setattr("sys.stdin", stdin)
+    monkeypatch.setattr("select.select", select)
+    monkeypatch.setattr("os.read", lambda *_: b"")
+    serve._await_eof(lambda: ended.append(stdin))
+    assert ended == [stdin]
+
+
+def test_a_terminal_that_closes_leaves_running_requests_their_time():
+    """SIGHUP comes twice: from the terminal, and from the shell in it."""
+    server = Server(None, SimpleNamespace(lost=None), serve._settings(given("m")))
+    for number, hurried in ((signal.SIGHUP, False), (signal.SIGHUP, False), (signal.SIGINT, True)):
+        server.handle_exit(number, None)
+        assert server.should_exit and server._hurried == hurried
 
 
 @pytest.mark.parametrize("presses", quick([2, 3], 2))

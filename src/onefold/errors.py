@@ -31,6 +31,7 @@ A miss is a value, not an exception: see `Lease.reason` and `Stats.reasons`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,7 +54,8 @@ class AddedTo:
         if self._error is None or not isinstance(later, Exception):
             return False
         if later is not self._error:
-            self._error.add_note(f"After this error, closing failed too: {type(later).__name__}: {later}")
+            with contextlib.suppress(AttributeError, TypeError):  # a frozen exception takes no notes
+                self._error.add_note(f"After this error, closing failed too: {type(later).__name__}: {later}")
         return True
 
 

@@ -21,7 +21,7 @@ from onefold.cache.model.anatomy import Anatomy
 from onefold.cache.model.attention import attention
 from onefold.cache.model.models import Models
 from onefold.cache.model.survey import look_uncached
-from onefold.cache.tiers.identity import salt_of
+from onefold.cache.tiers.identity import typed
 from onefold.errors import ConfigError
 
 log = logging.getLogger("onefold")
@@ -33,7 +33,7 @@ class Parts:
     ) -> None:
         """`models` may be fewer than `anatomies`, because layers can come without a model. `form` identifies the models
         and the KV format, and is part of each tree's namespace."""
-        stock.evaluate_kept(*models, anatomies)
+        stock.evaluate_kept(anatomies)
         self.refs = [weakref.ref(m) for m in models]
         self.models = Models(anatomies)
         self.state = CacheState(self.models, ledger, lock)
@@ -62,7 +62,7 @@ class Parts:
     def key(self, namespace: Hashable) -> Hashable:
         """Returns what names the tree of a caller's namespace. Namespaces that are equal in Python, such as 1, True and
         1.0, are told apart as they are on disk."""
-        return namespace, self.form, salt_of(namespace) or type(namespace)
+        return namespace, self.form, typed(namespace)
 
     def tree(self, namespace: Hashable) -> Tree:
         """Returns the tree of a caller's namespace, with the nodes that the tier has."""

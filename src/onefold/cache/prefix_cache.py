@@ -32,7 +32,7 @@ from onefold.cache.memory.segment import STEP
 from onefold.cache.memory.state import CacheState
 from onefold.cache.memory.tier import Fetch, TierStats
 from onefold.cache.memory.tokens import as_tokens, frozen
-from onefold.cache.model import linear
+from onefold.cache.model import linear, stock
 from onefold.cache.model.fingerprint import lasting_digest, model_digest, model_name
 from onefold.cache.model.formats.registry import kv_of
 from onefold.cache.model.survey import read_off, survey
@@ -100,6 +100,7 @@ class PrefixCache:
         form, bound = config.format(), config.bound()
         given = None if budget is None or budget == AUTO else parse_size(budget, total_bytes=device.memory_bytes())
         budget_bytes = device.default_budget(*models) if given is None else given
+        stock.evaluate_kept(models)
         anatomies = [survey(m, kv=form, bound=bound) for m in models]
         for anatomy in anatomies:
             anatomy.logit_tokens = config.logit_tokens

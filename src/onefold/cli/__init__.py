@@ -7,7 +7,7 @@ import sys
 
 import onefold
 from onefold.cli import cache, chat, demo, doctor, mlx_lm_server, serve
-from onefold.cli.command_line import complain
+from onefold.cli.command_line import INTERRUPTED, complain, write_no_more
 from onefold.errors import NoBackend
 
 COMMANDS = {
@@ -34,3 +34,8 @@ def main(argv: list[str] | None = None) -> int:
         return COMMANDS[name].run(rest)
     except NoBackend as error:
         return complain(f"onefold {name}", str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader closed the pipe
+        write_no_more()
+        return 1

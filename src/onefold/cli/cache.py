@@ -13,7 +13,7 @@ import os
 import sys
 from typing import Any
 
-from onefold.cli.command_line import INTERRUPTED, Parser, complain
+from onefold.cli.command_line import Parser, complain, write_no_more
 from onefold.cli.flags import AUTO_FOLDER, REMOTE, REMOTE_SECRET, Flag, age, size
 
 HELP = "manage the folder of a disk cache, or a shared store: ls, stat, verify, prune, clear"
@@ -95,15 +95,12 @@ def run(arguments: list[str]) -> int:
         from onefold.cli.cache_report import plain
 
         return complain(name, plain(error))  # it may say what a store has answered
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:  # the reader closed the pipe
-        _write_no_more()
-        return 1
+    except BrokenPipeError:
+        raise
     except OSError as error:
         why = error.strerror or str(error)
         if told is not None:  # it was done, and could not be told
-            _write_no_more()
+            write_no_more()
             return complain(name, f"the output could not be written: {why}")
         where = error.filename or given.disk
         return complain(name, f"{os.fsdecode(where)}: {why}" if where else why)
@@ -131,11 +128,6 @@ def _place(given: argparse.Namespace) -> str:
     if not secret_given:
         given.remote_secret_file = REMOTE_SECRET.from_environment
     return ""
-
-
-def _write_no_more() -> None:
-    """Discards what could not be written: Python would try again when it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _do(given: argparse.Namespace) -> tuple[int, dict[str, Any]]:

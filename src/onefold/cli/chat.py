@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from onefold.cli import flags, serve
-from onefold.cli.command_line import INTERRUPTED, Parser, complain, ended_in_order
+from onefold.cli.command_line import Parser, complain, ended_in_order
 from onefold.cli.key_file import read_keys
 
 if TYPE_CHECKING:
@@ -60,14 +59,8 @@ def run(arguments: list[str]) -> int:
         typed = {argument.split("=")[0] for argument in arguments}
         if wrong := [f"--{flag.name}" for flag in ENGINE if f"--{flag.name}" in typed]:
             return complain(NAME, f"{' and '.join(wrong)} cannot be used with --url: the server has its own settings")
-    try:
-        with ended_in_order():
-            return _talk(given)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:  # the reader closed the pipe; Python would report it again when it ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    with ended_in_order():
+        return _talk(given)
 
 
 def _talk(given: argparse.Namespace) -> int:

@@ -184,7 +184,7 @@ class Chat:
 
     def _help(self, _: str) -> None:
         self._screen.rows((f"/{name}", told) for name, (told, _) in self._commands.items())
-        self._screen.note("A line that ends with \\ continues on the next line.")
+        self._screen.note("A line that ends with \\ continues on the next line. Keys are ignored during an answer.")
 
     def _quit(self, _: str) -> None:
         self._left = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import os
 import re
 import signal
 import sys
@@ -29,7 +30,7 @@ class Parser(argparse.ArgumentParser):
         typed = [word.split("=")[0] for word in message.split() if word.startswith("--")]
         if message.startswith("unrecognized arguments") and typed:
             known = re.findall(r"--[a-z][a-z-]*", self.format_help())
-            close = dict.fromkeys(found for word in typed for found in difflib.get_close_matches(word, known, 1))
+            close = dict.fromkeys(found for word in typed for found in difflib.get_close_matches(word, known, 1, 0.75))
             message += f": did you mean {' and '.join(close)}?" if close else f"; {self.prog} --help lists all options"
         raise SystemExit(complain(self.prog, message))
 
@@ -37,6 +38,11 @@ class Parser(argparse.ArgumentParser):
 def complain(command: str, message: str, code: int = NONSENSE) -> int:
     print(f"{command}: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return code
+
+
+def write_no_more() -> None:
+    """Discards what could not be written: Python would try again when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def ending_signals() -> list[signal.Signals]:

@@ -7,13 +7,14 @@ the server ends too.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 from onefold.cli import flags, serve
-from onefold.cli.command_line import INTERRUPTED, Parser, complain, ended_in_order
+from onefold.cli.command_line import Parser, complain, ended_in_order
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,6 +45,8 @@ def parser() -> argparse.ArgumentParser:
 
 def run(arguments: list[str]) -> int:
     given, options = parser().parse_known_args(arguments)
+    for flag in flags.FLAGS:
+        os.environ.pop(flag.variable, None)  # the demo's server has the options of the command line alone
     of_serve = serve.parser(NAME).parse_args([given.model, *options])
     if of_serve.host != "127.0.0.1":
         return complain(NAME, "the demo listens on 127.0.0.1: leave --host out")
@@ -55,8 +58,6 @@ def run(arguments: list[str]) -> int:
             return _show(given, options, keys[0] if keys else "")
     except ConfigError as error:
         return complain(NAME, str(error), 1)
-    except KeyboardInterrupt:
-        return INTERRUPTED
 
 
 def _show(given: argparse.Namespace, options: list[str], api_key: str) -> int:
@@ -75,13 +76,14 @@ def _show(given: argparse.Namespace, options: list[str], api_key: str) -> int:
         _with(server, given, screen, api_key)
     except ServerError as error:
         said = server.last_lines()
-        code = complain(NAME, f"{error}" + ("; its last output:" if said else ""), 1)
+        code = complain(NAME, str(error).rstrip(".") + ("; its last output:" if said else ""), 1)
         for line in said:
             print(f"    {line}", file=sys.stderr, flush=True)
         return code
     finally:
+        screen.print(f"\nStopping the server (process {server.pid}).")
         server.stop()
-    screen.print(f"\nThe server (process {server.pid}) is stopped.")
+    screen.print("The server is stopped.")
     return 0
 
 

@@ -22,7 +22,7 @@ from onefold import backend
 from onefold.cache.model.formats.names import NAMES
 from onefold.cli import doctor_device, doctor_install
 from onefold.cli.cache import DISK
-from onefold.cli.command_line import INTERRUPTED, Parser
+from onefold.cli.command_line import Parser
 from onefold.cli.doctor_finding import Finding, guarded
 from onefold.sizes import show_count
 
@@ -64,15 +64,12 @@ def run(arguments: list[str]) -> int:
         parser().error(f"--kv tries every format on a model: give its name or folder in place of {given.kv}")
     if given.text is not None and not given.text.strip():
         parser().error("--text is empty: give a file, or leave the option out")
-    try:
-        if given.kv is not None:
-            from onefold.cli import doctor_kv
+    if given.kv is not None:
+        from onefold.cli import doctor_kv
 
-            tokens = TOKENS if given.tokens is None else given.tokens
-            return doctor_kv.run(NAME, given.kv, given.text, tokens, as_json=given.json)
-        report = examine(DISK.from_environment if given.disk is None else given.disk)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+        tokens = TOKENS if given.tokens is None else given.tokens
+        return doctor_kv.run(NAME, given.kv, given.text, tokens, as_json=given.json)
+    report = examine(DISK.from_environment if given.disk is None else given.disk)
     if given.json:
         print(json.dumps(report, indent=1))
     else:

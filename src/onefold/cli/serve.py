@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from onefold.cli.command_line import Parser, complain, ending_signals
+from onefold.cli.command_line import Parser, complain, ended_in_order, ending_signals
 from onefold.cli.flags import (
     ALIAS,
     ALLOWED_HOST,
@@ -97,7 +98,8 @@ def _serve(given: argparse.Namespace) -> int:
     with contextlib.ExitStack() as held:
         for sock in bound:
             held.enter_context(sock)
-        engine = _engine(given)
+        with ended_in_order():
+            engine = _engine(given)
         ending = Ending(engine)
         try:
             return _listen(given, engine, settings, bound, ending.begin)
@@ -254,8 +256,10 @@ def _listen(
 
 
 def _await_eof(end: Callable[[], None]) -> None:
-    while os.read(sys.stdin.fileno(), 1 << 16):
-        pass
+    """Calls `end` when standard input ends, or is gone."""
+    with contextlib.suppress(OSError):
+        while sys.stdin is not None and select.select([0], [], []) and os.read(0, 1 << 16):
+            pass
     end()
 
 

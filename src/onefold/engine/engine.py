@@ -147,23 +147,22 @@ class Engine:
             raise EngineStopped("the engine could not start: see the error of its thread")
 
     def _check_budget(self) -> None:
+        held = show_size(self.cache.inventory.budget_bytes)
         if self.most_tokens < LEAST_TOKENS:
             self.stop()
             inventory = self.cache.inventory
-            given, each = show_size(inventory.budget_bytes), show_size(inventory.token_bytes)
+            each = show_size(inventory.token_bytes)
             raise ConfigError(
-                f"a budget of {given} is too small: a token takes {each} of KV, and a forward its working memory; "
+                f"a budget of {held} is too small: a token takes {each} of KV, and a forward its working memory; "
                 f"there is room for a conversation of {self.most_tokens} tokens. Give at least "
                 f"{show_size(inventory.need(2 * LEAST_TOKENS))}"
             )
         if self.most_tokens < min(budget.LEAST_TOKENS, self.context_length or budget.LEAST_TOKENS):
-            log.warning(
-                "the budget of %s has room for a conversation of %d tokens, prompt and answer together: give %s for %d",
-                show_size(self.cache.inventory.budget_bytes),
-                self.most_tokens,
-                show_size(self.cache.budget.least_bytes()),
-                budget.LEAST_TOKENS,
-            )
+            more = f"give {show_size(self.cache.budget.least_bytes())} for {budget.LEAST_TOKENS:,}"
+            told = "the budget of %s has room for a conversation of %s tokens, prompt and answer together: %s"
+            log.warning(told, held, f"{self.most_tokens:,}", more)
+        if self.cache.inventory.budget_bytes > (there := device.memory_bytes()):
+            log.warning("the budget of %s is more than the machine has: %s", held, show_size(there))
 
     # -- prompts -------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from onefold.cache.model.stock import evaluate_kept
 from onefold.engine import stock
 from onefold.errors import ConfigError
 
@@ -69,6 +70,7 @@ def load(
         )
     if model == DEMO:
         demo_model.suit_device(loaded)
+    evaluate_kept(loaded)  # here: no other thread could
     return loaded, tokenizer
 
 

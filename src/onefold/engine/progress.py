@@ -6,17 +6,14 @@ Knows nothing of what is fetched. Nobody has to look: what it shows changes noth
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-
-class Show(Protocol):
-    def __call__(self, now: str, done: int, other: int | None = None, /) -> None:
-        """Show the current step, and how many of its bytes are done. `other`: so many bytes has this step."""
+Show = Callable[..., None]
+"""Called with the current step, the bytes that are done of it, and those that it has, if they are others."""
 
 
 @contextmanager
@@ -24,14 +21,13 @@ def showing(what: str, total: int) -> Iterator[Show]:
     console = Console(stderr=True)
     if not console.is_terminal:
         print(f"onefold: {what}", file=sys.stderr, flush=True)
-        yield lambda now, done, other=None: None
+        yield lambda *_: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=total)
 
-        def show(now: str, done: int, other: int | None = None) -> None:
-            whole = other or total
+        def show(now: str, done: int, whole: int = total) -> None:
             bar.update(task, description=now, completed=min(done, whole), total=whole)
 
         yield show

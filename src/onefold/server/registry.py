@@ -17,7 +17,7 @@ APIS: tuple[Api, ...] = (OPENAI, RESPONSES, ANTHROPIC)
 KEEPS = "This server keeps no conversations or answers: send the whole conversation to POST"
 RUNS = "This server stores no files and runs no jobs: send each request, with all of its text, to POST"
 SPEAKS = "This server does not speak {}'s API: set the client to OpenAI's API, with a base URL that ends in /v1."
-WRITES = "This server only writes text (POST /v1/chat/completions): use another server for this."
+WRITES = "This server has no {}, it only writes text (POST /v1/chat/completions): use another server for {}."
 INSTEAD = {
     "/api/": SPEAKS.format("Ollama"),
     "/v1beta/": SPEAKS.format("Google"),
@@ -25,7 +25,7 @@ INSTEAD = {
     "/v1/chat/completions/": f"{KEEPS} /v1/chat/completions.",
     **{f"/v1/{name}/": f"{KEEPS} /v1/responses." for name in ("responses", "conversations", "assistants", "threads")},
     **{f"/v1/{name}/": f"{RUNS} /v1/chat/completions." for name in ("files", "uploads", "batches", "fine_tuning")},
-    **{f"/v1/{name}/": WRITES for name in ("embeddings", "rerank", "moderations", "audio", "images", "videos")},
+    **{f"/v1/{n}/": WRITES.format(n, n) for n in ("embeddings", "rerank", "moderations", "audio", "images", "videos")},
 }
 """What there is in place of paths that clients expect, by their beginnings."""
 
@@ -49,7 +49,7 @@ FOREIGN = (
 def spoken(path: str, header_names: Set[bytes]) -> Api:
     """Returns the API that a client uses: the one that the path belongs to, else the one whose header was sent, else
     the first."""
-    by_path = (api for api in APIS + FOREIGN if path.startswith(api.prefixes))
+    by_path = (api for api in APIS + FOREIGN if f"{path}/".startswith(api.prefixes))
     by_header = (api for api in APIS if api.header in header_names)
     return next(by_path, None) or next(by_header, APIS[0])
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import signal
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -29,8 +30,8 @@ log = logging.getLogger("onefold.server")
 
 LONGEST_HEADERS = 64 << 10
 """Bytes."""
-LAST_SECONDS = 10
-"""After the engine was stopped: then uvicorn cancels whatever is left."""
+LAST_SECONDS = 600
+"""After the engine was stopped, which ends when its forward does: then uvicorn cancels whatever is left."""
 
 
 LOOK_SECONDS = 0.05
@@ -107,8 +108,9 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Does not cut connections on a second signal, as uvicorn does: clients would be left without an end."""
+        """Does not cut connections on a second signal, as uvicorn does: clients would be left without an end. A second
+        Ctrl-C ends the grace; SIGHUP comes twice by itself, from the terminal and from its shell."""
         if self.should_exit:
-            self._hurried = True
+            self._hurried = self._hurried or sig == signal.SIGINT
         else:
             super().handle_exit(sig, frame)

@@ -13,6 +13,7 @@ import sys
 import threading
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -69,22 +70,23 @@ def make_prompt_cache(model: nn.Module) -> list[Any]:
     return list(_original.make_prompt_cache(model))
 
 
-def arrays_of(held: Any) -> list[mx.array]:
-    """Returns every array that objects of any class hold in their attributes, once each; not those of a model."""
+def arrays_of(held: Any, *, models: bool = False) -> list[mx.array]:
+    """Returns every array that objects of any class hold in their attributes, once each; those of models if asked."""
+    passed: tuple[type, ...] = (type, types.ModuleType, types.FunctionType, *(() if models else (nn.Module,)))
     found: list[mx.array] = []
     seen: set[int] = set()
     todo = [held]
     while todo:
         at = todo.pop()
-        if id(at) in seen or isinstance(at, (type, nn.Module, types.ModuleType, types.FunctionType)):
+        if id(at) in seen or isinstance(at, passed):
             continue
         seen.add(id(at))
         if isinstance(at, mx.array):
             found.append(at)
-        elif isinstance(at, (list, tuple)):
+        elif isinstance(at, (list, tuple, set, frozenset, deque)):
             todo += at
         elif isinstance(at, dict):
-            todo += at.values()
+            todo += [*at.values(), *getattr(at, "__dict__", {}).values()]  # a model is a dict that has attributes
         elif isinstance(at, types.MethodType):
             todo.append(at.__self__)
         else:
@@ -94,11 +96,19 @@ def arrays_of(held: Any) -> list[mx.array]:
     return found
 
 
-def evaluate_kept(*held: Any) -> None:
+def evaluate_kept(held: Any) -> None:
     """Compute every array that these models and objects keep. MLX computes a lazy array only on the thread that made
-    it, so what any thread may use passes here when it is made: weights, rotary embeddings, formats, initial states."""
-    modules = [module for model in held if isinstance(model, nn.Module) for module in model.modules()]
-    device.evaluate(arrays_of([held, [[*module.values(), *vars(module).values()] for module in modules]]))
+    it, so what any thread may use passes here when it is made: weights, rotary embeddings, formats, initial states.
+    Raises ConfigError for arrays that another thread has left lazy."""
+    try:
+        device.evaluate(arrays_of(held, models=True))
+    except RuntimeError as error:
+        if "in current thread" not in str(error):
+            raise
+        raise ConfigError(
+            "the model has lazy arrays that were made on another thread, which alone can compute them: evaluate them "
+            f"there, or load the model with onefold.load ({error})"
+        ) from error
 
 
 def flatten(cache: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], Any]]:

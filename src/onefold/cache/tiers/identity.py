@@ -18,6 +18,15 @@ class Identity(NamedTuple):
     """Returns the name of the format that `about["kv"]` stands for with this model; empty if there is none."""
 
 
+def typed(value: Hashable) -> Hashable:
+    """Returns what tells a namespace from one that is equal in Python and of other types: 1, True and 1.0, say."""
+    if isinstance(value, tuple):
+        return type(value), tuple(typed(v) for v in value)
+    if isinstance(value, frozenset):
+        return type(value), frozenset((typed(v), v) for v in value)
+    return type(value), repr(value) if isinstance(value, float) else ""
+
+
 def salt_of(namespace: Hashable) -> str | None:
     """A name for a caller's namespace that will be the same in another process; None if it has none."""
     plain = _plain(namespace)

@@ -40,6 +40,8 @@ _GROUPS = stat.S_ISGID | stat.S_IWGRP
 """In the mode of a folder that a group shares."""
 _STAGED = "#"
 """In the name of a file that is being written."""
+_STAGED_SECONDS = 60
+"""An older one was left by a writer that ended; listing the store removes it."""
 _REASONS = {
     errno.ENOSPC: RemoteReason.FULL, errno.EDQUOT: RemoteReason.FULL, errno.EROFS: RemoteReason.REFUSED,
     errno.EACCES: RemoteReason.REFUSED, errno.EPERM: RemoteReason.REFUSED,
@@ -214,6 +216,8 @@ class FolderStore:
                         yield from self._below(f"{begin}{entry.name}/")
                     elif _STAGED not in entry.name:
                         yield Held(begin + entry.name, folder.stat(entry.name).st_size)
+                    elif folder.stat(entry.name).st_mtime < time.time() - _STAGED_SECONDS:
+                        folder.remove(entry.name)
 
     def close(self) -> None: ...
 

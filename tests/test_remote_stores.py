@@ -305,6 +305,7 @@ served(left_open, model, words(300))
 """
 
 
+@pytest.mark.slow
 def test_a_store_that_never_answers_delays_no_close_and_no_exit() -> None:
     """Neither one that blocks in the file system, nor a server that accepts connections."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}

@@ -95,7 +95,7 @@ def run(arguments: list[str]) -> int:
         from onefold.cli.cache_report import plain
 
         return complain(name, plain(error))  # it may say what a store has answered
-    except BrokenPipeError:
+    except BrokenPipeError:  # no fault of the folder: the command ends quietly
         raise
     except OSError as error:
         why = error.strerror or str(error)

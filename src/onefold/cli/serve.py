@@ -152,7 +152,7 @@ def _engine(given: argparse.Namespace) -> Engine:
     engine = make_engine(given, max_queue=given.max_queue, limits=limits, disk=disk, remote=remote)
     if disk is not None and (failed := engine.cache.stats().disk.failed):
         engine.stop()
-        raise ConfigError(f"--disk {disk.folder} cannot be used: {failed}")
+        raise ConfigError(f"--disk {disk.folder} cannot be used: {failed}. Give another folder, or leave it out")
     return engine
 
 
@@ -201,7 +201,8 @@ def _try_folder(disk: DiskSettings) -> None:
     try:
         Folder.make(disk.folder).unlock()
     except OSError as error:
-        raise ConfigError(f"--disk {disk.folder} cannot be used: {error.strerror or error}") from error
+        said = f"--disk {disk.folder} cannot be used: {error.strerror or error}. Give another folder, or leave it out"
+        raise ConfigError(said) from error
 
 
 def make_engine(given: argparse.Namespace, **more: Any) -> Engine:

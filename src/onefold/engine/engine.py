@@ -162,7 +162,7 @@ class Engine:
             told = "the budget of %s has room for a conversation of %s tokens, prompt and answer together: %s"
             log.warning(told, held, f"{self.most_tokens:,}", more)
         if self.cache.inventory.budget_bytes > (there := device.memory_bytes()):
-            log.warning("the budget of %s is more than the machine has: %s", held, show_size(there))
+            log.warning("the budget of %s is more than the %s of this machine: give less", held, show_size(there))
 
     # -- prompts -------------------------------------------------------------------------------
 

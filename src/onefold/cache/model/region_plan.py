@@ -140,16 +140,16 @@ class RegionPlan:
     def follow(self, layout: Layout, dtype: mx.Dtype, whole: bool) -> None:
         """Set what changes from step to step: which columns of the regions each row sees. `whole`: all columns of a
         region are read."""
-        found = self.regions
-        if found is not None:
-            ends = [(row[-1][2] - 1) % STEP + 1 for row in layout]
-            self.columns = STEP if whole else min(STEP, round_up(max(ends), COLUMNS))
-            at = np.arange(self.columns)
-            for group in self.groups:
-                seen = at < np.array([ends[i] for i in group.rows])[:, None]
-                begins = [0 if self.made_for[2][i] else layout[i][-1][1] % STEP for i in group.rows]
-                seen &= at >= np.array(begins)[:, None]
-                group.hidden = hide(np.concatenate([group.seen, seen], axis=1), dtype)
+        if self.regions is None:
+            return
+        ends = [(row[-1][2] - 1) % STEP + 1 for row in layout]
+        self.columns = STEP if whole else min(STEP, round_up(max(ends), COLUMNS))
+        at = np.arange(self.columns)
+        for group in self.groups:
+            seen = at < np.array([ends[i] for i in group.rows])[:, None]
+            begins = [0 if self.made_for[2][i] else layout[i][-1][1] % STEP for i in group.rows]
+            seen &= at >= np.array(begins)[:, None]
+            group.hidden = hide(np.concatenate([group.seen, seen], axis=1), dtype)
 
 
 def plan_regions(
